@@ -1,0 +1,316 @@
+"""Every key of the configuration, with its unit and its check: Hydra's DictConfig in, frozen dataclasses out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.schema import build, closest
+
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Which run this is and where it lives."""
+
+    name: str | None  # a directory below root; null: derived from the configuration
+    root: str  # local directory of all runs
+    resume: str  # auto | never | a snapshot's path or URL to start from
+    seed: int  # every random number of the run follows from it
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            fits = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}", self.name)
+            _check(bool(fits), f"run.name={self.name} must be one directory name of letters, digits and . _ + = , -")
+        _check(bool(self.root.strip()), "run.root is empty; name a directory")
+        _check("://" not in self.root, f"run.root={self.root} must be a local directory; snapshot.path may be a URL")
+        _check(bool(self.resume.strip()), "run.resume is empty; use auto, never or the path of a snapshot")
+        _check(0 <= self.seed < 2**63, f"run.seed={self.seed} must lie in 0 .. 2^63 - 1")
+        _no_credentials("run.resume", self.resume)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A GPT-2 style decoder (mingpt_ddp/model/gpt.py)."""
+
+    name: str  # a label for directories and logs
+    architecture: Literal["gpt"]
+    n_layer: int  # blocks
+    n_head: int  # attention heads per block
+    n_embd: int  # width of the residual stream
+    dropout: float  # probability, in [0, 1)
+    bias: bool  # in linear layers and layer norms, as GPT-2 has them
+
+    def __post_init__(self) -> None:
+        for key in ("n_layer", "n_head", "n_embd"):
+            _check(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)} must be at least 1")
+        divides = self.n_embd % self.n_head == 0
+        _check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
+        _check(0 <= self.dropout < 1, f"model.dropout={self.dropout} must lie in [0, 1)")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What every optimizer has: a learning rate, weight decay and a schedule (mingpt_ddp/optim.py)."""
+
+    name: str
+    lr: float  # the peak of the schedule
+    weight_decay: float  # of matrices; vectors are not decayed
+    schedule: Schedule
+    schedule_steps: int | None  # null: the steps of the run
+    warmup_steps: int  # of linear growth from 0
+    min_lr_ratio: float  # the final learning rate over the peak
+    decay_ratio: float  # wsd: the last fraction of the schedule, in which the learning rate falls
+
+    def __post_init__(self) -> None:
+        _check(self.lr > 0, f"optimizer.lr={self.lr} must be greater than 0")
+        _check(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must not be negative")
+        _check(self.warmup_steps >= 0, f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
+        _check(0 <= self.min_lr_ratio <= 1, f"optimizer.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1]")
+        _check(0 < self.decay_ratio <= 1, f"optimizer.decay_ratio={self.decay_ratio} must lie in (0, 1]")
+        steps = self.schedule_steps
+        _check(steps is None or steps >= 1, f"optimizer.schedule_steps={steps} must be at least 1")
+
+
+@dataclass(frozen=True)
+class AdamWConfig(OptimizerConfig):
+    betas: tuple[float, float]  # decay of the first and second moment per step
+    eps: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(all(0 <= b < 1 for b in self.betas), f"optimizer.betas={list(self.betas)} must lie in [0, 1)")
+        _check(self.eps > 0, f"optimizer.eps={self.eps} must be greater than 0")
+
+
+@dataclass(frozen=True)
+class SGDConfig(OptimizerConfig):
+    momentum: float
+    nesterov: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must lie in [0, 1)")
+        _check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it is cut (mingpt_ddp/corpus.py and loader.py)."""
+
+    name: str
+    path: str  # a file, any fsspec URL, or builtin:python_docs
+    sha256: str | None  # of the file's bytes; null: any content
+    block_size: int  # context length in characters
+    stride: int | None  # characters between the starts of two windows; null: block_size
+    train_split: float  # the first fraction of the text trains, the rest validates
+    truncate: float  # the fraction of the text that is used at all, from its start
+    cache_dir: str  # local directory of downloads and encoded texts
+
+    def __post_init__(self) -> None:
+        _check(bool(self.path.strip()), "data.path is empty; name a text file or an fsspec URL")
+        _no_credentials("data.path", self.path)
+        is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
+        _check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
+        _check(self.block_size >= 1, f"data.block_size={self.block_size} must be at least 1")
+        stride = self.stride
+        _check(stride is None or stride >= 1, f"data.stride={stride} must be at least 1")
+        _check(0 < self.train_split < 1, f"data.train_split={self.train_split} must lie between 0 and 1")
+        _check(0 < self.truncate <= 1, f"data.truncate={self.truncate} must lie in (0, 1]")
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """How the ranks find each other and share gradients (mingpt_ddp/runtime.py)."""
+
+    strategy: Literal["ddp"]
+    launcher: Literal["elastic"]  # what nproc_per_node starts its workers with
+    backend: Literal["auto", "nccl", "gloo", "mpi"]
+    timeout_s: float  # seconds a rank waits for the others
+    nproc_per_node: int | None  # workers to start on this machine; null: none
+    max_restarts: int  # of the workers that nproc_per_node starts
+    bucket_cap_mb: float  # MiB of gradients per all-reduce
+    gradient_as_bucket_view: bool
+    static_graph: bool
+    find_unused_parameters: bool
+    comm_hook: Literal["none", "fp16"]  # compression of the gradients on the wire
+    sync_batchnorm: bool
+
+    def __post_init__(self) -> None:
+        _check(self.timeout_s > 0, f"ddp.timeout_s={self.timeout_s} must be greater than 0")
+        workers = self.nproc_per_node
+        _check(workers is None or workers >= 1, f"ddp.nproc_per_node={workers} must be at least 1 or null")
+        _check(self.max_restarts >= 0, f"ddp.max_restarts={self.max_restarts} must not be negative")
+        _check(self.bucket_cap_mb > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
+        both = self.static_graph and self.find_unused_parameters
+        _check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The loop: how long, how much at once, how often it reports (mingpt_ddp/trainer.py)."""
+
+    max_epochs: int | None  # passes over the training characters
+    max_steps: int | None  # optimizer steps; the smaller limit of the two ends the run
+    batch_size: int  # sequences per optimizer step over all ranks
+    micro_batch_size: int | None  # sequences per rank per forward; null: the largest that fits the first start
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["auto", "fp32", "bf16", "fp16"]  # auto: bf16 on a GPU that has it, else fp32
+    compile: bool  # torch.compile the model
+    grad_norm_clip: float | None  # largest global gradient norm; null: no clipping
+    log_every: int  # steps
+    eval_every: int | None  # steps; there is always a final evaluation
+    sample_every: int | None  # steps
+    on_nonfinite: Literal["stop"]
+    deterministic: bool  # bit-identical results on a GPU too, slower there
+
+    def __post_init__(self) -> None:
+        limits = (self.max_epochs, self.max_steps)
+        _check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
+        for key in ("max_epochs", "max_steps", "batch_size", "micro_batch_size", "log_every", "eval_every"):
+            value = getattr(self, key)
+            _check(value is None or value >= 1, f"trainer.{key}={value} must be at least 1")
+        every = self.sample_every
+        _check(every is None or every >= 1, f"trainer.sample_every={every} must be at least 1")
+        clip = self.grad_norm_clip
+        _check(clip is None or clip > 0, f"trainer.grad_norm_clip={clip} must be greater than 0 or null")
+        micro, batch = self.micro_batch_size, self.batch_size
+        fits = micro is None or batch % micro == 0
+        _check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")
+
+
+@dataclass(frozen=True)
+class SnapshotConfig:
+    """When the state is saved, where, and how much of it is kept (mingpt_ddp/snapshot.py)."""
+
+    path: str | None  # a directory or any fsspec URL, to which the run's name is appended; null: in the run directory
+    every_steps: int | None
+    every_epochs: int | None
+    every_minutes: float | None  # looked at whenever the losses are logged
+    keep_last: int  # the newest snapshots that are kept
+    keep_best: bool  # the one with the lowest validation loss as well
+
+    def __post_init__(self) -> None:
+        for key in ("every_steps", "every_epochs", "keep_last"):
+            value = getattr(self, key)
+            _check(value is None or value >= 1, f"snapshot.{key}={value} must be at least 1")
+        minutes = self.every_minutes
+        _check(minutes is None or minutes > 0, f"snapshot.every_minutes={minutes} must be greater than 0")
+        _check(self.path is None or bool(self.path.strip()), "snapshot.path is empty; name a directory or URL, or null")
+        _no_credentials("snapshot.path", self.path or "")
+
+
+MODELS: dict[str, type] = {"gpt": GPTConfig}
+OPTIMIZERS: dict[str, type] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+# Each group: the key that selects its dataclass (none where there is one only), and the dataclasses to select from.
+GROUPS: dict[str, tuple[str | None, dict[str, type]]] = {
+    "run": (None, {"": RunConfig}),
+    "model": ("architecture", MODELS),
+    "optimizer": ("name", OPTIMIZERS),
+    "data": (None, {"": DataConfig}),
+    "ddp": (None, {"": DDPConfig}),
+    "trainer": (None, {"": TrainerConfig}),
+    "snapshot": (None, {"": SnapshotConfig}),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of a run, resolved and checked; it is never changed afterwards."""
+
+    run: RunConfig
+    model: GPTConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    ddp: DDPConfig
+    trainer: TrainerConfig
+    snapshot: SnapshotConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as YAML and JSON can hold them."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    def run_name(self) -> str:
+        """`run.name`, or `<data>-<model>-<8 hex>`: the same on every rank, node and restart.
+
+        The hash covers what makes the training: not where the run lives, how it is distributed or saved, how long it
+        lasts or what it displays. The seed is part of it, so that two seeds are two runs.
+        """
+        if self.run.name is not None:
+            return self.run.name
+        values = self.to_dict()
+        made_by = {group: values[group] for group in ("model", "optimizer", "data", "trainer")}
+        for key in ("max_epochs", "max_steps", "log_every", "eval_every", "sample_every"):
+            del made_by["trainer"][key]
+        del made_by["data"]["cache_dir"]
+        made_by["seed"] = self.run.seed
+        digest = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
+        return f"{_slug(self.data.name)}-{_slug(self.model.name)}-{digest[:8]}"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
+
+
+def known_keys() -> list[str]:
+    """Every dotted key that some configuration accepts."""
+    pairs = ((group, cls) for group, (_, classes) in GROUPS.items() for cls in classes.values())
+    return sorted({f"{group}.{field.name}" for group, cls in pairs for field in dataclasses.fields(cls)})
+
+
+def from_dictconfig(cfg: DictConfig) -> Config:
+    """The typed configuration of what Hydra composed.
+
+    Raises:
+        ConfigError: anything that cannot work, as one line that names the key.
+    """
+    try:
+        values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        key = f"{error.full_key}: " if error.full_key else ""
+        raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
+    return from_mapping(values)
+
+
+def from_mapping(values: dict[str, Any]) -> Config:
+    """The typed configuration of plain values, as a snapshot or a YAML file holds them."""
+    for key in values:
+        if key not in GROUPS:
+            raise ConfigError(f"{key} is not a key{closest(str(key), [*GROUPS, *known_keys()])}")
+    return Config(**{group: _build_group(group, values.get(group)) for group in GROUPS})
+
+
+def _build_group(group: str, values: Any) -> Any:
+    selector, classes = GROUPS[group]
+    if not isinstance(values, dict):
+        raise ConfigError(f"the group {group} is missing")
+    choice = values.get(selector) if selector else ""
+    if choice not in classes:
+        raise ConfigError(
+            f"{group}.{selector}={choice} must be one of {', '.join(classes)}{closest(str(choice), classes)}"
+        )
+    return build(classes[choice], values, group)
+
+
+def _no_credentials(key: str, url: str) -> None:
+    """Refuse a secret in a URL without repeating it: configurations are logged and saved."""
+    if "://" in url:
+        parts = urlsplit(url.split("::")[-1])
+        secret = "@" in parts.netloc or re.search(r"(?i)(secret|token|password|signature)=", parts.query)
+        _check(not secret, f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")

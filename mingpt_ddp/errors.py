@@ -1,0 +1,36 @@
+"""What goes wrong through no fault of the program: one line for the user, exit code 2."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. The message is one line and says what to do."""
+
+    kind = "error"
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {' '.join(super().__str__().split())}"
+
+
+class ConfigError(UserError):
+    """The configuration cannot work."""
+
+    kind = "config error"
+
+
+class DataError(UserError):
+    """The corpus cannot be read or used."""
+
+    kind = "data error"
+
+
+class SnapshotError(UserError):
+    """A snapshot cannot be used for what was asked."""
+
+    kind = "snapshot error"
+
+
+class RunError(UserError):
+    """The run directory or the process group cannot be used."""
+
+    kind = "run error"

@@ -1,0 +1,195 @@
+"""From the command line to the run: compose, check, start local workers where asked, and one line for every error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mingpt_ddp import logs
+from mingpt_ddp.config import GROUPS, Config, from_dictconfig, known_keys
+from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.place import Place, die_with_parent, find_place
+from mingpt_ddp.schema import closest
+from mingpt_ddp.storage import check_url
+
+if TYPE_CHECKING:
+    from mingpt_ddp.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+USER_ERROR, FAILURE = 2, 1  # exit codes
+VICTIM_WAIT_S = 5.0  # how long a rank that lost the others waits for the reason
+
+
+def main() -> None:
+    """The entry point of main.py and of `python -m mingpt_ddp`."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        die_with_parent()
+    # torch.distributed.launch passes the local rank as a flag that Hydra does not know; the environment has it as well.
+    sys.argv = [arg for arg in sys.argv if not re.match(r"--local[-_]rank\b", arg)]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hands us Hydra's errors instead of printing them
+    try:
+        hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(train)()
+    except (HydraException, OmegaConfBaseException) as error:
+        _leave_with_user_error(ConfigError(explain(error)), _place_or_default())
+
+
+def config_directory() -> Path:
+    """conf/ of the checkout, or its copy inside an installed package."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def train(cfg: DictConfig) -> float:
+    """One job: everything that Hydra composed, to its validation loss."""
+    place = _place_or_default()
+    logs.to_console(place)
+    runtime: Runtime | None = None
+    try:
+        place = find_place()
+        config = from_dictconfig(cfg)
+        _check_urls(config)
+        if config.ddp.nproc_per_node is not None and "RANK" not in os.environ:
+            _become_agent(config)
+        from mingpt_ddp.run import run  # imports torch: a mistyped key is told before that
+        from mingpt_ddp.runtime import Runtime
+
+        runtime = Runtime(config, place, job=HydraConfig.get().job.get("num") or 0)
+        loss = run(config, runtime, _hydra_files(cfg), _job_directory())
+        runtime.close()
+        logs.close()
+        return loss
+    except UserError as error:
+        _leave_with_user_error(error, place)
+    except KeyboardInterrupt:
+        _leave("interrupted; the same command continues from the last snapshot", 128 + 2)
+    except BaseException as error:
+        _leave_with_failure(error, place, runtime)
+
+
+def _check_urls(config: Config) -> None:
+    urls = {"data.path": config.data.path, "snapshot.path": config.snapshot.path}
+    if config.run.resume not in ("auto", "never"):
+        urls["run.resume"] = config.run.resume
+    for key, url in urls.items():
+        if url is not None and not url.startswith("builtin:"):
+            check_url(url, key)
+
+
+def _become_agent(config: Config) -> NoReturn:
+    """Turn this process into torchrun's elastic agent of `ddp.nproc_per_node` local workers."""
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        raise ConfigError("ddp.nproc_per_node cannot start a sweep; use torchrun --nproc_per_node=N main.py -m ...")
+    from mingpt_ddp.runtime import choose_device
+
+    workers = config.ddp.nproc_per_node
+    assert workers is not None
+    choose_device(config.trainer, config.ddp, Place(local_rank=workers - 1))
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    package_home = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, os.environ.get("PYTHONPATH")]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += [f"--nproc_per_node={workers}", f"--max_restarts={config.ddp.max_restarts}"]
+    os.execve(sys.executable, [*torchrun, "-m", "mingpt_ddp", *sys.argv[1:]], environment)
+
+
+def _hydra_files(cfg: DictConfig) -> dict[str, str]:
+    hydra_config: Any = HydraConfig.instance().cfg
+    return {
+        "config.yaml": OmegaConf.to_yaml(cfg),
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_config, ["hydra"])),
+        "overrides.yaml": OmegaConf.to_yaml(hydra_config.hydra.overrides.task),
+    }
+
+
+def _job_directory() -> str | None:
+    """In a sweep, a directory named after the job's own overrides: readable, and different for different jobs."""
+    if HydraConfig.get().mode != RunMode.MULTIRUN:
+        return None
+    overrides = ",".join(sorted(HydraConfig.get().overrides.task))
+    import hashlib
+
+    return f"{re.sub(r'[^A-Za-z0-9._=,-]+', '_', overrides)[:100]}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}"
+
+
+# Errors. The last line that a worker prints names the rank and what went wrong.
+
+
+def explain(error: Exception) -> str:
+    """Hydra's own errors as one line, with the key that was probably meant."""
+    text = str(error)
+    override = re.search(r"Could not override '([^']+)'", text)
+    if override:
+        key = override[1].split("@")[0]
+        return f"{key} is not a key{closest(key, [*GROUPS, *known_keys()])}"
+    return " ".join(text.split())[:400]
+
+
+def _place_or_default() -> Place:
+    try:
+        return find_place()
+    except UserError:
+        return Place()
+
+
+def _leave_with_user_error(error: UserError, place: Place) -> NoReturn:
+    """All ranks have the same error: rank 0 tells it. If one rank alone has it, that rank tells it a moment later."""
+    if not logging.getLogger(logs.ROOT).handlers:
+        logs.to_console(place)
+    if place.agent and not place.is_main:
+        time.sleep(1.0)
+    _leave(str(error), USER_ERROR)
+
+
+def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | None) -> NoReturn:
+    """The rank that failed reports why; a rank that only lost its peers waits for that report and repeats it."""
+    summary = " ".join(f"{type(error).__name__}: {error}".split())
+    if runtime is None:
+        log.error("rank %d failed", place.rank, exc_info=error)
+        _leave(f"error: rank {place.rank}: {summary}", FAILURE)
+    if _lost_peers(error):
+        log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
+        reason = runtime.reported_failure(VICTIM_WAIT_S)
+        _leave(f"error: {reason}" if reason else f"error: rank {place.rank} lost another rank: {summary[:200]}", FAILURE)
+    runtime.report_failure(summary)
+    _tell_agent(error)
+    log.error("rank %d failed", place.rank, exc_info=error)
+    _leave(f"error: rank {place.rank}: {summary}", FAILURE)
+
+
+def _lost_peers(error: BaseException) -> bool:
+    """Whether the error came from the connection to other ranks rather than from this one."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+def _tell_agent(error: BaseException) -> None:
+    """Leave the error where torchrun's summary finds it."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        ErrorHandler().record_exception(error)
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    """End at once: neither Hydra's launcher may go on with the next job, nor a process group wait for its members."""
+    log.error(message)
+    logs.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

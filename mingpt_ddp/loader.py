@@ -1,0 +1,111 @@
+"""Whole batches by one gather, a pure function of (seed, epoch, position), the same at any world size.
+
+Shapes: B sequences, T = block_size characters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mingpt_ddp.config import TrainerConfig
+from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.seeds import key_to_seed
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences that go through the model together; `number` counts them within the step, over all ranks."""
+
+    number: int
+    x: Tensor  # (B, T) int64
+    y: Tensor  # (B, T) int64, the character after each in x
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a step's batch is cut into micro-batches, and which rank takes which."""
+
+    batch_size: int
+    micro_batch_size: int
+    world_size: int
+
+    @property
+    def n_micro(self) -> int:
+        return self.batch_size // self.micro_batch_size
+
+    def numbers(self, rank: int) -> range:
+        """The micro-batches of a rank: number j runs on rank j mod world size."""
+        return range(rank, self.n_micro, self.world_size)
+
+
+def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = None) -> BatchPlan:
+    """Cut the batch so that every rank has work.
+
+    Args:
+        kept: the micro-batch size of the snapshot that is resumed.
+
+    Raises:
+        ConfigError: more ranks than micro-batches.
+    """
+    batch = trainer.batch_size
+    micro = trainer.micro_batch_size or kept
+    if micro is None:
+        share = max(1, batch // world_size)
+        micro = max(size for size in range(1, share + 1) if batch % size == 0)
+    plan = BatchPlan(batch, micro, world_size)
+    if world_size > plan.n_micro:
+        raise ConfigError(
+            f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro}, too few for {world_size} ranks; "
+            f"use 1 to {plan.n_micro} ranks or a smaller trainer.micro_batch_size"
+        )
+    return plan
+
+
+class Loader:
+    """The training text as an endless sequence of steps."""
+
+    def __init__(self, tokens: Tokens, block_size: int, stride: int | None, batch_size: int, seed: int) -> None:
+        """
+        Raises:
+            DataError: the text does not fill one batch.
+        """
+        self.stride = stride or block_size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n - T, T + 1), no copy
+        self.windows_per_epoch = (len(tokens) - block_size) // self.stride
+        self.steps_per_epoch = self.windows_per_epoch // batch_size
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"the training text has {self.windows_per_epoch} windows of data.block_size={block_size}, fewer than "
+                f"trainer.batch_size={batch_size}; use a longer text, a smaller batch or a smaller data.stride"
+            )
+        self._epoch = -1
+        self._starts = np.empty(0, dtype=np.int64)
+
+    def step(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
+        """What one rank trains on in a step; steps count from 1."""
+        epoch, index = divmod(step - 1, self.steps_per_epoch)
+        starts = self._order(epoch)[index * self.batch_size :][: self.batch_size]
+        size = plan.micro_batch_size
+        return [self._gather(j, starts[j * size : (j + 1) * size]) for j in plan.numbers(rank)]
+
+    def _order(self, epoch: int) -> Tokens:
+        """Where the windows of an epoch start, in the order they are trained."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(key_to_seed(self.seed, epoch))
+            offset = int(torch.randint(self.stride, (), generator=generator))
+            order = torch.randperm(self.windows_per_epoch, generator=generator).numpy()
+            self._epoch, self._starts = epoch, offset + order * self.stride
+        return self._starts
+
+    def _gather(self, number: int, starts: Tokens) -> MicroBatch:
+        windows = torch.from_numpy(self.windows[starts].astype(np.int64))  # (B, T + 1)
+        return MicroBatch(number, windows[:, :-1].contiguous(), windows[:, 1:].contiguous())

@@ -1,0 +1,71 @@
+"""A console and a log file per global rank, and rank 0's progress bar."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mingpt_ddp.place import Place
+
+ROOT = "mingpt_ddp"
+
+
+class Console(logging.Handler):
+    """Lines on standard error, above the progress bar where there is one."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(logging.INFO if place.is_main else logging.ERROR)
+        prefix = "" if place.is_main else f"[rank {place.rank}] "
+        self.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not getattr(record, "file_only", False):
+            tqdm.write(self.format(record), file=sys.stderr)
+            sys.stderr.flush()
+
+
+def to_console(place: Place) -> None:
+    """Rank 0 shows what happens, the others only their errors."""
+    logger = logging.getLogger(ROOT)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    close()
+    logger.addHandler(Console(place))
+
+
+def to_file(directory: Path, place: Place) -> None:
+    """From now on everything goes to `main.rank<N>.log` as well."""
+    directory.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(directory / f"main.rank{place.rank}.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger(ROOT).addHandler(handler)
+
+
+def close() -> None:
+    """Flush and forget all handlers, so that the next job of a sweep starts with none."""
+    logger = logging.getLogger(ROOT)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+
+
+class Progress:
+    """A bar over the steps on rank 0's terminal; elsewhere nothing, there the log lines tell."""
+
+    def __init__(self, place: Place, done: int, total: int) -> None:
+        self.shown = place.is_main and sys.stderr.isatty()
+        self._bar = tqdm(
+            total=total, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr, disable=not self.shown, leave=False
+        )
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def describe(self, text: str) -> None:
+        self._bar.set_postfix_str(text, refresh=False)
+
+    def close(self) -> None:
+        self._bar.close()

@@ -1,0 +1,45 @@
+"""The optimizer and the only formula of the learning rate."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from mingpt_ddp.config import AdamWConfig, OptimizerConfig, SGDConfig
+
+
+def lr_at(step: int, config: OptimizerConfig, run_steps: int) -> float:
+    """The learning rate of a step; steps count from 1.
+
+    Linear growth over the warm-up, then the schedule, from `lr` down to `min_lr_ratio * lr` at its last step, and constant
+    after that. wsd is warm-up, stable, decay: Hu et al. 2024, "MiniCPM" (arXiv:2404.06395), with a linear decay.
+    """
+    total = config.schedule_steps or run_steps
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    if config.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "linear":
+        height = 1 - progress
+    else:
+        height = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Matrices are decayed, vectors (biases, norms) are not. The learning rate is set before every step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if isinstance(config, AdamWConfig):
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    assert isinstance(config, SGDConfig)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)

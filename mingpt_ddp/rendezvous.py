@@ -1,0 +1,91 @@
+"""How the ranks of one attempt find each other.
+
+A launcher's store outlives the workers: after a restart it still holds the addresses of the dead. So every process brings
+a fresh id, rank 0 gathers one id per rank and proposes them as an attempt, and the attempt begins when every rank has
+found its own id in it. Its process group lives below a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.place import Place
+
+POLL_S = 0.02
+
+
+def connect(place: Place, timeout_s: float) -> Store:
+    """A client of the job's key-value store; rank 0 hosts it where no elastic agent does.
+
+    Raises:
+        RunError: nobody answers within `timeout_s` seconds.
+    """
+    host, port = place.master
+    hosts_it = place.is_main and not place.agent
+    try:
+        return TCPStore(
+            host, port, None, is_master=hosts_it, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"rank {place.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
+
+
+def meet(store: Store, place: Place, timeout_s: float) -> Store:
+    """Wait for the other ranks of this attempt; the store returned is theirs alone.
+
+    Raises:
+        RunError: a rank did not appear within `timeout_s` seconds.
+    """
+    own = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_s
+    attempt = _lead(store, place, deadline) if place.is_main else _follow(store, place.rank, own, deadline)
+    return PrefixStore(f"attempt/{attempt}", store)
+
+
+def _lead(store: Store, place: Place, deadline: float) -> str:
+    """Rank 0: propose the ids at hand again and again until every rank has confirmed one and the same proposal."""
+    others = range(1, place.world_size)
+    proposed: dict[str, str] = {}
+    attempt = ""
+    while True:
+        ids = {str(rank): _peek(store, f"hello/{rank}") for rank in others}
+        if all(ids.values()) and ids != proposed:
+            attempt, proposed = uuid.uuid4().hex, ids
+            store.set("attempt", json.dumps({"attempt": attempt, "ids": ids}))
+        confirmed = [rank for rank in others if attempt and _peek(store, f"confirm/{attempt}/{rank}")]
+        if len(confirmed) == len(others):
+            store.set(f"go/{attempt}", "1")
+            return attempt
+        absent = sorted(set(others) - set(confirmed))
+        _pause(deadline, f"rank {', '.join(map(str, absent))} did not appear")
+
+
+def _follow(store: Store, rank: int, own: str, deadline: float) -> str:
+    """Any other rank: confirm every proposal that holds the own id; the one that rank 0 starts is the attempt."""
+    store.set(f"hello/{rank}", own)
+    while True:
+        proposal = json.loads(_peek(store, "attempt") or "{}")
+        if proposal and proposal["ids"].get(str(rank)) == own:
+            attempt: str = proposal["attempt"]
+            store.set(f"confirm/{attempt}/{rank}", "1")
+            if _peek(store, f"go/{attempt}"):
+                return attempt
+        _pause(deadline, "rank 0 did not appear")
+
+
+def _peek(store: Store, key: str) -> str:
+    """The value of a key, or an empty string where it has none yet."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _pause(deadline: float, complaint: str) -> None:
+    if time.monotonic() > deadline:
+        raise RunError(f"{complaint} in time; start all ranks, or give them longer with ddp.timeout_s")
+    time.sleep(POLL_S)

@@ -1,0 +1,150 @@
+"""The composition root: every object of a run, named once, in the order the data flows."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp import logs
+from mingpt_ddp.config import Config
+from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
+from mingpt_ddp.evaluate import Evaluator
+from mingpt_ddp.generate import generate_text
+from mingpt_ddp.loader import Loader, plan_batches
+from mingpt_ddp.metrics import NATS_PER_BIT, Board
+from mingpt_ddp.model import GPT, build_model
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.rundir import RunDirectory, fresh_directory, run_directory
+from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.saver import Position, Saver
+from mingpt_ddp.seeds import key_to_seed, seed_everything
+from mingpt_ddp.trainer import Trainer, count_steps
+
+log = logging.getLogger(__name__)
+
+SAMPLE_CHARACTERS = 400
+
+
+def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str | None = None) -> float:
+    """Train to the limits of `config`, from the newest snapshot if there is one.
+
+    Args:
+        hydra_files: what goes to `.hydra/`, by file name.
+        job: the directory of a sweep's job below the sweep's own.
+
+    Returns:
+        The validation loss in nats per character.
+    """
+    # Whatever can be refused is refused here, before anything is written.
+    encoded = Encoded(**runtime.first(lambda: asdict(prepare(config.data)), per_node=True))
+    corpus = Corpus(encoded, config.data)
+    loader = Loader(
+        corpus.train, config.data.block_size, config.data.stride, config.trainer.batch_size, config.run.seed
+    )
+    plan_batches(config.trainer, runtime.world_size)
+    steps = count_steps(config, loader.steps_per_epoch)
+
+    owner, directory = _own_directory(config, runtime, job)
+    saver = Saver(config, runtime, snapshot_url(config, directory), encoded)
+    found = saver.find()
+    plan = plan_batches(config.trainer, runtime.world_size, found and found.state["micro_batch_size"])
+    logs.to_file(directory, runtime.place)
+    if owner:
+        owner.record_start(config.to_dict(), hydra_files)
+
+    seed_everything(config.run.seed)
+    model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
+    if config.trainer.compile:
+        model.compile()
+    optimizer = build_optimizer(model, config.optimizer)
+    position = saver.restore(found, model, optimizer) if found else Position(world_size=runtime.world_size)
+    evaluator = Evaluator(corpus.val, config.data.block_size, runtime)
+    sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed)
+    _introduce(config, runtime, corpus, model, directory, position.step, steps)
+
+    if position.step < steps:
+        position.world_size = runtime.world_size
+        board = Board(directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1)
+        trainer = Trainer(
+            config, runtime, loader, plan, model, optimizer, evaluator, saver, board, position, sample, steps
+        )
+        trainer.fit()
+    elif position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
+        position.val_loss = evaluator.run(model)
+
+    result = _result(position, config, loader.steps_per_epoch)
+    if owner:
+        owner.write_result(result)
+        log.info("a sample:\n%s\n", sample(position.step))
+        log.info(
+            "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
+            *(result["val_loss"], result["bits_per_char"], position.step, directory),
+        )
+        owner.release()
+    return float(result["val_loss"])
+
+
+def snapshot_url(config: Config, directory: Path) -> str:
+    """Where the run's snapshots are: below snapshot.path in a directory named like the run, or in the run directory."""
+    if config.snapshot.path is None:
+        return str(directory / "snapshots")
+    name = directory.relative_to(config.run.root).as_posix()
+    return f"{config.snapshot.path.rstrip('/')}/{name}"
+
+
+def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[RunDirectory | None, Path]:
+    """The run directory, the same on every rank; its owner is rank 0."""
+    owner: RunDirectory | None = None
+
+    def take() -> str:
+        nonlocal owner
+        wanted = run_directory(config, job)
+        owner = RunDirectory(fresh_directory(wanted) if config.run.resume == "never" else wanted)
+        return str(owner.path)
+
+    directory = Path(runtime.first(take))
+    return owner, directory
+
+
+def _introduce(
+    config: Config, runtime: Runtime, corpus: Corpus, model: GPT, directory: Path, done: int, steps: int
+) -> None:
+    """What is about to be trained, in three lines."""
+    log.info("run %s", directory)
+    log.info(
+        "%s: %s training and %s validation characters, %d distinct",
+        *(config.data.name, f"{len(corpus.train):,}", f"{len(corpus.val):,}", corpus.vocab_size),
+    )
+    log.info(
+        "%s: %.2fM parameters, on %d x %s in %s",
+        *(config.model.name, model.count_parameters() / 1e6, runtime.world_size, runtime.device.type, runtime.precision),
+    )
+    if done >= steps:
+        log.info("complete: the snapshot of step %d has reached the limit of %d steps", done, steps)
+    elif done:
+        log.info("resuming from the snapshot of step %d of %d", done, steps)
+
+
+def _sample(model: GPT, vocabulary: Vocabulary, seed: int, step: int) -> str:
+    """A piece of text, the same for the same weights, seed and step."""
+    texts = generate_text(model, vocabulary, "", SAMPLE_CHARACTERS, key_to_seed(seed, step), temperature=0.8, top_k=40)
+    return texts[0]
+
+
+def _result(position: Position, config: Config, steps_per_epoch: int) -> dict[str, Any]:
+    assert position.val_loss is not None
+    return {
+        "status": "complete",
+        "step": position.step,
+        "epoch": position.step / steps_per_epoch,
+        "train_loss": position.train_loss,
+        "val_loss": position.val_loss,
+        "bits_per_char": position.val_loss / NATS_PER_BIT,
+        "best_val_loss": position.best_val_loss,
+        "tokens": position.step * config.trainer.batch_size * config.data.block_size,
+        "wall_seconds": position.wall_seconds,
+        "world_size": position.world_size,
+    }

@@ -1,0 +1,118 @@
+"""The run directory: its name, its owner, the record of how it was started, its result."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from mingpt_ddp.config import Config
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage import publish
+
+log = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
+RESULT = "result.json"
+
+
+def run_directory(config: Config, job: str | None = None) -> Path:
+    """Where this run lives: a function of the configuration alone.
+
+    Args:
+        job: the directory of a sweep's job below the sweep's `run.name`.
+    """
+    base = Path(config.run.root) / config.run_name()
+    return base / job if job and config.run.name else base
+
+
+def fresh_directory(directory: Path) -> Path:
+    """The first of `directory`, `directory-2`, `directory-3` ... that does not exist yet."""
+    candidate, number = directory, 1
+    while candidate.exists():
+        number += 1
+        candidate = directory.with_name(f"{directory.name}-{number}")
+    return candidate
+
+
+class RunDirectory:
+    """The directory, held by an advisory lock for as long as this process lives. Rank 0's business alone."""
+
+    def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
+        """Create it where needed and become its owner.
+
+        Raises:
+            RunError: another process group owns it, or it cannot be written.
+        """
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(path / ".lock", "a+")  # noqa: SIM115  (closing it would release the lock)
+        except OSError as error:
+            raise RunError(f"cannot write to the run directory {path}: {error.strerror}; choose another run.root") from error
+        _acquire(self._lock, path, time.monotonic() + wait_s)
+
+    def release(self) -> None:
+        self._lock.close()
+
+    def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
+        """Keep the configuration of the first start, and of each later start that differs from the one before."""
+        for name, content in hydra_files.items():
+            publish(self.path / ".hydra" / name, content.encode())
+        previous = self._last_config()
+        if previous is None:
+            publish(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+            return
+        changes = difference(previous, config)
+        if changes:
+            log.info("the configuration differs from the last start: %s", "; ".join(changes))
+            number = 2 + len(list(self.path.glob("config.*.yaml")))
+            publish(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+
+    def _last_config(self) -> dict[str, Any] | None:
+        later = sorted(self.path.glob("config.*.yaml"), key=lambda p: int(p.name.split(".")[1]))
+        for path in [*reversed(later), self.path / "config.yaml"]:
+            if path.exists():
+                config: dict[str, Any] = yaml.safe_load(path.read_text())
+                return config
+        return None
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        publish(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def _acquire(lock: IO[str], path: Path, deadline: float) -> None:
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                owner = lock.read().strip() or "another process"
+                raise RunError(
+                    f"{path} belongs to {owner}, which is still running; wait for it, or choose another run.name"
+                ) from error
+            time.sleep(0.1)
+    lock.seek(0)
+    lock.truncate()
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`group.key: old -> new` for every value that differs."""
+    before, after = _flat(old), _flat(new)
+    keys = [*before, *(k for k in after if k not in before)]
+    return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if before.get(k) != after.get(k)]
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}

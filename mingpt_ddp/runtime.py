@@ -1,0 +1,256 @@
+"""The machine under the run: device, precision, process group, collectives, the distributed wrapper.
+
+In one process every collective is the identity, so that nobody else has to ask how many ranks there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mingpt_ddp import errors
+from mingpt_ddp.config import Config, DDPConfig, TrainerConfig
+from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.place import Place
+from mingpt_ddp.rendezvous import connect, meet
+
+T = TypeVar("T")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch.device:
+    """The device of this rank, after checking that the configuration can run on this machine.
+
+    Raises:
+        ConfigError: a device, backend or option that this machine or this build of torch does not have.
+    """
+    has_gpu = torch.cuda.is_available()
+    if trainer.device == "cuda" and not has_gpu:
+        raise ConfigError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
+    on_gpu = has_gpu and trainer.device != "cpu"
+    if ddp.backend == "nccl" and not on_gpu:
+        raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
+    if ddp.backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigError("ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo")
+    if ddp.sync_batchnorm and not on_gpu:
+        raise ConfigError("ddp.sync_batchnorm=true needs a GPU; set it to false")
+    if not on_gpu:
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if place.local_rank >= gpus:
+        raise ConfigError(f"local rank {place.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU")
+    return torch.device("cuda", place.local_rank)
+
+
+class Runtime:
+    """What one rank computes on, and how it talks to the others."""
+
+    def __init__(self, config: Config, place: Place, job: int = 0) -> None:
+        """Join the process group of this attempt.
+
+        Args:
+            job: the number of the job in a sweep; every job has a process group of its own.
+        """
+        self.place = place
+        self.rank, self.world_size, self.is_main = place.rank, place.world_size, place.is_main
+        self.ddp = config.ddp
+        self.device = choose_device(config.trainer, config.ddp, place)
+        self.precision = _precision(config.trainer.precision, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.store: dist.Store | None = None
+        _set_determinism(config.trainer.deterministic)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1:
+            self._join(job)
+
+    def _join(self, job: int) -> None:
+        base = dist.PrefixStore(f"mingpt_ddp/{job}", connect(self.place, self.ddp.timeout_s))
+        self.store = meet(base, self.place, self.ddp.timeout_s)
+        gpu = "nccl" if self.ddp.backend in ("auto", "nccl") else self.ddp.backend
+        cpu = self.ddp.backend if self.ddp.backend == "mpi" else "gloo"
+        dist.init_process_group(
+            f"cpu:{cpu},cuda:{gpu}" if self.device.type == "cuda" else cpu,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self.ddp.timeout_s),
+        )
+
+    def close(self) -> None:
+        """Leave the process group together: a rank that goes early would stall a launcher's exit."""
+        if dist.is_initialized():
+            self.barrier()
+            dist.destroy_process_group()
+
+    # Collectives. Small control data travels as JSON in CPU tensors: torch's object collectives would unpickle it.
+
+    def barrier(self) -> None:
+        self.sum(torch.zeros(1))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The element-wise sum over all ranks of a CPU tensor, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """The JSON value of every rank, in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(content)]))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(content)] = content
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
+
+    def broadcast(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Rank 0's CPU tensors on every rank."""
+        if self.world_size == 1:
+            assert tensors is not None
+            return tensors
+        shapes = {k: (list(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in (tensors or {}).items()}
+        received = {}
+        for name, (shape, dtype) in self.gather(shapes)[0].items():
+            tensor = tensors[name].contiguous() if tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            dist.broadcast(tensor, src=0)
+            received[name] = tensor
+        return received
+
+    def first(self, work: Callable[[], T], per_node: bool = False) -> T:
+        """Do something on rank 0 (or on the first rank of every node) alone; its JSON value, or its error, for all.
+
+        Raises:
+            UserError: what the rank that worked raised, on every rank.
+        """
+        outcome: dict[str, Any] = {}
+        if (self.place.local_rank if per_node else self.rank) == 0:
+            try:
+                outcome["value"] = work()
+            except UserError as error:
+                outcome["error"] = [type(error).__name__, str(error.args[0])]
+        outcomes = self.gather(outcome)
+        for other in outcomes:
+            if "error" in other:
+                name, message = other["error"]
+                raise getattr(errors, name)(message)
+        value: T = outcomes[0]["value"]
+        return value
+
+    # The model's surroundings.
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model behind DistributedDataParallel, its weights those of rank 0."""
+        if self.world_size == 1:
+            return model
+        if self.ddp.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        wrapped = DDP(
+            model,
+            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            bucket_cap_mb=self.ddp.bucket_cap_mb,
+            gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
+            static_graph=self.ddp.static_graph,
+            find_unused_parameters=self.ddp.find_unused_parameters,
+        )
+        if self.ddp.comm_hook == "fp16":
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+        return wrapped
+
+    def settle(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Two throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
+
+        DDP regroups its buckets after the first backward, and three or more ranks sum another grouping in another order.
+        """
+        if self.world_size == 1:
+            return
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for _ in range(2):
+            with self.autocast():
+                loss = model(x, y)
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=DTYPES[self.precision])
+
+    def share_gradients(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        """Gradients are reduced in a rank's last backward of a step only."""
+        return nullcontext() if last or not isinstance(model, DDP) else model.no_sync()
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def peak_memory(self) -> int:
+        """Bytes: the GPU's allocations where there is one, else the resident memory of the process, at their highest."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    # Failures: the rank that fails first leaves its error in the store, and those that lose it quote that.
+
+    def report_failure(self, message: str) -> None:
+        if self.store is not None:
+            with contextlib.suppress(Exception):
+                self.store.compare_set("failure", "", f"rank {self.rank}: {message}")
+
+    def reported_failure(self, wait_s: float) -> str | None:
+        """What the failing rank reported, if it does within `wait_s` seconds."""
+        deadline = time.monotonic() + wait_s
+        while self.store is not None and time.monotonic() < deadline:
+            try:
+                if self.store.check(["failure"]):
+                    return self.store.get("failure").decode()
+            except Exception:  # the store died with its host: nobody is left to ask
+                return None
+            time.sleep(0.05)
+        return None
+
+
+def _precision(wanted: str, device: torch.device) -> str:
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+
+
+def _set_determinism(deterministic: bool) -> None:
+    if deterministic:  # cuBLAS reads its variable when the first kernel runs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients, and back to what it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,92 @@
+"""Plain mappings in, typed frozen dataclasses out; whatever does not fit is one line that names the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+from mingpt_ddp.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def closest(key: str, known: Iterable[str]) -> str:
+    """A hint `; did you mean X?` when something known resembles `key`, else an empty string."""
+    matches = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def build(cls: type[T], values: Any, where: str) -> T:
+    """An instance of the dataclass `cls` from a mapping with exactly its fields.
+
+    Args:
+        values: what was configured, already resolved to plain Python values.
+        where: the dotted name of the group, for messages.
+
+    Raises:
+        ConfigError: an unknown key, a missing key or a value of another type.
+    """
+    prefix = f"{where}." if where else ""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}={values!r} must be a group of keys")
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            hint = closest(f"{prefix}{key}", [prefix + name for name in fields])
+            raise ConfigError(f"{prefix}{key} is not a key{hint or '; known: ' + ', '.join(fields)}")
+    missing = [name for name, f in fields.items() if name not in values and f.default is dataclasses.MISSING]
+    if missing:
+        raise ConfigError(f"{prefix}{missing[0]} is missing; give it a value")
+    return cls(**{key: convert(value, hints[key], prefix + str(key)) for key, value in values.items()})
+
+
+def convert(value: Any, hint: Any, where: str) -> Any:
+    """`value` as the type `hint`, accepting only what loses nothing (1000.0 is a whole number, "7" is not)."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(value, args, where)
+    if origin is Literal:
+        if value in args and type(value) in {type(choice) for choice in args}:
+            return value
+        hint_text = closest(str(value), map(str, args))
+        raise ConfigError(f"{where}={value!s} must be one of {', '.join(map(str, args))}{hint_text}")
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or len(value) != len(args):
+            raise ConfigError(f"{where}={value!r} must be a list of {len(args)} values")
+        return tuple(convert(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, args, strict=True)))
+    if dataclasses.is_dataclass(hint):
+        return build(typing.cast(type, hint), value, where)
+    return _convert_scalar(value, hint, where)
+
+
+def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    inner = [a for a in args if a is not type(None)]
+    if len(inner) == 1:
+        return convert(value, inner[0], where)
+    raise TypeError(f"{where}: a field has at most one type beside None")
+
+
+def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is bool and isinstance(value, bool):
+        return value
+    if hint is int and number and math.isfinite(value) and value == int(value):
+        return int(value)
+    if hint is float and number and math.isfinite(value):
+        return float(value)
+    if hint is str and isinstance(value, (str, int)) and not isinstance(value, bool):
+        return str(value)
+    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+    raise ConfigError(f"{where}={_shown(value)} must be {names[hint]}")
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else repr(value)
