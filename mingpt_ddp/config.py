@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -268,10 +268,17 @@ def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
 
 
-def known_keys() -> list[str]:
-    """Every dotted key that some configuration accepts."""
-    pairs = ((group, cls) for group, (_, classes) in GROUPS.items() for cls in classes.values())
-    return sorted({f"{group}.{field.name}" for group, cls in pairs for field in dataclasses.fields(cls)})
+def suggest(key: str) -> str:
+    """A hint at what an unknown dotted key was meant to be: within its group where that is known, else anywhere."""
+    known = {f"{group}.{f.name}" for group, (_, classes) in GROUPS.items() for c in classes.values() for f in fields(c)}
+    if key in known:
+        return f" of the chosen {key.split('.')[0]}"
+    group, _, name = key.partition(".")
+    if group in GROUPS:
+        meant = closest(name, [other.split(".")[1] for other in known if other.startswith(f"{group}.")])
+        return f"; did you mean {group}.{meant}?" if meant else f"; the group {group} is described in conf/{group}"
+    meant = closest(key, [*GROUPS, *known])
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def from_dictconfig(cfg: DictConfig) -> Config:
@@ -292,7 +299,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
     """The typed configuration of plain values, as a snapshot or a YAML file holds them."""
     for key in values:
         if key not in GROUPS:
-            raise ConfigError(f"{key} is not a key{closest(str(key), [*GROUPS, *known_keys()])}")
+            raise ConfigError(f"{key} is not a key{suggest(str(key))}")
     return Config(**{group: _build_group(group, values.get(group)) for group in GROUPS})
 
 
@@ -302,9 +309,7 @@ def _build_group(group: str, values: Any) -> Any:
         raise ConfigError(f"the group {group} is missing")
     choice = values.get(selector) if selector else ""
     if choice not in classes:
-        raise ConfigError(
-            f"{group}.{selector}={choice} must be one of {', '.join(classes)}{closest(str(choice), classes)}"
-        )
+        raise ConfigError(f"{group}.{selector}={choice} must be one of {', '.join(classes)}")
     return build(classes[choice], values, group)
 
 

@@ -115,7 +115,8 @@ def _opener(config: DataConfig, cache: Path) -> Callable[[], IO[bytes]]:
         return lambda: io.BytesIO(content)
     path = config.path
     try:
-        fs, name = fsspec.core.url_to_fs(path)
+        proxies = {"client_kwargs": {"trust_env": True}} if path.startswith(("http://", "https://")) else {}
+        fs, name = fsspec.core.url_to_fs(path, **proxies)
         if "file" not in fs.protocol and "local" not in fs.protocol:
             name = str(_fetch(fs, name, cache / "downloads" / hashlib.sha256(path.encode()).hexdigest()[:16], config))
         with open(name, "rb"):
@@ -141,7 +142,9 @@ def _fetch(fs: Any, name: str, target: Path, config: DataConfig) -> Path:
     try:
         fs.get_file(name, str(partial))
         if config.sha256 and _sha256(lambda: open(partial, "rb")) != config.sha256:
-            raise DataError(f"data.path={config.path} does not have data.sha256={config.sha256}; is it another version?")
+            raise DataError(
+                f"data.path={config.path} does not have data.sha256={config.sha256}; is it another version?"
+            )
         os.replace(partial, target)
     finally:
         shutil.rmtree(partial.parent, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -18,10 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import logs
-from mingpt_ddp.config import GROUPS, Config, from_dictconfig, known_keys
+from mingpt_ddp.config import Config, from_dictconfig, suggest
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.place import Place, die_with_parent, find_place
-from mingpt_ddp.schema import closest
 from mingpt_ddp.storage import check_url
 
 if TYPE_CHECKING:
@@ -121,8 +121,6 @@ def _job_directory() -> str | None:
     if HydraConfig.get().mode != RunMode.MULTIRUN:
         return None
     overrides = ",".join(sorted(HydraConfig.get().overrides.task))
-    import hashlib
-
     return f"{re.sub(r'[^A-Za-z0-9._=,-]+', '_', overrides)[:100]}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}"
 
 
@@ -135,7 +133,8 @@ def explain(error: Exception) -> str:
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
         key = override[1].split("@")[0]
-        return f"{key} is not a key{closest(key, [*GROUPS, *known_keys()])}"
+        return f"{key} is not a key{suggest(key)}"
+    text = re.sub(r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
     return " ".join(text.split())[:400]
 
 
@@ -164,7 +163,9 @@ def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | N
     if _lost_peers(error):
         log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
         reason = runtime.reported_failure(VICTIM_WAIT_S)
-        _leave(f"error: {reason}" if reason else f"error: rank {place.rank} lost another rank: {summary[:200]}", FAILURE)
+        _leave(
+            f"error: {reason}" if reason else f"error: rank {place.rank} lost another rank: {summary[:200]}", FAILURE
+        )
     runtime.report_failure(summary)
     _tell_agent(error)
     log.error("rank %d failed", place.rank, exc_info=error)

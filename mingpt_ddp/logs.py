@@ -58,7 +58,13 @@ class Progress:
     def __init__(self, place: Place, done: int, total: int) -> None:
         self.shown = place.is_main and sys.stderr.isatty()
         self._bar = tqdm(
-            total=total, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr, disable=not self.shown, leave=False
+            total=total,
+            initial=done,
+            unit="step",
+            dynamic_ncols=True,
+            file=sys.stderr,
+            disable=not self.shown,
+            leave=False,
         )
 
     def advance(self) -> None:

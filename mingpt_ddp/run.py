@@ -120,7 +120,13 @@ def _introduce(
     )
     log.info(
         "%s: %.2fM parameters, on %d x %s in %s",
-        *(config.model.name, model.count_parameters() / 1e6, runtime.world_size, runtime.device.type, runtime.precision),
+        *(
+            config.model.name,
+            model.count_parameters() / 1e6,
+            runtime.world_size,
+            runtime.device.type,
+            runtime.precision,
+        ),
     )
     if done >= steps:
         log.info("complete: the snapshot of step %d has reached the limit of %d steps", done, steps)

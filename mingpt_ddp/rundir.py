@@ -56,7 +56,9 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = open(path / ".lock", "a+")  # noqa: SIM115  (closing it would release the lock)
         except OSError as error:
-            raise RunError(f"cannot write to the run directory {path}: {error.strerror}; choose another run.root") from error
+            raise RunError(
+                f"cannot write to the run directory {path}: {error.strerror}; choose another run.root"
+            ) from error
         _acquire(self._lock, path, time.monotonic() + wait_s)
 
     def release(self) -> None:

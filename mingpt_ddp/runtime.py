@@ -50,7 +50,9 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if place.local_rank >= gpus:
-        raise ConfigError(f"local rank {place.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU")
+        raise ConfigError(
+            f"local rank {place.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU"
+        )
     return torch.device("cuda", place.local_rank)
 
 

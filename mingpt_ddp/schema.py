@@ -15,10 +15,10 @@ from mingpt_ddp.errors import ConfigError
 T = TypeVar("T")
 
 
-def closest(key: str, known: Iterable[str]) -> str:
-    """A hint `; did you mean X?` when something known resembles `key`, else an empty string."""
+def closest(key: str, known: Iterable[str]) -> str | None:
+    """The known word that resembles `key` most, if one does."""
     matches = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    return matches[0] if matches else None
 
 
 def build(cls: type[T], values: Any, where: str) -> T:
@@ -38,8 +38,9 @@ def build(cls: type[T], values: Any, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            hint = closest(f"{prefix}{key}", [prefix + name for name in fields])
-            raise ConfigError(f"{prefix}{key} is not a key{hint or '; known: ' + ', '.join(fields)}")
+            meant = closest(str(key), fields)
+            hint = f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(fields)}"
+            raise ConfigError(f"{prefix}{key} is not a key; {hint}")
     missing = [name for name, f in fields.items() if name not in values and f.default is dataclasses.MISSING]
     if missing:
         raise ConfigError(f"{prefix}{missing[0]} is missing; give it a value")
@@ -54,8 +55,7 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     if origin is Literal:
         if value in args and type(value) in {type(choice) for choice in args}:
             return value
-        hint_text = closest(str(value), map(str, args))
-        raise ConfigError(f"{where}={value!s} must be one of {', '.join(map(str, args))}{hint_text}")
+        raise ConfigError(f"{where}={_shown(value)} must be one of {', '.join(map(str, args))}")
     if origin is tuple:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise ConfigError(f"{where}={value!r} must be a list of {len(args)} values")

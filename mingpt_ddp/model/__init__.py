@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from mingpt_ddp.model.gpt import GPT
 
 ARCHITECTURES: dict[str, type[GPT]] = {"gpt": GPT}

@@ -1,0 +1,132 @@
+"""Start the program as its users do, in processes of its own, and kill it as misfortune does."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TINY = [
+    "model=gpt_nano",
+    "model.n_layer=2",
+    "model.n_embd=24",
+    "data.block_size=16",
+    "data.truncate=0.02",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=12",
+    "trainer.batch_size=12",
+    "trainer.log_every=1",
+    "trainer.eval_every=6",
+    "snapshot.every_steps=4",
+    "optimizer.warmup_steps=2",
+]
+
+
+def environment(cwd: Path, **extra: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
+
+
+def torchrun(n: int, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    return [*command, *options, str(ROOT / "main.py")]
+
+
+def python_main() -> list[str]:
+    return [sys.executable, str(ROOT / "main.py")]
+
+
+def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end; standard output and error together in `stdout`."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(cwd, **extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=timeout,
+    )
+
+
+class Job:
+    """A launch in the background, with the means to look at it and to kill parts of it."""
+
+    def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
+        self.output = cwd / f"output-{time.monotonic_ns()}.txt"
+        with open(self.output, "w") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment(cwd, **extra),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def workers(self) -> list[int]:
+        return children(self.process.pid)
+
+    def kill_worker(self, index: int) -> None:
+        os.kill(self.workers()[index], signal.SIGKILL)
+
+    def kill_agent(self) -> list[int]:
+        """Kill the launched process alone; the process ids of its workers."""
+        workers = self.workers()
+        self.process.kill()
+        self.process.wait()
+        return workers
+
+    def kill_tree(self) -> None:
+        for pid in [*self.workers(), self.process.pid]:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def wait(self, timeout: float = 120) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_tree()
+            raise AssertionError(f"still running after {timeout} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def is_running(pid: int) -> bool:
+    """Alive and not a zombie that nobody has collected yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition, timeout: float = 60, what: str = "the condition") -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {timeout} s"
+        time.sleep(0.005)
+
+
+def last_step(run: Path) -> int:
+    """The last step in rank 0's log, over all attempts: the one logged last."""
+    try:
+        steps = re.findall(r"step (\d+)/", (run / "main.rank0.log").read_text())
+    except OSError:
+        return 0
+    return int(steps[-1]) if steps else 0
