@@ -1,8 +1,8 @@
 """Text to memory-mapped integers: read from any fsspec URL, encoded once per machine, cached by content.
 
 The text is read in two passes of bounded memory: the first checks the bytes, counts the characters and collects the
-distinct ones, the second writes one small integer per character. A cache directory holds `tokens.bin` and `meta.json`; it
-appears whole or not at all.
+distinct ones, the second writes one small integer per character. A cache directory holds `tokens.bin` and `meta.json`
+and appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,7 +55,7 @@ class Corpus:
         """
         self.vocabulary = encoded.vocabulary
         self.vocab_size = len(encoded.vocabulary)
-        tokens = np.memmap(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype, mode="r")
+        tokens: Any = np.memmap(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype, mode="r")
         tokens = tokens[: int(len(tokens) * config.truncate)]
         boundary = int(len(tokens) * config.train_split)
         self.train, self.val = tokens[:boundary], tokens[boundary:]
@@ -128,26 +129,30 @@ def _opener(config: DataConfig, cache: Path) -> Callable[[], IO[bytes]]:
     except Exception as error:  # every protocol fails in its own way
         reason = str(error) or type(error).__name__
         raise DataError(
-            f"cannot read data.path={path} ({reason[:200]}); without a network, set data.path to a local copy of the file"
+            f"cannot read data.path={path} ({reason[:200]}); without a network, set data.path to a local copy"
         ) from error
-    return lambda: open(name, "rb")
+    return partial(_open, Path(name))
+
+
+def _open(path: Path) -> IO[bytes]:
+    return open(path, "rb")
 
 
 def _fetch(fs: Any, name: str, target: Path, config: DataConfig) -> Path:
     """The local copy of a remote file; one with the expected SHA-256 is not fetched again."""
-    if target.exists() and config.sha256 and _sha256(lambda: open(target, "rb")) == config.sha256:
+    if target.exists() and config.sha256 and _sha256(partial(_open, target)) == config.sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent)) / "download"
+    download = Path(tempfile.mkdtemp(dir=target.parent)) / "download"
     try:
-        fs.get_file(name, str(partial))
-        if config.sha256 and _sha256(lambda: open(partial, "rb")) != config.sha256:
+        fs.get_file(name, str(download))
+        if config.sha256 and _sha256(partial(_open, download)) != config.sha256:
             raise DataError(
                 f"data.path={config.path} does not have data.sha256={config.sha256}; is it another version?"
             )
-        os.replace(partial, target)
+        os.replace(download, target)
     finally:
-        shutil.rmtree(partial.parent, ignore_errors=True)
+        shutil.rmtree(download.parent, ignore_errors=True)
     return target
 
 
@@ -238,27 +243,27 @@ def _encode(open_text: Callable[[], IO[bytes]], directory: Path, sha256: str, pa
     encoded = Encoded(str(directory), sha256, length, vocabulary, dtype)
 
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory.parent))
+    building = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory.parent))
     try:
-        with open(partial / "tokens.bin", "wb") as file:
+        with open(building / "tokens.bin", "wb") as file:
             for codes in _characters(open_text, path):
                 file.write(token[codes].tobytes())
             file.flush()
             os.fsync(file.fileno())
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
-        publish(partial / "meta.json", json.dumps(meta).encode())
-        _install(partial, directory)
+        publish(building / "meta.json", json.dumps(meta).encode())
+        _install(building, directory)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
     return encoded
 
 
-def _install(partial: Path, directory: Path) -> None:
+def _install(building: Path, directory: Path) -> None:
     """Move a whole cache directory into place; another process may have been faster, or left a broken one."""
-    if directory.exists() and _find(directory, json.loads((partial / "meta.json").read_text())["sha256"]) is None:
+    if directory.exists() and _find(directory, json.loads((building / "meta.json").read_text())["sha256"]) is None:
         os.replace(directory, tempfile.mkdtemp(prefix=".broken-", dir=directory.parent))
     try:
-        os.replace(partial, directory)
+        os.replace(building, directory)
     except OSError:
         if not directory.exists():
             raise

@@ -23,7 +23,7 @@ class Evaluator:
         self.runtime = runtime
 
     def run(self, model: nn.Module) -> float:
-        """A collective. The windows stand end to end, so all but the text's first character are predicted exactly once."""
+        """A collective. The windows stand end to end: every character but the first is predicted exactly once."""
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         with evaluating(model):
             for number, (x, y) in enumerate(self._batches()):

@@ -23,8 +23,8 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the new characters one position at a time, each (B,).
 
-    The cache serves until the context is full. From then on the window slides by one character a step, which gives every
-    learned position another character, so that each step reads the whole window anew, as an uncached model would.
+    The cache serves until the context is full. From then on the window slides by one character a step, which gives
+    every learned position another character, so that each step reads the whole window anew, as without a cache.
 
     Args:
         tokens: (B, T) the prompt, T >= 1; what exceeds the context is cut off at its start.

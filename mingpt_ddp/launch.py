@@ -67,7 +67,7 @@ def train(cfg: DictConfig) -> float:
         from mingpt_ddp.run import run  # imports torch: a mistyped key is told before that
         from mingpt_ddp.runtime import Runtime
 
-        runtime = Runtime(config, place, job=HydraConfig.get().job.get("num") or 0)
+        runtime = Runtime(config, place, _job_number())
         loss = run(config, runtime, _hydra_files(cfg), _job_directory())
         runtime.close()
         logs.close()
@@ -114,6 +114,11 @@ def _hydra_files(cfg: DictConfig) -> dict[str, str]:
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_config, ["hydra"])),
         "overrides.yaml": OmegaConf.to_yaml(hydra_config.hydra.overrides.task),
     }
+
+
+def _job_number() -> int:
+    """Counts the jobs of a sweep, in which all ranks do the same job at the same time."""
+    return int(HydraConfig.get().job.num) if HydraConfig.get().mode == RunMode.MULTIRUN else 0
 
 
 def _job_directory() -> str | None:

@@ -62,7 +62,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(
-            f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro}, too few for {world_size} ranks; "
+            f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for {world_size} ranks; "
             f"use 1 to {plan.n_micro} ranks or a smaller trainer.micro_batch_size"
         )
     return plan

@@ -13,8 +13,8 @@ from mingpt_ddp.config import AdamWConfig, OptimizerConfig, SGDConfig
 def lr_at(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """The learning rate of a step; steps count from 1.
 
-    Linear growth over the warm-up, then the schedule, from `lr` down to `min_lr_ratio * lr` at its last step, and constant
-    after that. wsd is warm-up, stable, decay: Hu et al. 2024, "MiniCPM" (arXiv:2404.06395), with a linear decay.
+    Linear growth over the warm-up, then the schedule, from `lr` down to `min_lr_ratio * lr` at its last step, and
+    constant after that. wsd is warm-up, stable, decay: Hu et al. 2024, "MiniCPM" (arXiv:2404.06395), the decay linear.
     """
     total = config.schedule_steps or run_steps
     if step <= config.warmup_steps:

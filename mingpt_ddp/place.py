@@ -1,4 +1,4 @@
-"""Where this process stands among the ranks, and whom it must not outlive. The only reader of RANK and its relatives."""
+"""Where this process stands among the ranks, and whom it must not outlive. Only this module reads RANK and the like."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 
 def die_with_parent() -> None:
-    """Leave at once when the process that started this one is gone: an orphan must not train on beside its successor."""
+    """Leave at once when the process that started this one is gone: an orphan must not train beside its successor."""
     parent = os.getppid()
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>

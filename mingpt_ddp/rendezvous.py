@@ -1,8 +1,8 @@
 """How the ranks of one attempt find each other.
 
-A launcher's store outlives the workers: after a restart it still holds the addresses of the dead. So every process brings
-a fresh id, rank 0 gathers one id per rank and proposes them as an attempt, and the attempt begins when every rank has
-found its own id in it. Its process group lives below a prefix of its own.
+A launcher's store outlives the workers: after a restart it still holds the addresses of the dead. So every process
+brings a fresh id, rank 0 gathers one id per rank and proposes them as an attempt, and the attempt begins when every
+rank has found its own id in it. Its process group lives below a prefix of its own.
 """
 
 from __future__ import annotations

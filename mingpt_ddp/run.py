@@ -50,7 +50,8 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     owner, directory = _own_directory(config, runtime, job)
     saver = Saver(config, runtime, snapshot_url(config, directory), encoded)
     found = saver.find()
-    plan = plan_batches(config.trainer, runtime.world_size, found and found.state["micro_batch_size"])
+    kept = found.state["micro_batch_size"] if found else None
+    plan = plan_batches(config.trainer, runtime.world_size, kept)
     logs.to_file(directory, runtime.place)
     if owner:
         owner.record_start(config.to_dict(), hydra_files)

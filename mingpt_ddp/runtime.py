@@ -27,6 +27,7 @@ from mingpt_ddp.place import Place
 from mingpt_ddp.rendezvous import connect, meet
 
 T = TypeVar("T")
+SAMPLED_STEPS = 10  # one step in so many has its communication timed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -171,6 +172,7 @@ class Runtime:
             static_graph=self.ddp.static_graph,
             find_unused_parameters=self.ddp.find_unused_parameters,
         )
+        wrapped._set_ddp_runtime_logging_sample_rate(SAMPLED_STEPS)
         if self.ddp.comm_hook == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
         return wrapped
@@ -178,7 +180,8 @@ class Runtime:
     def settle(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
         """Two throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
 
-        DDP regroups its buckets after the first backward, and three or more ranks sum another grouping in another order.
+        DDP regroups its buckets after the first backward, and three or more ranks add up another grouping in another
+        order.
         """
         if self.world_size == 1:
             return
@@ -190,6 +193,14 @@ class Runtime:
             model.zero_grad(set_to_none=True)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
+
+    def communication(self, model: nn.Module) -> tuple[float, float]:
+        """Seconds of the latest sampled step: reducing gradients, and the part of it that no computation hid."""
+        if not isinstance(model, DDP):
+            return 0.0, 0.0
+        times = model._get_ddp_logging_data()  # nanoseconds, sampled by DDP itself
+        total = times.get("backward_comm_time", 0) / 1e9
+        return total, max(0.0, total - times.get("backward_compute_comm_overlap_time", 0) / 1e9)
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
@@ -206,7 +217,7 @@ class Runtime:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def peak_memory(self) -> int:
-        """Bytes: the GPU's allocations where there is one, else the resident memory of the process, at their highest."""
+        """Bytes at their highest: allocations on the GPU where there is one, else the process's resident memory."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         import resource

@@ -72,10 +72,12 @@ class Saver:
     def find(self) -> Snapshot | None:
         """The snapshot to resume from, on every rank; the run's own, else that of run.resume. A collective."""
         found = self._look() if self.runtime.is_main else None
-        meta = self.runtime.gather([found.step, found.state] if found else None)[0]
+        meta: dict[str, Any] | None = self.runtime.gather(
+            {"step": found.step, "state": found.state} if found else None
+        )[0]
         if meta is None:
             return None
-        step, state = meta
+        step, state = int(meta["step"]), meta["state"]
         check_identity(state, self.config, self.corpus, f"the snapshot of step {step}")
         model = self.runtime.broadcast(found.model if found else None)
         optimizer = self.runtime.broadcast(found.optimizer if found else None)

@@ -1,4 +1,4 @@
-"""Random numbers by key: what is drawn depends on the run's seed and on what it is for, never on what was drawn before."""
+"""Random numbers by key: what is drawn depends on the run's seed and its purpose, never on what was drawn before."""
 
 from __future__ import annotations
 

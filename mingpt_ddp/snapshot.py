@@ -1,8 +1,8 @@
 """The state of a run on disk or in an object store, in a form that a kill at any moment leaves whole.
 
 A snapshot is a directory `step_00001000` with model.safetensors, optimizer.safetensors, state.json and, written last,
-manifest.json with the size and SHA-256 of the others. Without a manifest that fits, it does not exist. Nothing in it can
-run code: tensors are safetensors, the rest is JSON.
+manifest.json with the size and SHA-256 of the others. Without a manifest that fits, it does not exist. Nothing in it
+can run code: tensors are safetensors, the rest is JSON.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class SnapshotStore:
     def prune(self, keep_last: int, best: int | None, newest: int) -> None:
         """Delete all but the last `keep_last` committed snapshots up to `newest` and the `best` one.
 
-        The manifest goes first, so that a snapshot which is deleted half-way does not exist. Directories beyond `newest`
-        belong to a future that this run has left behind by resuming from an older snapshot; they stay until it writes them
-        anew.
+        The manifest goes first, so that a snapshot which is deleted half-way does not exist. Directories beyond
+        `newest` belong to a future that this run left behind by resuming from an older snapshot; they stay until it
+        writes them anew.
         """
         past = [step for step in self.steps() if step <= newest]
         committed = [step for step in past if self.is_committed(step)]
@@ -207,7 +207,7 @@ def _named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copies of the optimizer's state on the CPU, as `<parameter>:<name>`. Hyper-parameters are configuration, not state."""
+    """Copies of the optimizer's state on the CPU, as `<parameter>:<name>`; hyper-parameters are configuration."""
     tensors = {}
     for name, parameter in _named_states(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():

@@ -134,6 +134,7 @@ class Trainer:
         readings = self.meter.read()
         self.position.train_loss = readings.loss
         lr = self.optimizer.param_groups[0]["lr"]
+        communication, exposed = self.runtime.communication(self.wrapped)
         self.board.scalars(
             step,
             {
@@ -143,6 +144,8 @@ class Trainer:
                 "speed/tokens_per_s": readings.tokens_per_s,
                 "speed/step_ms": readings.step_s * 1e3,
                 "speed/data_ms": readings.data_s * 1e3,
+                "speed/communication_ms": communication * 1e3,
+                "speed/communication_exposed_ms": exposed * 1e3,
                 "memory/peak_mib": readings.peak_memory / 2**20,
             },
         )

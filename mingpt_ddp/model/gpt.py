@@ -32,9 +32,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         if cache is not None:
             k, v = _extend(cache, k, v, start)  # (B, H, start + T, D)
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, **_mask(T, start, x.device)
-        )
+        mask = _seen(T, start, x.device) if start > 0 and T > 1 else None
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=start == 0)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
@@ -47,14 +47,9 @@ def _extend(cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, start: int) -> t
     return keys[:, :, :stop], values[:, :, :stop]
 
 
-def _mask(T: int, start: int, device: torch.device) -> dict[str, Tensor | bool | None]:
-    """Which keys the queries at start .. start + T - 1 may see: their own position and all before it."""
-    if start == 0:
-        return {"is_causal": True}
-    if T == 1:
-        return {"is_causal": False}
-    seen = torch.ones(T, start + T, dtype=torch.bool, device=device).tril(diagonal=start)
-    return {"attn_mask": seen}
+def _seen(T: int, start: int, device: torch.device) -> Tensor:
+    """(T, start + T): which keys the queries at start .. start + T - 1 may see, their own position and all before."""
+    return torch.ones(T, start + T, dtype=torch.bool, device=device).tril(diagonal=start)
 
 
 class Block(nn.Module):
@@ -118,8 +113,7 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if start + T > self.block_size:
             raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
-        positions = torch.arange(start, start + T, device=tokens.device)
-        x = self.token_embedding(tokens) + self.position_embedding(positions)  # (B, T, C)
+        x = self.token_embedding(tokens) + self.position_embedding.weight[start : start + T]  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache[i] if cache else None, start)
