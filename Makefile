@@ -1,0 +1,48 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RANKS ?= 2
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check coverage clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+
+train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processes, show its loss and a sample
+	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
+
+test: $(VENV)/.test  ## set up .venv, run all tests; ARGS go to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev  ## format, lint, types and the fast tests
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/unit
+
+coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worker processes included
+	@rm -f .coverage .coverage.*
+	@$(BIN)/python -m coverage run -m pytest $(ARGS)
+	@$(BIN)/python -m coverage combine -q
+	@$(BIN)/python -m coverage report
+
+clean:  ## remove .venv and what tools left behind; runs and data stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: Python 3.10 or newer is needed, $(PYTHON) is `$(PYTHON) -V 2>&1`; use make PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "error: $(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.train: EXTRAS :=
+$(VENV)/.test: EXTRAS := [test]
+$(VENV)/.dev: EXTRAS := [dev]
+$(VENV)/.train $(VENV)/.test $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
+	@echo "installing into $(VENV) (once)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+	@touch $@
