@@ -34,3 +34,9 @@ class RunError(UserError):
     """The run directory or the process group cannot be used."""
 
     kind = "run error"
+
+
+class TrainingError(UserError):
+    """The training went wrong on all ranks alike, and would again."""
+
+    kind = "training error"

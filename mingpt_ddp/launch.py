@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 USER_ERROR, FAILURE = 2, 1  # exit codes
 VICTIM_WAIT_S = 5.0  # how long a rank that lost the others waits for the reason
+AGENT_S = 1.0  # within which an elastic agent notices that one worker is gone and ends the others
 
 
 def main() -> None:
@@ -63,7 +65,7 @@ def train(cfg: DictConfig) -> float:
         config = from_dictconfig(cfg)
         _check_urls(config)
         if config.ddp.nproc_per_node is not None and "RANK" not in os.environ:
-            _become_agent(config)
+            _run_agent(config)
         from mingpt_ddp.run import run  # imports torch: a mistyped key is told before that
         from mingpt_ddp.runtime import Runtime
 
@@ -76,6 +78,8 @@ def train(cfg: DictConfig) -> float:
         _leave_with_user_error(error, place)
     except KeyboardInterrupt:
         _leave("interrupted; the same command continues from the last snapshot", 128 + 2)
+    except SystemExit:
+        raise
     except BaseException as error:
         _leave_with_failure(error, place, runtime)
 
@@ -89,22 +93,39 @@ def _check_urls(config: Config) -> None:
             check_url(url, key)
 
 
-def _become_agent(config: Config) -> NoReturn:
-    """Turn this process into torchrun's elastic agent of `ddp.nproc_per_node` local workers."""
+def _run_agent(config: Config) -> NoReturn:
+    """Be the elastic agent of `ddp.nproc_per_node` local workers, each of which runs this same command."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("ddp.nproc_per_node cannot start a sweep; use torchrun --nproc_per_node=N main.py -m ...")
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     from mingpt_ddp.runtime import choose_device
 
     workers = config.ddp.nproc_per_node
     assert workers is not None
     choose_device(config.trainer, config.ddp, Place(local_rank=workers - 1))
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     package_home = str(Path(__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, os.environ.get("PYTHONPATH")]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += [f"--nproc_per_node={workers}", f"--max_restarts={config.ddp.max_restarts}"]
-    os.execve(sys.executable, [*torchrun, "-m", "mingpt_ddp", *sys.argv[1:]], environment)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, os.environ.get("PYTHONPATH")]))
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell what went wrong
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=config.ddp.max_restarts,
+    )
+    try:
+        elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *sys.argv[1:])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could not tell itself
+            log.error("error: rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
+        sys.exit(USER_ERROR if failure.exitcode == USER_ERROR else FAILURE)
+    sys.exit(0)
 
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
@@ -118,7 +139,8 @@ def _hydra_files(cfg: DictConfig) -> dict[str, str]:
 
 def _job_number() -> int:
     """Counts the jobs of a sweep, in which all ranks do the same job at the same time."""
-    return int(HydraConfig.get().job.num) if HydraConfig.get().mode == RunMode.MULTIRUN else 0
+    sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+    return int(HydraConfig.get().job.num) if sweeping else 0
 
 
 def _job_directory() -> str | None:
@@ -151,30 +173,40 @@ def _place_or_default() -> Place:
 
 
 def _leave_with_user_error(error: UserError, place: Place) -> NoReturn:
-    """All ranks have the same error: rank 0 tells it. If one rank alone has it, that rank tells it a moment later."""
+    """All ranks have the same error, or one alone: it is told once, by rank 0 if that has it, and not at restarts."""
     if not logging.getLogger(logs.ROOT).handlers:
         logs.to_console(place)
     if place.agent and not place.is_main:
-        time.sleep(1.0)
-    _leave(str(error), USER_ERROR)
+        time.sleep(AGENT_S)
+    _leave(str(error) if _is_news(str(error), place) else None, USER_ERROR)
+
+
+def _is_news(message: str, place: Place) -> bool:
+    if not place.agent:
+        return True
+    from mingpt_ddp.rendezvous import connect, tell_once
+
+    try:
+        return tell_once(connect(place, _job_number(), timeout_s=5), message)
+    except Exception:  # without the agent's store nobody can know: better twice than never
+        return True
 
 
 def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | None) -> NoReturn:
     """The rank that failed reports why; a rank that only lost its peers waits for that report and repeats it."""
     summary = " ".join(f"{type(error).__name__}: {error}".split())
-    if runtime is None:
+    if runtime is None or not _lost_peers(error):
+        if runtime is not None:
+            runtime.report_failure(summary)
+        _tell_agent(error)
         log.error("rank %d failed", place.rank, exc_info=error)
         _leave(f"error: rank {place.rank}: {summary}", FAILURE)
-    if _lost_peers(error):
-        log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
-        reason = runtime.reported_failure(VICTIM_WAIT_S)
-        _leave(
-            f"error: {reason}" if reason else f"error: rank {place.rank} lost another rank: {summary[:200]}", FAILURE
-        )
-    runtime.report_failure(summary)
-    _tell_agent(error)
-    log.error("rank %d failed", place.rank, exc_info=error)
-    _leave(f"error: rank {place.rank}: {summary}", FAILURE)
+    log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
+    reason = runtime.reported_failure(VICTIM_WAIT_S)
+    log.error("error: %s", reason or f"rank {place.rank} lost another rank: {summary[:200]}")
+    if place.agent:
+        time.sleep(AGENT_S)  # the agent blames the first to go
+    _leave(None, FAILURE)
 
 
 def _lost_peers(error: BaseException) -> bool:
@@ -192,9 +224,10 @@ def _tell_agent(error: BaseException) -> None:
         ErrorHandler().record_exception(error)
 
 
-def _leave(message: str, code: int) -> NoReturn:
+def _leave(message: str | None, code: int) -> NoReturn:
     """End at once: neither Hydra's launcher may go on with the next job, nor a process group wait for its members."""
-    log.error(message)
+    if message is not None:
+        log.error(message)
     logs.close()
     sys.stdout.flush()
     sys.stderr.flush()

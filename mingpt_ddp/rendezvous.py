@@ -20,8 +20,14 @@ from mingpt_ddp.place import Place
 POLL_S = 0.02
 
 
-def connect(place: Place, timeout_s: float) -> Store:
+FATAL = "fatal"
+
+
+def connect(place: Place, job: int, timeout_s: float) -> Store:
     """A client of the job's key-value store; rank 0 hosts it where no elastic agent does.
+
+    Args:
+        job: the number of the job in a sweep; each has keys of its own.
 
     Raises:
         RunError: nobody answers within `timeout_s` seconds.
@@ -29,12 +35,19 @@ def connect(place: Place, timeout_s: float) -> Store:
     host, port = place.master
     hosts_it = place.is_main and not place.agent
     try:
-        return TCPStore(
-            host, port, None, is_master=hosts_it, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        timeout = timedelta(seconds=timeout_s)
+        store = TCPStore(host, port, None, is_master=hosts_it, timeout=timeout, wait_for_workers=False)
+        return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"rank {place.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
+
+
+def tell_once(store: Store, message: str) -> bool:
+    """Whether this is the first rank and attempt to tell of an error that every attempt would meet again."""
+    first = not store.check([FATAL])
+    store.set(FATAL, message)
+    return first
 
 
 def meet(store: Store, place: Place, timeout_s: float) -> Store:
@@ -43,6 +56,8 @@ def meet(store: Store, place: Place, timeout_s: float) -> Store:
     Raises:
         RunError: a rank did not appear within `timeout_s` seconds.
     """
+    if store.check([FATAL]):  # an agent restarts its workers whatever they died of
+        raise RunError(_peek(store, FATAL))
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
     attempt = _lead(store, place, deadline) if place.is_main else _follow(store, place.rank, own, deadline)

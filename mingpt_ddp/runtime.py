@@ -80,8 +80,7 @@ class Runtime:
             self._join(job)
 
     def _join(self, job: int) -> None:
-        base = dist.PrefixStore(f"mingpt_ddp/{job}", connect(self.place, self.ddp.timeout_s))
-        self.store = meet(base, self.place, self.ddp.timeout_s)
+        self.store = meet(connect(self.place, job, self.ddp.timeout_s), self.place, self.ddp.timeout_s)
         gpu = "nccl" if self.ddp.backend in ("auto", "nccl") else self.ddp.backend
         cpu = self.ddp.backend if self.ddp.backend == "mpi" else "gloo"
         dist.init_process_group(

@@ -13,6 +13,7 @@ import yaml
 from torch import Tensor, nn
 
 from mingpt_ddp.config import Config
+from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.loader import BatchPlan, Loader
 from mingpt_ddp.logs import Progress
@@ -167,7 +168,7 @@ class Trainer:
         """Every rank sees the same numbers, so all of them stop, and before a snapshot is made of the wreck."""
         scaled = self.runtime.scaler.is_enabled()  # the scaler passes over steps whose gradients overflow
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
-            raise FloatingPointError(
+            raise TrainingError(
                 f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}; "
                 "lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from the last snapshot"
             )
