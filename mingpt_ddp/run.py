@@ -48,11 +48,11 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     steps = count_steps(config, loader.steps_per_epoch)
 
     owner, directory = _own_directory(config, runtime, job)
+    logs.to_file(directory, runtime.place)
     saver = Saver(config, runtime, snapshot_url(config, directory), encoded)
     found = saver.find()
     kept = found.state["micro_batch_size"] if found else None
     plan = plan_batches(config.trainer, runtime.world_size, kept)
-    logs.to_file(directory, runtime.place)
     if owner:
         owner.record_start(config.to_dict(), hydra_files)
 
@@ -79,7 +79,6 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     result = _result(position, config, loader.steps_per_epoch)
     if owner:
         owner.write_result(result)
-        log.info("a sample:\n%s\n", sample(position.step))
         log.info(
             "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
             *(result["val_loss"], result["bits_per_char"], position.step, directory),

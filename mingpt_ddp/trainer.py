@@ -75,7 +75,7 @@ class Trainer:
                     self._log(step)
                 due = self._due(step, self.config.trainer.eval_every) or step == self.steps
                 improved = due and self._evaluate(step)
-                if self._due(step, self.config.trainer.sample_every):
+                if self._due(step, self.config.trainer.sample_every) or step == self.steps:
                     self._show_sample(step)
                 if improved or self._snapshot_due(step):
                     self._save()
@@ -199,7 +199,7 @@ class Trainer:
         if self.runtime.is_main:
             text = self.sample(step)
             self.board.text(step, "sample", text)
-            log.info("step %d, a sample:\n%s", step, text)
+            log.info("step %d, a sample:\n%s\n", step, text)
 
     def _save(self) -> None:
         begin = time.perf_counter()

@@ -1,0 +1,300 @@
+"""Every way to start, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TINY, Job, call, environment, last_step, python_main, torchrun, wait_for
+
+
+def weights(run: Path, step: int = 12) -> bytes:
+    return (run / "snapshots" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+
+
+def result(run: Path) -> dict:
+    return json.loads((run / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A run of two ranks under torchrun: its working directory and its output."""
+    cwd = tmp_path_factory.mktemp("pair")
+    done = call([*torchrun(2), *TINY, "run.name=pair"], cwd)
+    assert done.returncode == 0, done.stdout
+    return cwd, done.stdout
+
+
+def test_run_directory(pair):
+    cwd, _ = pair
+    run = cwd / "outputs" / "pair"
+    names = {p.name for p in run.iterdir()}
+    expected = {"config.yaml", ".hydra", "main.rank0.log", "main.rank1.log", "tensorboard", "snapshots", "result.json"}
+    assert names - {".lock"} == expected
+    assert {p.name for p in (run / "tensorboard").iterdir()} == {"rank0", "rank1"}
+    newest = run / "snapshots" / "step_00000012"
+    files = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert {p.name for p in newest.iterdir()} == files
+    assert {p.name for p in (run / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+
+
+def test_result(pair):
+    cwd, output = pair
+    values = result(cwd / "outputs" / "pair")
+    assert values["status"] == "complete"
+    assert values["step"] == 12
+    assert values["tokens"] == 12 * 12 * 16
+    assert values["world_size"] == 2
+    assert values["bits_per_char"] == pytest.approx(values["val_loss"] / 0.6931471805599453)
+    assert values["best_val_loss"] <= values["val_loss"]
+    assert f"validation loss {values['val_loss']:.4f} nats" in output.splitlines()[-1]
+
+
+def test_same_command_again_is_complete(pair):
+    cwd, _ = pair
+    before = weights(cwd / "outputs" / "pair")
+    done = call([*torchrun(2), *TINY, "run.name=pair"], cwd)
+    assert done.returncode == 0, done.stdout
+    assert "complete: the snapshot of step 12" in done.stdout
+    assert "step 1/" not in done.stdout
+    assert weights(cwd / "outputs" / "pair") == before
+
+
+def test_own_launcher_equals_torchrun(pair, tmp_path):
+    cwd, _ = pair
+    done = call([*python_main(), *TINY, "run.name=own", "ddp.nproc_per_node=2"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert weights(tmp_path / "outputs" / "own") == weights(cwd / "outputs" / "pair")
+
+
+def test_hand_set_environment_equals_torchrun(pair, tmp_path):
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by the user's own script, the ranks started in any order."""
+    cwd, _ = pair
+    port = str(20000 + os.getpid() % 20000)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [*python_main(), *TINY, "run.name=hand"]
+    jobs = [Job(command, tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
+    assert weights(tmp_path / "outputs" / "hand") == weights(cwd / "outputs" / "pair")
+
+
+def test_two_agents_of_different_size(tmp_path):
+    """Two nodes over c10d, two ranks and one: the same directory, a log per global rank."""
+    port = 21000 + os.getpid() % 20000
+    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes"]
+    base = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]
+    script = [str(ROOT / "main.py"), *TINY, "run.name=nodes"]
+    jobs = [Job([*base, f"--nproc_per_node={n}", *script], tmp_path, GLOO_SOCKET_IFNAME="lo") for n in (2, 1)]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
+    run = tmp_path / "outputs" / "nodes"
+    assert sorted(p.name for p in run.glob("main.rank*.log")) == [f"main.rank{rank}.log" for rank in range(3)]
+    assert result(run)["world_size"] == 3
+
+
+def test_one_process_unnamed_run_is_found_again(tmp_path):
+    """Without a name the directory follows from the configuration, and larger limits continue the run."""
+    first = call([*python_main(), *TINY], tmp_path)
+    assert first.returncode == 0, first.stdout
+    [run] = (tmp_path / "outputs").iterdir()
+    assert re.fullmatch(r"python_docs-gpt_nano-[0-9a-f]{8}", run.name)
+    longer = call([*python_main(), *TINY, "trainer.max_steps=20"], tmp_path)
+    assert longer.returncode == 0, longer.stdout
+    assert "resuming from the snapshot of step 12 of 20" in longer.stdout
+    assert "trainer.max_steps: 12 -> 20" in longer.stdout
+    assert [p.name for p in (tmp_path / "outputs").iterdir()] == [run.name]
+    assert (run / "config.2.yaml").exists()
+    assert result(run)["step"] == 20
+
+
+def test_resume_never_starts_anew_beside(tmp_path):
+    for expected in ("a", "a-2", "a-3"):
+        done = call([*python_main(), *TINY, "run.name=a", "run.resume=never", "trainer.max_steps=4"], tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert result(tmp_path / "outputs" / expected)["step"] == 4
+
+
+def test_resume_from_another_run(tmp_path):
+    first = call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=8"], tmp_path)
+    assert first.returncode == 0, first.stdout
+    second = call([*python_main(), *TINY, "run.name=b", "run.resume=outputs/a"], tmp_path)
+    assert "resuming from the snapshot of step 8 of 12" in second.stdout
+    assert second.returncode == 0
+
+
+def test_damaged_newest_snapshot_is_reported_and_passed_over(tmp_path):
+    """One line names it, the one before it is used, and the run ends where the undisturbed one does."""
+    whole = call([*python_main(), *TINY, "run.name=whole"], tmp_path)
+    assert whole.returncode == 0, whole.stdout
+    cut = call([*python_main(), *TINY, "run.name=hurt", "trainer.max_steps=8", "optimizer.schedule_steps=12"], tmp_path)
+    assert cut.returncode == 0, cut.stdout
+    victim = tmp_path / "outputs/hurt/snapshots/step_00000008/optimizer.safetensors"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    done = call([*python_main(), *TINY, "run.name=hurt", "optimizer.schedule_steps=12"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    reports = [line for line in done.stdout.splitlines() if "damaged" in line]
+    assert len(reports) == 1
+    assert "step_00000008" in reports[0]
+    assert "resuming from the snapshot of step 6 of 12" in done.stdout
+    assert weights(tmp_path / "outputs" / "hurt") == weights(tmp_path / "outputs" / "whole")
+
+
+def test_resume_under_another_model_or_text_is_refused(pair):
+    cwd, _ = pair
+    before = weights(cwd / "outputs" / "pair")
+    for override, key in (("model.n_layer=3", "model.n_layer"), ("data.block_size=8", "data.block_size")):
+        done = call([*python_main(), *TINY, "run.name=pair", override], cwd)
+        assert done.returncode == 2
+        [line] = done.stdout.splitlines()
+        assert line.startswith("snapshot error: ")
+        assert key in line
+    text = cwd / "other.txt"
+    text.write_text("another text, with other characters " * 400)
+    done = call([*python_main(), *TINY, "run.name=pair", "data=text_file", f"data.path={text}", "data.truncate=1"], cwd)
+    assert done.returncode == 2
+    assert "data.path (the text's SHA-256)" in done.stdout
+    assert weights(cwd / "outputs" / "pair") == before
+
+
+def test_changed_learning_rate_is_logged_and_applied(tmp_path):
+    assert call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=4"], tmp_path).returncode == 0
+    options = ["optimizer.lr=0.5", "optimizer.schedule=constant", "run.name=a"]
+    done = call([*python_main(), *TINY, *options], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "optimizer.lr: 0.001 -> 0.5" in done.stdout
+    assert "lr 5.00e-01" in done.stdout
+
+
+def test_second_run_of_the_same_directory_is_refused(tmp_path):
+    long = [*TINY, "run.name=a", "trainer.max_steps=100000"]
+    job = Job([*python_main(), *long], tmp_path)
+    try:
+        wait_for(lambda: last_step(tmp_path / "outputs" / "a") >= 1)
+        done = call([*python_main(), *long], tmp_path)
+        assert done.returncode == 2
+        assert f"process {job.process.pid} on " in done.stdout
+        assert job.process.poll() is None
+    finally:
+        job.kill_tree()
+
+
+def test_the_failing_rank_is_named_last(tmp_path):
+    """Rank 1's disk breaks in step 5: every rank's last line says so, and the traceback is kept."""
+    script = tmp_path / "failing.py"
+    script.write_text(
+        "from mingpt_ddp.launch import main\n"
+        "from mingpt_ddp.loader import Loader\n"
+        "whole = Loader.step\n"
+        "def step(self, step, plan, rank):\n"
+        "    if (rank, step) == (1, 5):\n"
+        "        raise OSError('the disk of rank 1 is gone')\n"
+        "    return whole(self, step, plan, rank)\n"
+        "Loader.step = step\n"
+        "main()\n"
+    )
+    command = [*torchrun(3)[:-1], str(script), *TINY, "run.name=a"]
+    done = call(command, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 1
+    told = "error: rank 1: OSError: the disk of rank 1 is gone"
+    from_workers = [line for line in done.stdout.splitlines() if "error: rank" in line]
+    assert from_workers
+    assert all(line.endswith(told) for line in from_workers)
+    for rank in (0, 2):
+        assert (tmp_path / f"outputs/a/main.rank{rank}.log").read_text().splitlines()[-1].endswith(told)
+    assert "Traceback" in (tmp_path / "outputs/a/main.rank1.log").read_text()
+
+
+def test_a_mistake_does_not_burn_the_restarts(tmp_path):
+    """A text too short is told once, although the agent restarts its workers three times."""
+    command = [*python_main(), *TINY, "ddp.nproc_per_node=2", "data.block_size=9999", "ddp.max_restarts=3"]
+    done = call(command, tmp_path)
+    assert done.returncode == 2
+    assert done.stdout.startswith("data error: ")
+    assert len(done.stdout.splitlines()) == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_before_a_snapshot(tmp_path):
+    options = ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "run.name=a"]
+    done = call([*torchrun(2), *TINY, *options], tmp_path)
+    assert done.returncode == 1
+    lines = [line for line in done.stdout.splitlines() if line.startswith("training error: ")]
+    assert len(lines) == 1
+    assert "optimizer.lr" in lines[0]
+    assert not list(tmp_path.glob("outputs/a/snapshots/*/manifest.json"))
+
+
+def test_snapshots_on_another_filesystem(tmp_path):
+    """memory:// lives as long as the process: enough to see that nothing assumes a local path."""
+    done = call([*python_main(), *TINY, "run.name=a", "snapshot.path=memory://bucket/runs"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "committed to memory://bucket/runs/a" in (tmp_path / "outputs/a/main.rank0.log").read_text()
+    assert not (tmp_path / "outputs/a/snapshots").exists()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_reduced_precision_resumes_exactly(precision, tmp_path):
+    """The gradient scaler's state is part of the snapshot."""
+    options = [*TINY, f"trainer.precision={precision}", "optimizer.schedule_steps=12"]
+    assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
+    for steps in (8, 12):
+        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        assert done.returncode == 0, done.stdout
+    assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
+    state = json.loads((tmp_path / "outputs/parts/snapshots/step_00000012/state.json").read_text())
+    assert ("scale" in state["scaler"]) == (precision == "fp16")
+
+
+def test_four_ranks_by_the_plain_command_killed_and_typed_again(tmp_path):
+    """torchrun --nproc_per_node=4 main.py trainer.max_epochs=...: nothing else is needed."""
+    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node=4", "main.py"]
+    command += ["trainer.max_epochs=50", "snapshot.every_steps=5", "trainer.log_every=1"]
+    command += [f"run.root={tmp_path}/outputs", f"data.cache_dir={tmp_path}/cache"]
+    runs = tmp_path / "outputs"
+    job = Job(command, ROOT_COPY := _checkout(tmp_path))
+    wait_for(lambda: any(last_step(run) >= 7 for run in runs.glob("*")), what="step 7")
+    job.kill_tree()
+    again = Job(command, ROOT_COPY)
+    wait_for(lambda: "resuming from the snapshot of step" in again.text(), what="the resumption")
+    wait_for(lambda: "step 12/" in again.text(), what="step 12")
+    again.kill_tree()
+    assert len(list(runs.iterdir())) == 1
+
+
+def _checkout(tmp_path: Path) -> Path:
+    """A working directory with main.py, conf/ and the package, as a clone has them."""
+    target = tmp_path / "clone"
+    target.mkdir()
+    for name in ("main.py", "conf", "mingpt_ddp"):
+        (target / name).symlink_to(ROOT / name)
+    return target
+
+
+def test_installed_wheel_brings_its_configuration(tmp_path):
+    """`pip install .` and `torchrun -m mingpt_ddp` anywhere."""
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name in ("mingpt_ddp", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(source)]
+    subprocess.run(pip, check=True, env=environment(tmp_path))
+    assert (site / "mingpt_ddp" / "conf" / "experiment" / "demo.yaml").exists()
+    shutil.rmtree(source)
+    command = [*torchrun(1)[:-1], "-m", "mingpt_ddp", *TINY, "run.name=wheel"]
+    done = call(command, tmp_path, PYTHONPATH=str(site))
+    assert done.returncode == 0, done.stdout
+    assert result(tmp_path / "outputs" / "wheel")["step"] == 12
+
+
+def test_local_rank_flag_of_the_old_launcher_is_ignored(tmp_path):
+    done = call([*python_main(), "--local-rank=0", *TINY, "trainer.max_steps=2"], tmp_path)
+    assert done.returncode == 0, done.stdout
