@@ -77,7 +77,8 @@ def train(cfg: DictConfig) -> float:
     except UserError as error:
         _leave_with_user_error(error, place)
     except KeyboardInterrupt:
-        _leave("interrupted; the same command continues from the last snapshot", 128 + 2)
+        told = "interrupted; the same command continues from the last snapshot"
+        _leave(told if place.is_main else None, 128 + signal.SIGINT)
     except SystemExit:
         raise
     except BaseException as error:
@@ -97,6 +98,7 @@ def _run_agent(config: Config) -> NoReturn:
     """Be the elastic agent of `ddp.nproc_per_node` local workers, each of which runs this same command."""
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         raise ConfigError("ddp.nproc_per_node cannot start a sweep; use torchrun --nproc_per_node=N main.py -m ...")
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -125,6 +127,8 @@ def _run_agent(config: Config) -> NoReturn:
         if failure.exitcode < 0:  # it could not tell itself
             log.error("error: rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
         sys.exit(USER_ERROR if failure.exitcode == USER_ERROR else FAILURE)
+    except SignalException as stop:
+        sys.exit(128 + stop.sigval)
     sys.exit(0)
 
 

@@ -139,7 +139,7 @@ class Runtime:
         """Do something on rank 0 (or on the first rank of every node) alone; its JSON value, or its error, for all.
 
         Raises:
-            UserError: what the rank that worked raised, on every rank.
+            UserError: what the rank that worked raised, on every rank; or the nodes came to different values.
         """
         outcome: dict[str, Any] = {}
         if (self.place.local_rank if per_node else self.rank) == 0:
@@ -152,8 +152,10 @@ class Runtime:
             if "error" in other:
                 name, message = other["error"]
                 raise getattr(errors, name)(message)
-        value: T = outcomes[0]["value"]
-        return value
+        values: list[T] = [other["value"] for other in outcomes if other]
+        if any(value != values[0] for value in values):
+            raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
+        return values[0]
 
     # The model's surroundings.
 
