@@ -55,6 +55,7 @@ class GPTConfig:
     n_embd: int  # width of the residual stream
     dropout: float  # probability, in [0, 1)
     bias: bool  # in linear layers and layer norms, as GPT-2 has them
+    activation: Literal["gelu", "gelu_tanh"]  # exact, or GPT-2's approximation, which is slower on a CPU
 
     def __post_init__(self) -> None:
         for key in ("n_layer", "n_head", "n_embd"):
@@ -317,5 +318,5 @@ def _no_credentials(key: str, url: str) -> None:
     """Refuse a secret in a URL without repeating it: configurations are logged and saved."""
     if "://" in url:
         parts = urlsplit(url.split("::")[-1])
-        secret = "@" in parts.netloc or re.search(r"(?i)(secret|token|password|signature)=", parts.query)
+        secret = "@" in parts.netloc or re.search(r"(?i)(secret|token|passw|sig|key|credential)[^=&]*=", parts.query)
         _check(not secret, f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")

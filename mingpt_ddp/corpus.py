@@ -8,6 +8,8 @@ and appears whole or not at all.
 from __future__ import annotations
 
 import codecs
+import contextlib
+import fcntl
 import gzip
 import hashlib
 import io
@@ -15,6 +17,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,7 +32,7 @@ from mingpt_ddp.errors import DataError
 from mingpt_ddp.storage import publish, sync_directory
 
 BUILTIN = "builtin:python_docs"
-CHUNK_BYTES = 1 << 22
+CHUNK_BYTES = 1 << 18
 FORMAT = 1
 CODE_POINTS = 0x110000
 
@@ -104,7 +107,8 @@ def prepare(config: DataConfig) -> Encoded:
     if found is not None:
         return found
     try:
-        return _encode(open_text, directory, sha256, config.path)
+        with _alone(cache):
+            return _find(directory, sha256) or _encode(open_text, directory, sha256, config.path)
     except OSError as error:
         raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}") from error
 
@@ -202,8 +206,8 @@ def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.nd
     Raises:
         DataError: bytes that are not UTF-8, with their position, or a broken gzip file.
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    position = 0
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position, at_start = 0, True
     with open_text() as raw:
         zipped = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
@@ -211,7 +215,7 @@ def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.nd
         while True:
             try:
                 chunk = stream.read(CHUNK_BYTES)
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
             pending = len(decoder.getstate()[0])
             try:
@@ -220,6 +224,8 @@ def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.nd
                 at = position - pending + error.start
                 raise DataError(f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv") from error
             position += len(chunk)
+            if at_start and text:
+                text, at_start = text.removeprefix("\ufeff"), False  # a byte order mark is no character of the text
             yield np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
             if not chunk:
                 return
@@ -242,7 +248,6 @@ def _encode(open_text: Callable[[], IO[bytes]], directory: Path, sha256: str, pa
     vocabulary = "".join(map(chr, distinct))
     encoded = Encoded(str(directory), sha256, length, vocabulary, dtype)
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory.parent))
     try:
         with open(building / "tokens.bin", "wb") as file:
@@ -252,19 +257,20 @@ def _encode(open_text: Callable[[], IO[bytes]], directory: Path, sha256: str, pa
             os.fsync(file.fileno())
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
         publish(building / "meta.json", json.dumps(meta).encode())
-        _install(building, directory)
+        shutil.rmtree(directory, ignore_errors=True)  # it may be there, damaged
+        os.replace(building, directory)
+        sync_directory(directory.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return encoded
 
 
-def _install(building: Path, directory: Path) -> None:
-    """Move a whole cache directory into place; another process may have been faster, or left a broken one."""
-    if directory.exists() and _find(directory, json.loads((building / "meta.json").read_text())["sha256"]) is None:
-        os.replace(directory, tempfile.mkdtemp(prefix=".broken-", dir=directory.parent))
-    try:
-        os.replace(building, directory)
-    except OSError:
-        if not directory.exists():
-            raise
-    sync_directory(directory.parent)
+@contextlib.contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """One process at a time encodes; the others find its work."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for leftover in cache.glob(".partial-*"):  # of processes that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield

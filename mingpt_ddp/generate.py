@@ -37,9 +37,9 @@ def generate(
     was_training = model.training
     model.eval()
     window = tokens[:, -model.block_size :]
-    cache = model.new_cache(len(tokens), model.token_embedding.weight.dtype)
-    logits = model.decode(window, cache, 0)
     try:
+        cache = model.new_cache(len(tokens), model.token_embedding.weight.dtype)
+        logits = model.decode(window, cache, 0)
         for _ in range(max_new_tokens):
             new = choose(logits, temperature, top_k, top_p, generator)
             yield new

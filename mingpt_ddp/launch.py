@@ -44,7 +44,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hands us Hydra's errors instead of printing them
     try:
         hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(train)()
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # `train` lets none pass: what arrives here went wrong while Hydra composed
         _leave_with_user_error(ConfigError(explain(error)), _place_or_default())
 
 
@@ -91,7 +91,7 @@ def _check_urls(config: Config) -> None:
         urls["run.resume"] = config.run.resume
     for key, url in urls.items():
         if url is not None and not url.startswith("builtin:"):
-            check_url(url, key)
+            check_url(url, key, writable=key == "snapshot.path")
 
 
 def _run_agent(config: Config) -> NoReturn:
@@ -165,6 +165,8 @@ def explain(error: Exception) -> str:
     if override:
         key = override[1].split("@")[0]
         return f"{key} is not a key{suggest(key)}"
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        text = f"the command line or a configuration file cannot be understood ({type(error).__name__}: {text})"
     text = re.sub(r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
     return " ".join(text.split())[:400]
 

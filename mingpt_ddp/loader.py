@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mingpt_ddp.config import TrainerConfig
 from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.seeds import key_to_seed
+from mingpt_ddp.seeds import key_to_seed, permuted
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
+AHEAD = 1 << 13  # positions whose windows are worked out together
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,26 @@ class Loader:
                 f"the training text has {self.windows_per_epoch} windows of data.block_size={block_size}, fewer than "
                 f"trainer.batch_size={batch_size}; use a longer text, a smaller batch or a smaller data.stride"
             )
-        self._epoch = -1
-        self._starts = np.empty(0, dtype=np.int64)
+        self._known: tuple[int, int, Tokens] = (-1, 0, np.empty(0, dtype=np.int64))
 
     def step(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """What one rank trains on in a step; steps count from 1."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
-        starts = self._order(epoch)[index * self.batch_size :][: self.batch_size]
+        starts = self._starts(epoch, index * self.batch_size, (index + 1) * self.batch_size)
         size = plan.micro_batch_size
         return [self._gather(j, starts[j * size : (j + 1) * size]) for j in plan.numbers(rank)]
 
-    def _order(self, epoch: int) -> Tokens:
-        """Where the windows of an epoch start, in the order they are trained."""
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(key_to_seed(self.seed, epoch))
-            offset = int(torch.randint(self.stride, (), generator=generator))
-            order = torch.randperm(self.windows_per_epoch, generator=generator).numpy()
-            self._epoch, self._starts = epoch, offset + order * self.stride
-        return self._starts
+    def _starts(self, epoch: int, begin: int, end: int) -> Tokens:
+        """Where the windows at positions begin .. end - 1 of an epoch start; worked out some thousand at a time."""
+        known_epoch, first, starts = self._known
+        if epoch != known_epoch or begin < first or end > first + len(starts):
+            first = begin
+            stop = min(max(end, begin + AHEAD), self.windows_per_epoch)
+            order = permuted(np.arange(first, stop), self.windows_per_epoch, key_to_seed("order", self.seed, epoch))
+            offset = key_to_seed("offset", self.seed, epoch) % self.stride
+            starts = offset + order * self.stride
+            self._known = (epoch, first, starts)
+        return starts[begin - first : end - first]
 
     def _gather(self, number: int, starts: Tokens) -> MicroBatch:
         windows = torch.from_numpy(self.windows[starts].astype(np.int64))  # (B, T + 1)

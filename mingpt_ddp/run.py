@@ -21,6 +21,7 @@ from mingpt_ddp.rundir import RunDirectory, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.saver import Position, Saver
 from mingpt_ddp.seeds import key_to_seed, seed_everything
+from mingpt_ddp.snapshot import SnapshotStore, load
 from mingpt_ddp.trainer import Trainer, count_steps
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     )
     plan_batches(config.trainer, runtime.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
+    runtime.first(lambda: _check_resume(config, job))
 
     owner, directory = _own_directory(config, runtime, job)
     logs.to_file(directory, runtime.place)
@@ -56,7 +58,7 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     if owner:
         owner.record_start(config.to_dict(), hydra_files)
 
-    seed_everything(config.run.seed)
+    seed_everything("weights", config.run.seed)
     model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
     if config.trainer.compile:
         model.compile()
@@ -109,6 +111,14 @@ def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[R
     return owner, directory
 
 
+def _check_resume(config: Config, job: str | None) -> None:
+    """A snapshot to start from must be there, unless the run has some of its own already."""
+    if config.run.resume not in ("auto", "never"):
+        own = SnapshotStore(snapshot_url(config, run_directory(config, job)))
+        if not own.steps():
+            load(config.run.resume)
+
+
 def _introduce(
     config: Config, runtime: Runtime, corpus: Corpus, model: GPT, directory: Path, done: int, steps: int
 ) -> None:
@@ -136,7 +146,9 @@ def _introduce(
 
 def _sample(model: GPT, vocabulary: Vocabulary, seed: int, step: int) -> str:
     """A piece of text, the same for the same weights, seed and step."""
-    texts = generate_text(model, vocabulary, "", SAMPLE_CHARACTERS, key_to_seed(seed, step), temperature=0.8, top_k=40)
+    texts = generate_text(
+        model, vocabulary, "", SAMPLE_CHARACTERS, key_to_seed("sample", seed, step), temperature=0.8, top_k=40
+    )
     return texts[0]
 
 

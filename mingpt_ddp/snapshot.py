@@ -113,6 +113,9 @@ class SnapshotStore:
             files: dict[str, Any] = manifest["files"]
             complete = {MODEL, OPTIMIZER, STATE} <= files.keys()
             readable = manifest["format"] == FORMAT and manifest["step"] == step
+            complete &= all(
+                isinstance(file["bytes"], int) and isinstance(file["sha256"], str) for file in files.values()
+            )
         except FileNotFoundError as error:
             raise Damaged("it was never finished") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -123,10 +126,10 @@ class SnapshotStore:
 
     def _verified(self, step: int, name: str, expected: dict[str, Any]) -> bytes:
         path = f"{directory_name(step)}/{name}"
-        if self.storage.size(path) != expected.get("bytes"):
+        if self.storage.size(path) != expected["bytes"]:
             raise Damaged(f"{name} is missing or has another size")
         content = self.storage.read(path)
-        if hashlib.sha256(content).hexdigest() != expected.get("sha256"):
+        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
             raise Damaged(f"{name} has other content than was written")
         return content
 

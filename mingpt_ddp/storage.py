@@ -15,14 +15,21 @@ from mingpt_ddp.errors import ConfigError
 EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> the extra of this package that brings it
 
 
-def check_url(url: str, key: str) -> None:
-    """Refuse a URL whose protocol fsspec does not know or whose package is not installed.
+READ_ONLY = ("http", "https")
+
+
+def check_url(url: str, key: str, writable: bool = False) -> None:
+    """Refuse a URL whose protocol fsspec does not know, whose package is not installed, or that cannot be written to.
 
     Raises:
         ConfigError: naming `key`, the configuration's name of the URL.
     """
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
+        if writable and protocol in READ_ONLY:
+            raise ConfigError(
+                f"{key}={url}: nothing can be written to {protocol}://; use a directory or an object store"
+            )
         try:
             fsspec.get_filesystem_class(protocol)
         except ValueError as error:

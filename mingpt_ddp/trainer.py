@@ -97,7 +97,7 @@ class Trainer:
         data_s = time.perf_counter() - begin
         loss = torch.zeros((), device=self.runtime.device)
         for micro in batch:
-            seed_everything(self.config.run.seed, step, micro.number)
+            seed_everything("dropout", self.config.run.seed, step, micro.number)
             with self.runtime.share_gradients(self.wrapped, last=micro is batch[-1]):
                 loss += self._forward_backward(micro.x, micro.y)
         self.meter.record(loss, self._update(), data_s)

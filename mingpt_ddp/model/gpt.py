@@ -58,6 +58,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
+        self.approximate = {"gelu_tanh": "tanh", "gelu": "none"}[config.activation]
         self.norm_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attention = Attention(config)
         self.norm_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -66,7 +67,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: tuple[Tensor, Tensor] | None = None, start: int = 0) -> Tensor:
         x = x + self.attention(self.norm_1(x), cache, start)
-        hidden = F.gelu(self.up(self.norm_2(x)), approximate="tanh")  # (B, T, 4C)
+        hidden = F.gelu(self.up(self.norm_2(x)), approximate=self.approximate)  # (B, T, 4C)
         return x + F.dropout(self.down(hidden), self.dropout, self.training)
 
 

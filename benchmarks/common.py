@@ -1,0 +1,111 @@
+"""What the benchmarks have in common: the machine's description, alternating runs, medians, JSON and Markdown.
+
+torch is not imported here: a process started from a small one has a peak memory of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+TEXT_VARIABLE = "MINGPT_SHAKESPEARE"
+sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
+
+
+def parser(docstring: str | None, name: str) -> argparse.ArgumentParser:
+    """A command line whose help is the script's docstring, and which says where the figures go."""
+    made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="JSON file (default: %(default)s)")
+    return made
+
+
+def say(text: str) -> None:
+    """A note on the progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def corpus_path() -> Path:
+    """tinyshakespeare, wherever this machine has it."""
+    path = Path(os.environ.get(TEXT_VARIABLE, ""))
+    if not path.is_file():
+        sys.exit(f"set {TEXT_VARIABLE} to a copy of tinyshakespeare (conf/data/shakespeare.yaml says where it is)")
+    return path.resolve()
+
+
+def environment(threads: int = 1) -> dict[str, str]:
+    """For child processes: so many threads, and no trace of a launcher that started this one."""
+    kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)}
+    count = str(threads)
+    return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
+
+
+def machine() -> dict[str, Any]:
+    """Where and when the figures were measured."""
+    try:
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    except OSError:
+        names = []
+    return {
+        "cpu": names[0].strip() if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
+
+
+def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
+    """What `function` returns in a new interpreter, which ends afterwards."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def alternate(what: str, candidates: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:
+    """Measure A, B, A, B ...: neighbours in time see the same machine, so that only their ratio is to be trusted."""
+    values: dict[str, list[T]] = {name: [] for name in candidates}
+    for repetition in range(1, repetitions + 1):
+        for name, measure in candidates.items():
+            values[name].append(measure())
+            say(f"{what}, repetition {repetition}/{repetitions}, {name}: {values[name][-1]}")
+    return values
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median, range and all values, to five digits."""
+    rounded = [float(f"{value:.5g}") for value in values]
+    return {"median": float(f"{median(values):.5g}"), "low": min(rounded), "high": max(rounded), "all": rounded}
+
+
+def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Ours over theirs, pair by pair as they were measured."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def cell(values: dict[str, Any], form: str = ",.0f") -> str:
+    """`median (low .. high)` for a table."""
+    return f"{values['median']:{form}} ({values['low']:{form}} .. {values['high']:{form}})"
+
+
+def report(out: Path, results: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Write the JSON file, and print the same as a Markdown table."""
+    here = machine()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"machine": here, **results}, indent=2) + "\n")
+    print("{cpu}, {cores} cores, torch {torch}, Python {python}, {date}\n".format(**here))
+    for row in [header, ["---"] * len(header), *rows]:
+        print(f"| {' | '.join(row)} |")

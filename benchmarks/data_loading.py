@@ -1,0 +1,102 @@
+"""Batches/s of this project's loader against a dataset in the manner of minGPT, in one process without workers.
+
+The other side is what character GPTs are usually taught with: a text as a Python string, a dictionary from characters
+to integers, one item per window as two tensors, and torch's DataLoader with a RandomSampler on top. Both deliver the
+batches of a one-rank training step, x and y (batch, context) of int64, from the same 90% of tinyshakespeare, one
+thread, no workers. What either does once per process (reading, encoding) is not timed; what it does per epoch is. The
+clock is the process's CPU time, so that other programs on the machine do not count.
+
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/data_loading.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from common import alternate, cell, compare, corpus_path, parser, report, spread
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+from mingpt_ddp.config import DataConfig
+from mingpt_ddp.corpus import Corpus, Vocabulary, prepare
+from mingpt_ddp.loader import BatchPlan, Loader
+
+HEADER = ["context", "batch", "Loader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
+SHAPES = [(64, 12), (64, 64), (256, 12), (256, 64)]  # context, batch
+WARM_UP = 5  # batches
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Every window of a text, looked up one character at a time."""
+
+    def __init__(self, text: str, context: int) -> None:
+        self.text, self.context = text, context
+        self.token = {character: token for token, character in enumerate(sorted(set(text)))}
+
+    def __len__(self) -> int:
+        return len(self.text) - self.context
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        tokens = [self.token[character] for character in self.text[start : start + self.context + 1]]
+        return torch.tensor(tokens[:-1]), torch.tensor(tokens[1:])
+
+
+def from_windows(windows: Windows, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    sampler = RandomSampler(windows, replacement=True, num_samples=1_000_000_000)
+    return iter(DataLoader(windows, batch_size=batch, sampler=sampler, num_workers=0))
+
+
+def from_loader(corpus: Corpus, context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    loader, plan = Loader(corpus.train, context, None, batch, seed=1), BatchPlan(batch, batch, world_size=1)
+    step = 0
+    while True:
+        step += 1
+        (micro,) = loader.step(step, plan, rank=0)
+        yield micro.x, micro.y
+
+
+def batches_per_s(batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, int], seconds: float) -> float:
+    """Batches fetched in at least so many seconds of CPU time, after a few to warm up."""
+    for _ in range(WARM_UP):
+        x, y = next(batches)
+        assert x.shape == y.shape == shape and x.dtype == y.dtype == torch.int64
+    count, begin = 0, time.process_time()
+    while (elapsed := time.process_time() - begin) < seconds:
+        next(batches)
+        count += 1
+    return float(f"{count / elapsed:.4g}")
+
+
+def main() -> None:
+    options = parser(__doc__, "data_loading")
+    options.add_argument("--repetitions", type=int, default=9, help="pairs of spans (default: %(default)s)")
+    options.add_argument("--seconds", type=float, default=1.0, help="length of one span (default: %(default)s)")
+    chosen = options.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    results, rows = [], []
+    with tempfile.TemporaryDirectory(prefix="data-loading-") as cache:
+        for context, batch in SHAPES:
+            config = DataConfig("text", str(corpus_path()), None, context, None, 0.9, 1.0, cache)
+            corpus = Corpus(prepare(config), config)
+            text = Vocabulary(corpus.vocabulary).decode(corpus.train.tolist())
+            measure = partial(batches_per_s, shape=(batch, context), seconds=chosen.seconds)
+            sources = {
+                "loader": from_loader(corpus, context, batch),
+                "dataset": from_windows(Windows(text, context), batch),
+            }
+            candidates = {name: partial(measure, source) for name, source in sources.items()}
+            values = alternate(f"context {context}, batch {batch}, batches/s", candidates, chosen.repetitions)
+            ratio = compare(values["loader"], values["dataset"])
+            speeds = {name: spread(measured) for name, measured in values.items()}
+            results.append({"context": context, "batch": batch, "batches_per_s": speeds, "ratio": ratio})
+            rows.append([str(context), str(batch), *map(cell, speeds.values()), cell(ratio, ".1f")])
+    report(chosen.out, {"shapes": results, "threads": 1, "workers": 0}, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""A large text: peak resident memory and speed of encoding it with mingpt_ddp.corpus, and of fetching batches from it.
+
+Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of two, three and four
+bytes, cut by the reader's chunks at every possible place. Fresh processes, which import what main.py imports, then
+
+1. do nothing else: the memory that the imports alone take,
+2. encode the text with mingpt_ddp.corpus.prepare,
+3. find it in the cache, as every later start does,
+4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
+
+Memory is the process's ru_maxrss, with nothing subtracted; it counts pages of mapped files while they are resident,
+which the system takes back when it needs them. The exit code is 1 if encoding takes more than the limit. Needs
+three times the text's size of disk.
+
+    python benchmarks/large_corpus.py --gigabytes 2
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import in_fresh_process, parser, report, say
+
+LIMIT = 500  # MB = 10^6 bytes
+BATCHES, BATCH, CONTEXT = 2000, 64, 256
+HEADER = ["process", "seconds", "speed", "peak resident memory, MB"]
+
+
+def write_text(path: Path, n_bytes: int) -> None:
+    """Random words; a block of them over and over, turned at random so that no two copies stand alike in the file."""
+    generator = random.Random(1)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    others = [(0xE0, 0xFF), (0x430, 0x450), (0x4E00, 0x5000), (0x1F600, 0x1F640)]  # of 2, 2, 3 and 4 bytes
+    alphabets = [letters] * 12 + ["".join(map(chr, range(*span))) for span in others]
+    words = ("".join(generator.choices(generator.choice(alphabets), k=generator.randint(1, 9))) for _ in range(200_000))
+    block = " ".join(words)
+    written = 0
+    with open(path, "wb") as file:
+        while written < n_bytes:
+            at = generator.randrange(len(block))
+            written += file.write((block[at:] + block[:at]).encode())
+
+
+def peak_mb() -> float:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6, 1)
+
+
+def own_mb() -> float:
+    """Resident memory now without mapped files, where the system tells it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0.0
+    return round(int(status.partition("RssAnon:")[2].split()[0]) * 1024 / 1e6, 1)
+
+
+def data_config(text: Path) -> Any:
+    import mingpt_ddp.run  # noqa: F401  (torch and all the rest, as a training process has them)
+    from mingpt_ddp.config import DataConfig
+
+    return DataConfig("large", str(text), None, CONTEXT, None, 0.9, 1.0, str(text.parent / "cache"))
+
+
+def imports(text: Path) -> dict[str, float]:
+    begin = time.perf_counter()
+    data_config(text)
+    return {"seconds": time.perf_counter() - begin, "peak_mb": peak_mb()}
+
+
+def encode(text: Path) -> dict[str, float]:
+    config = data_config(text)
+    from mingpt_ddp.corpus import prepare
+
+    begin = time.perf_counter()
+    encoded = prepare(config)
+    seconds = time.perf_counter() - begin
+    speed = text.stat().st_size / 1e6 / seconds
+    figures = {"characters": encoded.length, "distinct": len(encoded.vocabulary)}
+    return {"seconds": seconds, "mb_per_s": speed, "peak_mb": peak_mb(), **figures}
+
+
+def fetch(text: Path) -> dict[str, float]:
+    config = data_config(text)
+    from mingpt_ddp.corpus import Corpus, prepare
+    from mingpt_ddp.loader import BatchPlan, Loader
+
+    loader = Loader(Corpus(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1)
+    plan = BatchPlan(BATCH, BATCH, world_size=1)
+    begin = time.perf_counter()
+    loader.step(1, plan, rank=0)
+    first = time.perf_counter()
+    after_first = peak_mb()
+    for step in range(2, BATCHES + 2):
+        loader.step(step, plan, rank=0)
+    seconds = time.perf_counter() - first
+    figures = {"first_batch_s": first - begin, "first_batch_peak_mb": after_first, "windows": loader.windows_per_epoch}
+    figures["own_mb_at_end"] = own_mb()
+    return {"seconds": seconds, "batches_per_s": BATCHES / seconds, "peak_mb": peak_mb(), **figures}
+
+
+def main() -> None:
+    options = parser(__doc__, "large_corpus")
+    options.add_argument("--gigabytes", type=float, default=2.0, help="size of the text (default: %(default)s)")
+    options.add_argument("--limit", type=float, default=LIMIT, help="MB while encoding (default: %(default)s)")
+    options.add_argument("--scratch", type=Path, help="where the temporary directory is made (default: the system's)")
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="large-corpus-", dir=chosen.scratch) as directory:
+        text = Path(directory) / "text.txt"
+        say(f"writing {chosen.gigabytes} GB")
+        write_text(text, int(chosen.gigabytes * 1e9))
+        measured: dict[str, dict[str, float]] = {}
+        for name, work in {"imports": imports, "encode": encode, "cached": encode, "fetch": fetch}.items():
+            measured[name] = in_fresh_process(work, text)
+            say(f"{name}: {measured[name]}")
+    speeds = {"imports": "", "fetch": f"{measured['fetch']['batches_per_s']:,.0f} batches of {BATCH} x {CONTEXT} per s"}
+    speeds |= {name: f"{measured[name]['mb_per_s']:,.0f} MB/s" for name in ("encode", "cached")}
+    rows = [[name, f"{m['seconds']:.1f}", speeds[name], f"{m['peak_mb']:,.0f}"] for name, m in measured.items()]
+    first = measured["fetch"]
+    rows.insert(3, ["first batch", f"{first['first_batch_s']:.1f}", "", f"{first['first_batch_peak_mb']:,.0f}"])
+    rows.append(["fetch, at its end, without mapped files", "", "", f"{first['own_mb_at_end']:,.0f}"])
+    figures = {name: {key: round(value, 3) for key, value in m.items()} for name, m in measured.items()}
+    report(chosen.out, {"gigabytes": chosen.gigabytes, "limit_mb": chosen.limit, **figures}, HEADER, rows)
+    if measured["encode"]["peak_mb"] > chosen.limit:
+        sys.exit(f"encoding took {measured['encode']['peak_mb']:,.0f} MB, more than {chosen.limit:,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

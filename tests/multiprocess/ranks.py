@@ -1,0 +1,131 @@
+"""Ranks that are processes of their own and find each other through the package's own Runtime, over gloo.
+
+A test names a function of its module; every rank calls it with the same keyword arguments and hands back what it
+returned, as JSON. The processes come from a fork server that has imported torch once, so that one starts in a moment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+
+from mingpt_ddp.config import from_dictconfig
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["mingpt_ddp.run", "torch._inductor.config"])  # torch imports the latter in the end
+
+
+def configure(*overrides: str) -> dict[str, Any]:
+    """The whole configuration as plain values, which `config.from_mapping` reads."""
+    cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return from_dictconfig(compose("config", [*cpu, *overrides])).to_dict()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Ranks:
+    """Some or all ranks of a job, running; those that still do at the end of the `with` block are killed."""
+
+    def __init__(
+        self,
+        world_size: int,
+        work: Callable[..., Any],
+        directory: Path,
+        port: int | None = None,
+        agent: bool = False,
+        only: Iterable[int] | None = None,
+        **arguments: Any,
+    ) -> None:
+        """
+        Args:
+            directory: where the ranks leave their results and what they print.
+            port: of the job's key-value store on this machine; by default one that is free.
+            agent: the store is there already and outlives the ranks, as an elastic agent's does; else rank 0 hosts it.
+            only: the ranks to start, by default all.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        job = {
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port or free_port()),
+            "TORCHELASTIC_USE_AGENT_STORE": str(agent),
+        }
+        call = (inspect.getfile(work), work.__name__, arguments)
+        self.outputs = {rank: directory / f"rank{rank}" for rank in (range(world_size) if only is None else only)}
+        self.processes = {
+            rank: processes.Process(target=_be_rank, args=({**job, "RANK": str(rank)}, output, *call), daemon=True)
+            for rank, output in self.outputs.items()
+        }
+        for process in self.processes.values():
+            process.start()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill(*self.processes)
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL, and wait for the end."""
+        for rank in ranks:
+            self.processes[rank].kill()
+        for rank in ranks:
+            self.processes[rank].join()
+
+    def printed(self) -> str:
+        return "\n".join(f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items())
+
+    def results(self, timeout: float = 60) -> list[Any]:
+        """What the function returned on each rank, once all have ended well."""
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in self.processes.values()):
+            failed = any(process.exitcode not in (None, 0) for process in self.processes.values())
+            if failed or time.monotonic() > deadline:
+                time.sleep(1.0)  # the others have a moment to say what they see
+                break
+            time.sleep(0.01)
+        codes = {rank: process.exitcode for rank, process in self.processes.items()}
+        self.kill(*self.processes)
+        assert set(codes.values()) == {0}, f"exit codes {codes}\n{self.printed()}"
+        return [json.loads(output.with_suffix(".json").read_text()) for output in self.outputs.values()]
+
+
+def run_ranks(world_size: int, work: Callable[..., Any], directory: Path, **arguments: Any) -> list[Any]:
+    """What `work` returns on every rank, in rank order."""
+    with Ranks(world_size, work, directory, **arguments) as ranks:
+        return ranks.results()
+
+
+def _be_rank(environment: dict[str, str], output: Path, file: str, name: str, arguments: dict[str, Any]) -> None:
+    """The whole life of a rank."""
+    import torch
+
+    with open(output.with_suffix(".txt"), "w") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    os.environ.update(environment, LOCAL_RANK=environment["RANK"])
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("work", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = getattr(module, name)(**arguments)
+    output.with_suffix(".json").write_text(json.dumps(result))

@@ -1,0 +1,113 @@
+"""Ranks that are killed and started again find each other in a store that still remembers the dead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.place import find_place
+from mingpt_ddp.runtime import Runtime
+from multiprocess.ranks import Ranks, configure, free_port
+
+WORLD = 3
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    """The key-value store of an elastic agent: it lives in this process, and so outlives every rank."""
+    yield TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+
+
+def wait_for(condition, timeout: float = 60) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "the ranks did not come that far"
+        time.sleep(0.005)
+
+
+def add_up(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
+    """The sum over the ranks, left in a file; if need be, again and again until somebody kills this rank."""
+    runtime = Runtime(from_mapping(config), find_place())
+    while True:
+        total: list[float] = runtime.sum(torch.tensor([runtime.rank + 1.0, 100.0 * attempt])).tolist()
+        Path(marks, f"{attempt}-{runtime.rank}").write_text(str(total))
+        if not forever:
+            runtime.close()
+            return total
+
+
+def everybody_sums(marks: Path, attempt: int):
+    """Whether each rank of this attempt has added up the ranks of this attempt and no other."""
+    expected = str([6.0, 300.0 * attempt])
+    paths = [marks / f"{attempt}-{rank}" for rank in range(WORLD)]
+    return lambda: all(path.exists() and path.read_text() == expected for path in paths)
+
+
+def test_six_restarts_after_a_kill_in_the_middle(tmp_path, store):
+    """Each attempt is killed while it sums, another rank first each time, as an agent finds and stops the rest."""
+    arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
+    for attempt in range(1, 7):
+        with Ranks(WORLD, add_up, tmp_path / f"{attempt}", attempt=attempt, forever=True, **arguments) as ranks:
+            wait_for(everybody_sums(tmp_path, attempt))
+            ranks.kill(attempt % WORLD)
+    with Ranks(WORLD, add_up, tmp_path / "last", attempt=7, forever=False, **arguments) as ranks:
+        assert ranks.results() == [[6.0, 2100.0]] * WORLD
+
+
+@pytest.mark.parametrize("dead", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
+def test_a_start_after_some_ranks_died_while_they_waited(tmp_path, store, dead):
+    """They have said hello, or made or confirmed a proposal, and were killed before the others came."""
+    arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
+    with Ranks(WORLD, add_up, tmp_path / "dead", only=dead, attempt=1, forever=False, **arguments) as ranks:
+        said = [f"mingpt_ddp/0/hello/{rank}" for rank in dead if rank > 0]
+        wait_for(lambda: store.check(said) if said else True)
+        time.sleep(0.2)  # enough for the next move of the handshake
+        ranks.kill(*dead)
+    with Ranks(WORLD, add_up, tmp_path / "new", attempt=2, forever=False, **arguments) as ranks:
+        assert ranks.results() == [[6.0, 600.0]] * WORLD
+
+
+@pytest.mark.parametrize("last", [0, 2])
+def test_a_rank_may_come_late(tmp_path, last):
+    """Also the one that hosts the store where no agent does."""
+    port, marks = free_port(), {"config": configure(), "marks": str(tmp_path), "attempt": 1, "forever": False}
+    early = [rank for rank in range(WORLD) if rank != last]
+    with Ranks(WORLD, add_up, tmp_path / "early", port=port, only=early, **marks) as first:
+        time.sleep(0.5)
+        with Ranks(WORLD, add_up, tmp_path / "late", port=port, only=[last], **marks) as second:
+            assert second.results() == [[6.0, 300.0]]
+        assert first.results() == [[6.0, 300.0]] * 2
+
+
+def try_to_join(config: dict[str, Any]) -> str:
+    try:
+        Runtime(from_mapping(config), find_place())
+    except RunError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_rank_that_never_comes_is_named(tmp_path, store):
+    """Rank 0 knows that rank 1 is there: it must not send the user to look for it."""
+    config = configure("ddp.timeout_s=1")
+    with Ranks(WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config) as ranks:
+        rank_0, rank_1 = ranks.results()
+    assert rank_0.startswith("run error: rank 2 did not appear in time; start all ranks, or give them longer")
+    assert rank_1.startswith("run error: ")
+
+
+def test_an_address_where_nobody_answers_is_named(tmp_path):
+    config = configure("ddp.timeout_s=1")
+    port = free_port()
+    with Ranks(WORLD, try_to_join, tmp_path, port=port, agent=True, only=[1], config=config) as ranks:
+        (message,) = ranks.results()
+    assert message.startswith(f"run error: rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: ")

@@ -1,0 +1,321 @@
+"""Bad input gives one line that says what to mend, exit code 2, no stack trace, and nothing is written.
+
+The program itself runs, from its entry point to `os._exit`, once per case, in a child forked from one process that has
+the heavy modules loaded already. A few cases are started the way users do, alone and under torchrun.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import ROOT, call, environment, python_main, torchrun
+from torch.distributed import is_mpi_available
+
+SERVER = """
+import json, os, signal, sys, traceback
+import torch
+import mingpt_ddp.launch, mingpt_ddp.run
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+
+# What every child would load anew: modules behind the first call, Hydra's plug-ins, its grammar.
+torch.use_deterministic_algorithms(False)
+with initialize_config_dir(str(mingpt_ddp.launch.config_directory()), version_base="1.3"):
+    compose("config", ["optimizer.lr=1"])
+assert not GlobalHydra.instance().is_initialized()
+for line in sys.stdin:
+    case = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        output = os.open(case["output"], os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(case["cwd"])
+        os.environ.update(case["env"])
+        sys.argv = ["main.py", *case["words"]]
+        code = 0
+        try:
+            mingpt_ddp.launch.main()
+        except SystemExit as leaving:
+            code = leaving.code or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+TEXT = "To be, or not to be, that is the question.\n" * 100
+OTHER_SHA = "0" * 64
+
+
+@dataclass
+class Outcome:
+    code: int
+    lines: list[str]
+    text: str
+    written: set[str]  # names in the working directory that were not there before
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Calls the program with words of a command line in a directory: `program(words, cwd)`."""
+    env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    command = [sys.executable, "-c", SERVER]
+    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(words: list[str], cwd: Path, **env: str) -> Outcome:
+        before = set(os.listdir(cwd))
+        output = cwd.parent / f"{cwd.name}.output"
+        case = {"words": words, "cwd": str(cwd), "env": env, "output": str(output)}
+        server.stdin.write(json.dumps(case) + "\n")
+        server.stdin.flush()
+        code = int(server.stdout.readline())
+        text = output.read_text()
+        return Outcome(code, text.splitlines(), text, set(os.listdir(cwd)) - before)
+
+    yield run
+    server.stdin.close()
+    server.wait(10)
+
+
+@pytest.fixture
+def cwd(tmp_path):
+    """A working directory with texts, good and bad."""
+    directory = tmp_path / "cwd"
+    (directory / "extra" / "experiment").mkdir(parents=True)
+    (directory / "extra" / "experiment" / "broken.yaml").write_text("trainer: [1\n")
+    (directory / "extra" / "experiment" / "number.yaml").write_text("7\n")
+    (directory / "good.txt").write_text(TEXT)
+    (directory / "latin1.txt").write_bytes(TEXT.encode() + b"caf\xe9" + TEXT.encode())
+    (directory / "empty.txt").write_bytes(b"")
+    (directory / "same.txt").write_text("a" * 5000)
+    (directory / "short.txt").write_text("To be, or not to be")
+    (directory / "not.gz").write_bytes(b"\x1f\x8b" + TEXT.encode())
+    (directory / "half.gz").write_bytes(gzip.compress(TEXT.encode())[:-12])
+    return directory
+
+
+def check(outcome: Outcome, expected: str, may_write: frozenset[str] = frozenset({"data"})) -> None:
+    assert outcome.code == 2, outcome.text
+    assert len(outcome.lines) == 1, outcome.text
+    assert outcome.lines[0].startswith(expected), outcome.text
+    assert outcome.written <= may_write, outcome.written  # the cache of encoded texts may stay
+
+
+def text_file(name: str) -> str:
+    return f"data=text_file data.path={name}"
+
+
+needs_no_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI")
+
+# The command line, and how the one line begins.
+CASES = [
+    # Keys that do not exist, with the one that was meant
+    ("trainer.max_epoch=5", "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+    ("modle.n_head=3", "config error: modle.n_head is not a key; did you mean model.n_head?"),
+    ("seed=1", "config error: seed is not a key; did you mean run.seed?"),
+    ("+trainer.epochs=1", "config error: trainer.epochs is not a key; did you mean trainer.max_epochs?"),
+    ("optimizer=sgd optimizer.betas=[0.9,0.95]", "config error: optimizer.betas is not a key of the chosen optimizer"),
+    ("+nosuch=1", "config error: nosuch is not a key"),
+    # Values of another type
+    ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a finite number"),
+    ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
+    ("optimizer.lr=null", "config error: optimizer.lr=null must be a finite number"),
+    ("optimizer.betas=[0.9]", "config error: optimizer.betas=[0.9] must be a list of 2 values"),
+    ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a whole number"),
+    ("trainer.compile=1", "config error: trainer.compile=1 must be true or false"),
+    ("run.seed=[1]", "config error: run.seed=[1] must be a whole number"),
+    ("trainer.device=tpu", "config error: trainer.device='tpu' must be one of auto, cpu, cuda"),
+    ("optimizer.schedule=cubic", "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd"),
+    # Values out of range
+    ("model.n_layer=0", "config error: model.n_layer=0 must be at least 1"),
+    ("model.dropout=1", "config error: model.dropout=1.0 must lie in [0, 1)"),
+    ("optimizer.lr=0", "config error: optimizer.lr=0.0 must be greater than 0"),
+    ("optimizer.decay_ratio=0", "config error: optimizer.decay_ratio=0.0 must lie in (0, 1]"),
+    ("data.train_split=1", "config error: data.train_split=1.0 must lie between 0 and 1"),
+    ("data.sha256=abc", "config error: data.sha256=abc must be 64 lower-case hexadecimal digits or null"),
+    ("run.seed=-1", "config error: run.seed=-1 must lie in 0 .. 2^63 - 1"),
+    ("snapshot.keep_last=0", "config error: snapshot.keep_last=0 must be at least 1"),
+    ("snapshot.every_minutes=0", "config error: snapshot.every_minutes=0.0 must be greater than 0"),
+    ("ddp.nproc_per_node=0", "config error: ddp.nproc_per_node=0 must be at least 1 or null"),
+    # Combinations that cannot work
+    ("model.n_embd=64 model.n_head=5", "config error: model.n_embd=64 must be divisible by model.n_head=5"),
+    (
+        "trainer.batch_size=12 trainer.micro_batch_size=5",
+        "config error: trainer.batch_size=12 must be a multiple of trainer.micro_batch_size=5",
+    ),
+    ("trainer.max_epochs=null", "config error: trainer.max_epochs and trainer.max_steps are both null"),
+    ("optimizer=sgd optimizer.momentum=0", "config error: optimizer.nesterov=true needs optimizer.momentum > 0"),
+    (
+        "ddp.static_graph=true ddp.find_unused_parameters=true",
+        "config error: ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
+    ),
+    # What this machine does not have
+    ("trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
+    ("ddp.nproc_per_node=2 trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
+    ("ddp=nccl", "config error: ddp.backend=nccl needs a GPU and there is none"),
+    pytest.param("ddp=mpi", "config error: ddp.backend=mpi, but this torch is built without MPI", marks=needs_no_mpi),
+    pytest.param(
+        text_file("s3://bucket/text.txt"),
+        "config error: data.path=s3://bucket/text.txt: s3:// is not installed; pip install 'mingpt_ddp[s3]'",
+        marks=needs_no_s3fs,
+    ),
+    # Places
+    ("run.name=../elsewhere", "config error: run.name=../elsewhere must be one directory name"),
+    ("run.name=.hidden", "config error: run.name=.hidden must be one directory name"),
+    ("run.name=''", "config error: run.name= must be one directory name"),
+    ("run.root=memory://runs", "config error: run.root=memory://runs must be a local directory"),
+    ("run.root=good.txt", "run error: cannot write to the run directory good.txt/"),
+    ("snapshot.path=foo://bar", "config error: snapshot.path=foo://bar: no such protocol as foo://"),
+    ("snapshot.path=http://127.0.0.1:9/snapshots", "config error: snapshot.path=http://127.0.0.1:9/snapshots"),
+    ("run.resume=foo://bar", "config error: run.resume=foo://bar: no such protocol as foo://"),
+    ("run.resume=nowhere", "snapshot error: there is no whole snapshot at nowhere"),
+    # Texts
+    ("data=text_file", "config error: data.path: Missing mandatory value"),
+    (text_file("nowhere.txt"), "data error: data.path=nowhere.txt: there is no such file"),
+    (text_file("extra"), "data error: cannot read data.path=extra"),
+    (text_file("https://host.invalid/text.txt"), "data error: cannot read data.path=https://host.invalid/text.txt"),
+    (text_file("http://127.0.0.1:9/text.txt"), "data error: cannot read data.path=http://127.0.0.1:9/text.txt"),
+    (
+        text_file("latin1.txt"),
+        f"data error: data.path=latin1.txt is not UTF-8 at byte {len(TEXT) + 3}; convert it with iconv",
+    ),
+    (text_file("empty.txt"), "data error: data.path=empty.txt is empty"),
+    (text_file("same.txt"), "data error: data.path=same.txt has one distinct character; there is nothing to learn"),
+    (text_file("not.gz"), "data error: data.path=not.gz is not a whole gzip file"),
+    (text_file("half.gz"), "data error: data.path=half.gz is not a whole gzip file"),
+    (text_file("good.txt") + f" data.sha256={OTHER_SHA}", "data error: data.path=good.txt has SHA-256 "),
+    (  # 19 characters, of which int(19 * 0.9) = 17 train
+        text_file("short.txt") + " data.block_size=17",
+        "data error: the training text has 17 characters, one window needs data.block_size + 1 = 18",
+    ),
+    (  # 4,300 characters, 3,870 of them train: (3870 - 64) // 64 = 59 windows
+        text_file("good.txt") + " trainer.batch_size=60",
+        "data error: the training text has 59 windows of data.block_size=64, fewer than trainer.batch_size=60",
+    ),
+    # Hydra's own errors
+    ("optimizer.lr", "config error: Error parsing override 'optimizer.lr'"),
+    ("optimizer.lr=[1", "config error: "),
+    ("optimizer.lr=1,2", "config error: Ambiguous value for argument 'optimizer.lr=1,2'"),
+    ("=3", "config error: "),
+    ("model=huge", "config error: Could not find 'model/huge' Available options in 'model': gpt2 gpt_micro gpt_mini"),
+    ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),
+    ("model=null", "config error: "),
+    ("~model", "config error: the group model is missing"),
+    ("~model.n_head", "config error: model.n_head is missing; give it a value"),
+    ("trainer=[]", "config error: the group trainer is missing"),
+    ("optimizer.lr='${nowhere}'", "config error: optimizer.lr: Interpolation key 'nowhere' not found"),
+    ("optimizer.lr='${optimizer.lr}'", "config error: optimizer.lr: Recursive interpolation"),
+    ("--config-name nowhere", "config error: Cannot find primary config 'nowhere'"),
+    ("--config-dir nowhere", "config error: Additional config directory '"),
+    ("--config-dir extra experiment=broken", "config error: "),
+    ("--config-dir extra experiment=number", "config error: "),
+]
+
+# Hydra's sweeper writes the sweep's own configuration before it composes the first job.
+SWEEPS = [
+    ("-m ddp.nproc_per_node=2 optimizer.lr=1e-3", "config error: ddp.nproc_per_node cannot start a sweep"),
+    ("-m trainer.max_epoch=1,2", "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+]
+
+
+@pytest.mark.parametrize(("words", "expected"), CASES)
+def test_one_line(words, expected, program, cwd):
+    check(program(shlex.split(words), cwd), expected)
+
+
+URLS_WITH_SECRETS = [
+    ("data.path", "https://user:hunter2@example.com/text.txt"),
+    ("data.path", '"https://example.com/text.txt?token=hunter2"'),
+    ("snapshot.path", "s3://key:hunter2@bucket/snapshots"),
+    ("run.resume", "https://user:hunter2@example.com/run"),
+]
+
+
+@pytest.mark.parametrize(("key", "url"), URLS_WITH_SECRETS)
+def test_credentials_are_refused_and_not_repeated(key, url, program, cwd):
+    outcome = program([f"{key}={url}"], cwd)
+    check(outcome, f"config error: {key} holds credentials")
+    assert "hunter2" not in outcome.text
+
+
+# The variables that a launcher sets; nobody else's fault can be told apart from theirs.
+PLACES = [
+    ({"RANK": "0"}, "config error: "),
+    ({"WORLD_SIZE": "1"}, "config error: RANK is not set"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "config error: MASTER_ADDR is not set"),
+    ({"RANK": "1", "WORLD_SIZE": "1"}, "config error: RANK=1 must lie in 0 .. WORLD_SIZE - 1 = 0"),
+    ({"RANK": "x", "WORLD_SIZE": "1"}, "config error: the environment variable RANK='x' must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("variables", "expected"), PLACES)
+def test_ranks_that_contradict_each_other(variables, expected, program, cwd):
+    check(program(["trainer.max_steps=1"], cwd, **variables), expected)
+
+
+def test_the_cases_can_tell_a_run_that_works(program, cwd):
+    """The same call with good input trains and leaves a run: the checks above do not pass for want of a program."""
+    words = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
+    outcome = program(shlex.split(words), cwd)
+    assert outcome.code == 0, outcome.text
+    assert outcome.written == {"data", "outputs"}
+
+
+# Started as users do.
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainer.max_epoch=5"], "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+        (["optimizer=adamm"], "config error: Could not find 'optimizer/adamm'"),
+        (["model.n_embd=64", "model.n_head=5"], "config error: model.n_embd=64 must be divisible by model.n_head=5"),
+        (["data=text_file", "data.path=empty.txt"], "data error: data.path=empty.txt is empty"),
+    ],
+)
+def test_python_main(words, expected, cwd):
+    before = set(os.listdir(cwd))
+    done = call([*python_main(), *words], cwd)
+    check(Outcome(done.returncode, done.stdout.splitlines(), done.stdout, set(os.listdir(cwd)) - before), expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trainer.max_epoch=5"], "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+        (
+            ["trainer.batch_size=1", "trainer.device=cpu"],
+            "config error: trainer.batch_size=1 makes 1 micro-batches of 1 for 2 ranks; use 1 to 1 ranks",
+        ),
+    ],
+)
+def test_torchrun(words, expected, cwd):
+    """Both ranks have the same error: rank 0 tells it once, and the agent's exit code is 1."""
+    done = call([*torchrun(2), *words], cwd)
+    told = [line for line in done.stdout.splitlines() if re.search(r"\w error: ", line)]
+    assert len(told) == 1, done.stdout
+    assert told[0].startswith(expected)
+    assert done.returncode == 1
+    assert not (cwd / "outputs").exists()
+
+
+@pytest.mark.parametrize(("words", "expected"), SWEEPS)
+def test_a_sweep_stops_at_its_first_job(program, cwd, words, expected):
+    check(program(shlex.split(words), cwd), expected, may_write=frozenset({"outputs"}))
+    assert os.listdir(cwd / "outputs") == ["multirun.yaml"]

@@ -1,0 +1,380 @@
+"""Every YAML file composes; what comes out is typed, checked and named; what does not fit is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+
+from mingpt_ddp.config import (
+    GROUPS,
+    AdamWConfig,
+    Config,
+    DataConfig,
+    GPTConfig,
+    SGDConfig,
+    SnapshotConfig,
+    TrainerConfig,
+    from_dictconfig,
+    from_mapping,
+)
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.launch import config_directory
+from mingpt_ddp.schema import build, convert
+
+CONF = config_directory()
+
+
+def typed(*overrides: str) -> Config:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return from_dictconfig(compose("config", list(overrides)))
+
+
+def choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def changed(config: Config, key: str, value: object) -> Config:
+    """The configuration with one value changed, checked anew."""
+    group, name = key.split(".")
+    values = config.to_dict()
+    values[group][name] = value
+    return from_mapping(values)
+
+
+@pytest.fixture(scope="module")
+def default() -> Config:
+    return typed()
+
+
+# Composition
+
+
+def test_every_folder_of_conf_is_a_known_group():
+    """The tests below compose all there is; a new folder needs a test of its own."""
+    folders = {path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
+    composed = {"model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
+    assert folders - {"sweep", "hydra"} == composed
+
+
+@pytest.mark.parametrize(("model", "optimizer"), list(itertools.product(choices("model"), choices("optimizer"))))
+def test_model_with_optimizer(model, optimizer):
+    config = typed(f"model={model}", f"optimizer={optimizer}")
+    assert config.model.name == model
+    assert config.optimizer.name == optimizer
+    assert type(config.optimizer) is {"adamw": AdamWConfig, "sgd": SGDConfig}[optimizer]
+    assert type(config.model) is GPTConfig
+
+
+@pytest.mark.parametrize("name", choices("data"))
+def test_data(name):
+    config = typed(f"data={name}", *(["data.path=x.txt"] if name == "text_file" else []))
+    assert config.data.name == name
+    assert type(config.data) is DataConfig
+
+
+@pytest.mark.parametrize("backend", choices("ddp"))
+def test_ddp(backend):
+    config = typed(f"ddp={backend}")
+    assert config.ddp.backend == backend
+    assert dataclasses.replace(config.ddp, backend="auto") == typed("ddp=auto").ddp
+
+
+@pytest.mark.parametrize("name", choices("trainer"))
+def test_trainer(name):
+    assert type(typed(f"trainer={name}").trainer) is TrainerConfig
+
+
+@pytest.mark.parametrize("name", choices("snapshot"))
+def test_snapshot(name):
+    assert type(typed(f"snapshot={name}").snapshot) is SnapshotConfig
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_experiment(name):
+    assert type(typed(f"experiment={name}")) is Config
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_the_command_line_wins_over_an_experiment(name):
+    assert typed(f"experiment={name}", "trainer.max_steps=7").trainer.max_steps == 7
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_every_file_is_a_mapping_without_tabs(path):
+    text = Path(path).read_text()
+    assert isinstance(yaml.safe_load(text), dict)
+    assert "\t" not in text
+
+
+def picked(config: Config, *keys: str) -> dict[str, object]:
+    return {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in keys}
+
+
+def test_demo():
+    expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 2000, "data.name": "python_docs"}
+    assert picked(typed("experiment=demo"), *expected) == expected
+
+
+def test_shakespeare_char_has_the_gpu_settings_of_nanogpt():
+    """nanoGPT, config/train_shakespeare_char.py."""
+    expected = {
+        "data.name": "shakespeare",
+        "data.block_size": 256,
+        "data.train_split": 0.9,
+        "trainer.batch_size": 64,
+        "trainer.max_steps": 5000,
+        "trainer.eval_every": 250,
+        "trainer.grad_norm_clip": 1.0,
+        "model.n_layer": 6,
+        "model.n_head": 6,
+        "model.n_embd": 384,
+        "model.dropout": 0.2,
+        "model.bias": False,
+        "optimizer.name": "adamw",
+        "optimizer.lr": 1e-3,
+        "optimizer.min_lr_ratio": 0.1,
+        "optimizer.betas": (0.9, 0.99),
+        "optimizer.weight_decay": 0.1,
+        "optimizer.schedule": "cosine",
+        "optimizer.warmup_steps": 100,
+    }
+    assert picked(typed("experiment=shakespeare_char"), *expected) == expected
+
+
+def test_shakespeare_char_cpu_has_the_cpu_settings_of_nanogpt():
+    """nanoGPT, README.md, "I only have a macbook"."""
+    expected = {
+        "data.name": "shakespeare",
+        "data.block_size": 64,
+        "trainer.batch_size": 12,
+        "trainer.max_steps": 2000,
+        "model.n_layer": 4,
+        "model.n_head": 4,
+        "model.n_embd": 128,
+        "model.dropout": 0.0,
+        "model.bias": False,
+    }
+    assert picked(typed("experiment=shakespeare_char_cpu"), *expected) == expected
+
+
+# The run's name
+
+
+def test_a_given_name_is_kept(default):
+    assert changed(default, "run.name", "big-1").run_name() == "big-1"
+
+
+def test_the_name_is_data_model_and_8_hex_digits(default):
+    data, model, digest = default.run_name().split("-")
+    assert (data, model) == ("python_docs", "gpt_micro")
+    assert len(digest) == 8 and int(digest, 16) >= 0
+
+
+def test_the_name_is_stable(default):
+    """Another process, a resumed run and the order of the keys give the same name."""
+    backwards = {group: dict(reversed(keys.items())) for group, keys in reversed(default.to_dict().items())}
+    assert typed().run_name() == default.run_name() == from_mapping(backwards).run_name()
+
+
+IN_THE_NAME = {
+    "run.seed": 7,
+    "optimizer.lr": 5e-4,
+    "optimizer.warmup_steps": 7,
+    "model.n_layer": 7,
+    "model.dropout": 0.5,
+    "data.block_size": 7,
+    "data.path": "other.txt",
+    "data.truncate": 0.5,
+    "trainer.batch_size": 7,
+    "trainer.micro_batch_size": 6,
+    "trainer.precision": "bf16",
+}
+NOT_IN_THE_NAME = {
+    "run.root": "elsewhere",
+    "run.resume": "never",
+    "trainer.max_epochs": 7,
+    "trainer.max_steps": 7,
+    "trainer.log_every": 7,
+    "trainer.eval_every": 7,
+    "trainer.sample_every": 7,
+    "data.cache_dir": "elsewhere",
+    "snapshot.path": "memory://snapshots",
+    "snapshot.every_steps": 7,
+    "snapshot.keep_last": 7,
+    "ddp.backend": "gloo",
+    "ddp.nproc_per_node": 7,
+    "ddp.timeout_s": 7.0,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), IN_THE_NAME.items())
+def test_what_makes_the_training_changes_the_name(key, value, default):
+    assert changed(default, key, value).run_name() != default.run_name()
+
+
+@pytest.mark.parametrize(("key", "value"), NOT_IN_THE_NAME.items())
+def test_place_limits_display_ddp_and_snapshots_do_not_change_the_name(key, value, default):
+    assert changed(default, key, value) != default
+    assert changed(default, key, value).run_name() == default.run_name()
+
+
+def test_a_name_is_one_harmless_directory_whatever_the_label(default):
+    for label in ("../../etc", "a/b", "-rf", "ä ö", "x" * 200):
+        name = changed(default, "data.name", label).run_name()
+        assert Path(name).parts == (name,)
+        assert name.isascii() and len(name) <= 150 and ".." not in name
+        assert " " not in name
+
+
+# To plain values and back
+
+
+@pytest.mark.parametrize("overrides", [(), ("optimizer=sgd",), ("experiment=shakespeare_char", "ddp=gloo")])
+def test_plain_values_give_the_same_configuration_back(overrides):
+    config = typed(*overrides)
+    assert from_mapping(config.to_dict()) == config
+    assert from_mapping(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+
+
+def test_a_configuration_cannot_be_changed(default):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        default.trainer.max_steps = 1
+
+
+@pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
+def test_every_file_of_a_group_gives_every_key(group):
+    """conf/ is where a user looks for what there is; a default in a dataclass is for snapshots older than the key."""
+    for path in (CONF / group).glob("*.yaml"):
+        values = yaml.safe_load(path.read_text())
+        selector, classes = GROUPS[group]
+        cls = classes[values[selector] if selector else ""]
+        assert values.keys() == {field.name for field in dataclasses.fields(cls)}, path
+
+
+def test_interpolation_is_resolved():
+    assert typed("run.name=x", "optimizer.warmup_steps=${trainer.batch_size}").optimizer.warmup_steps == 12
+
+
+# Secrets
+
+
+@pytest.mark.parametrize("key", ["data.path", "snapshot.path", "run.resume"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:hunter2@example.com/text.txt",
+        "s3://key:hunter2@bucket/text.txt",
+        "https://example.com/text.txt?token=hunter2",
+        "https://example.com/text.txt?a=b&X-Amz-Signature=hunter2",
+        "https://example.com/text.txt?password=hunter2",
+        "https://account.blob.core.windows.net/container/text.txt?sv=2022-11-02&sig=hunter2",
+        "https://example.com/text.txt?api_key=hunter2",
+        "simplecache::https://user:hunter2@example.com/text.txt",
+        "filecache::simplecache::s3://key:hunter2@bucket/text.txt",
+    ],
+)
+def test_credentials_are_refused_and_not_repeated(key, url, default):
+    with pytest.raises(ConfigError) as refused:
+        changed(default, key, url)
+    assert key in str(refused.value)
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.com/@user/text.txt", "s3://bucket/text.txt?versionId=3", "/home/a@b/text.txt"]
+)
+def test_urls_without_credentials_are_fine(url, default):
+    assert changed(default, "data.path", url).data.path == url
+
+
+# One value: what is accepted loses nothing
+
+
+def same(got: object, expected: object) -> bool:
+    return got == expected and type(got) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "expected"),
+    [
+        (7, int, 7),
+        (1e3, int, 1000),
+        (-0.0, int, 0),
+        (7, float, 7.0),
+        (1.5, float, 1.5),
+        (True, bool, True),
+        ("text", str, "text"),
+        (7, str, "7"),
+        (None, int | None, None),
+        (1e3, int | None, 1000),
+        (None, str | None, None),
+        ([0.9, 1], tuple[float, float], (0.9, 1.0)),
+        ("a", Literal["a", "b"], "a"),
+    ],
+)
+def test_accepted(value, hint, expected):
+    assert same(convert(value, hint, "key"), expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "message"),
+    [
+        (True, int, "key=True must be a whole number"),
+        ("7", int, "key='7' must be a whole number"),
+        (1.5, int, "key=1.5 must be a whole number"),
+        (None, int, "key=null must be a whole number"),
+        (math.inf, int, "key=inf must be a whole number"),
+        (math.nan, float, "key=nan must be a finite number"),
+        (math.inf, float, "key=inf must be a finite number"),
+        (True, float, "key=True must be a finite number"),
+        ("1e-3", float, "key='1e-3' must be a finite number"),
+        (1, bool, "key=1 must be true or false"),
+        ("true", bool, "key='true' must be true or false"),
+        (True, str, "key=True must be text"),
+        (1.5, str, "key=1.5 must be text"),
+        (None, str, "key=null must be text"),
+        ([], str, "key=[] must be text"),
+        ("x", int | None, "key='x' must be a whole number"),
+        ([1.0], tuple[float, float], "key=[1.0] must be a list of 2 values"),
+        ([1.0, 2.0, 3.0], tuple[float, float], "key=[1.0, 2.0, 3.0] must be a list of 2 values"),
+        ("ab", tuple[float, float], "key='ab' must be a list of 2 values"),
+        ([1.0, "x"], tuple[float, float], "key[1]='x' must be a finite number"),
+        ("c", Literal["a", "b"], "key='c' must be one of a, b"),
+        (None, Literal["a", "b"], "key=null must be one of a, b"),
+        (["a"], Literal["a", "b"], "key=['a'] must be one of a, b"),
+    ],
+)
+def test_refused(value, hint, message):
+    with pytest.raises(ConfigError) as refused:
+        convert(value, hint, "key")
+    assert str(refused.value) == f"config error: {message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cup:
+    size: int
+    label: str = "none"
+
+
+def test_a_group_has_exactly_its_keys():
+    assert build(Cup, {"size": 3}, "cup") == Cup(3, "none")
+    for values, message in (
+        ({"size": 3, "lable": "x"}, "cup.lable is not a key; did you mean cup.label?"),
+        ({"size": 3, "qqq": "x"}, "cup.qqq is not a key; there are size, label"),
+        ({"label": "x"}, "cup.size is missing; give it a value"),
+        ([1], "cup=[1] must be a group of keys"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            build(Cup, values, "cup")
+        assert str(refused.value) == f"config error: {message}"
+
+
+def test_a_message_is_always_one_line():
+    assert str(ConfigError("two\n  lines\tof text")) == "config error: two lines of text"

@@ -1,0 +1,93 @@
+"""The validation loss covers the whole text, every character but the first exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingpt_ddp import evaluate
+from mingpt_ddp.config import GPTConfig, from_dictconfig
+from mingpt_ddp.evaluate import Evaluator
+from mingpt_ddp.model import build_model
+from mingpt_ddp.place import Place
+from mingpt_ddp.runtime import Runtime
+
+torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
+
+T, V = 8, 11
+CONF = Path(__file__).resolve().parents[2] / "conf"
+LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest behind the whole windows is 0, 1, ...
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = from_dictconfig(compose("config", ["trainer.device=cpu", "trainer.precision=fp32"]))
+    return Runtime(config, Place())
+
+
+def text(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, V, length).astype(np.uint8)
+
+
+class MeanOfTargets(nn.Module):
+    """A model whose loss tells which characters it was asked to predict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        self.asked += y.flatten().tolist()
+        return y.double().mean()
+
+
+@pytest.mark.parametrize("per_batch", [1, 2 * T, 4096])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_character_once(runtime, monkeypatch, length, per_batch):
+    """The characters are their own positions, so that each can be recognised; the mean is over characters."""
+    monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
+    model = MeanOfTargets()
+    loss = Evaluator(np.arange(length, dtype=np.uint16), T, runtime).run(model)
+    assert model.asked == list(range(1, length))
+    assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
+
+
+@pytest.mark.parametrize("per_batch", [2 * T, 4096])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_loss_is_that_of_a_plain_slow_loop(runtime, monkeypatch, length, per_batch):
+    """One character after the other, each from those before it in its window."""
+    monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
+    torch.manual_seed(0)
+    model = build_model(GPTConfig("test", "gpt", 1, 2, 16, 0.5, False, "gelu"), V, T)
+    with torch.no_grad():
+        model.token_embedding.weight.mul_(30)
+    model.eval()
+    tokens = text(length)
+    total = 0.0
+    with torch.no_grad():
+        for position in range(1, length):
+            window = (position - 1) // T * T
+            scores = model(torch.from_numpy(tokens[window:position].astype(np.int64))[None])[0, -1]
+            total -= float(F.log_softmax(scores, dim=-1)[tokens[position]])
+    model.train()
+    assert Evaluator(tokens, T, runtime).run(model) == pytest.approx(total / (length - 1), rel=1e-5)
+
+
+def test_the_model_is_evaluated_without_dropout_and_handed_back(runtime):
+    model = build_model(GPTConfig("test", "gpt", 1, 2, 16, 0.5, False, "gelu"), V, T).train()
+    evaluator = Evaluator(text(103), T, runtime)
+    before = torch.get_rng_state()
+    assert evaluator.run(model) == evaluator.run(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    evaluator.run(model.eval())
+    assert not model.training

@@ -1,0 +1,208 @@
+"""Sampling: the cache changes nothing, and nothing is drawn that the settings exclude."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mingpt_ddp.config import GPTConfig
+from mingpt_ddp.corpus import Vocabulary
+from mingpt_ddp.errors import DataError
+from mingpt_ddp.generate import choose, generate, generate_text
+from mingpt_ddp.model import GPT, build_model
+
+torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
+
+T, V = 12, 17
+VOCABULARY = Vocabulary("\nabcdefghijklmnop")
+
+
+@pytest.fixture
+def model() -> GPT:
+    """Weights so far from zero that all characters together decide the next one."""
+    model = build_model(GPTConfig("test", "gpt", 2, 2, 16, 0.2, True, "gelu"), V, T)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                scale = 0.3 if name.startswith("token") else 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def prompt(batch: int = 1, length: int = 3) -> Tensor:
+    return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+def drawn(model: GPT, tokens: Tensor, count: int, seed: int = 0, **settings) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack(list(generate(model, tokens, count, generator=generator, **settings)), dim=1)
+
+
+@torch.no_grad()
+def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
+    model.eval()
+    for _ in range(count):
+        scores = model(tokens[:, -T:])[:, -1]
+        tokens = torch.cat([tokens, scores.argmax(dim=-1, keepdim=True)], dim=1)
+    return tokens[:, -count:]
+
+
+@pytest.mark.parametrize("length", [1, 3, T - 1, T, T + 1, 3 * T])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_with_a_cache_is_greedy_without(model, length, batch):
+    """Also past the context window, with a prompt that fills or exceeds it, and for several sequences at once."""
+    tokens = prompt(batch, length)
+    expected = greedy_without_cache(model, tokens, 3 * T)
+    assert len(set(expected[0].tolist())) > 3, "the model is too dull to show a difference"
+    assert torch.equal(drawn(model, tokens, 3 * T, temperature=0), expected)
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}], ids=str)
+def test_what_leaves_one_choice_is_greedy(model, settings):
+    tokens = prompt(3)
+    for seed in range(3):
+        assert torch.equal(drawn(model, tokens, 2 * T, seed, **settings), drawn(model, tokens, 2 * T, temperature=0))
+
+
+def test_the_start_of_a_long_prompt_is_cut_off(model):
+    tokens = prompt(2, 2 * T)
+    assert torch.equal(drawn(model, tokens, T, 5), drawn(model, tokens[:, -T:], T, 5))
+
+
+def test_the_seed_decides(model):
+    assert torch.equal(drawn(model, prompt(), 50, 1), drawn(model, prompt(), 50, 1))
+    assert not torch.equal(drawn(model, prompt(), 50, 1), drawn(model, prompt(), 50, 2))
+
+
+def test_the_global_generator_is_left_alone(model):
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    generate_text(model, VOCABULARY, "abc", 20, seed=1, top_k=3, top_p=0.9)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_characters_come_one_at_a_time(model):
+    """The caller can show each of them at once, and stop whenever it likes."""
+    stream = generate(model, prompt(4), 1000, temperature=0)
+    assert [next(stream).shape for _ in range(3)] == [(4,)] * 3
+    assert list(generate(model, prompt(), 0)) == []
+
+
+# The distribution.
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.05, 0.3, 0.2])
+DRAWS = 20_000
+
+
+def frequencies(**settings) -> Tensor:
+    """How often each character was drawn."""
+    given = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
+    logits = PROBABILITIES.log().expand(DRAWS, -1)
+    new = choose(logits, **given, generator=torch.Generator().manual_seed(0))
+    return torch.bincount(new, minlength=5) / DRAWS
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 5}, [0, 1, 2, 3, 4]),
+        ({"top_k": 99}, [0, 1, 2, 3, 4]),
+        ({"top_k": 3}, [1, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_p": 1.0}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.85}, [1, 3, 4]),
+        ({"top_p": 0.69}, [1, 3]),
+        ({"top_p": 0.45}, [1, 3]),  # 0.4 is not enough
+        ({"top_p": 0.39}, [1]),
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # of the three that are left, these have 0.7 / 0.9
+        ({"top_k": 2, "top_p": 0.95}, [1, 3]),
+    ],
+    ids=str,
+)
+def test_only_what_is_allowed_is_drawn_and_in_proportion(settings, kept):
+    expected = torch.zeros(5)
+    expected[kept] = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
+    found = frequencies(**settings)
+    assert torch.equal(found > 0, expected > 0)
+    torch.testing.assert_close(found, expected, atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_temperature_divides_the_scores(temperature):
+    expected = PROBABILITIES ** (1 / temperature)
+    torch.testing.assert_close(frequencies(temperature=temperature), expected / expected.sum(), atol=0.015, rtol=0)
+
+
+def test_temperature_0_takes_the_likeliest():
+    assert frequencies(temperature=0)[1] == 1
+
+
+def test_each_row_has_its_own_limits():
+    rows = torch.stack([PROBABILITIES, PROBABILITIES.flip(0), torch.tensor([0.96, 0.01, 0.01, 0.01, 0.01])]).log()
+    allowed = [{1, 3}, {3, 1}, {0}]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        new = choose(rows, 1.0, None, 0.5, generator).tolist()
+        assert all(character in row for character, row in zip(new, allowed, strict=True))
+
+
+# The model is handed back as it was.
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_model_is_restored(model, training):
+    model.train(training)
+    list(generate(model, prompt(), 3))
+    assert model.training is training
+    stream = generate(model, prompt(), 100)
+    next(stream)
+    assert not model.training  # no dropout while text is made
+    stream.close()
+    assert model.training is training
+
+
+@pytest.mark.parametrize("tokens", [torch.full((1, 3), V), torch.zeros(1, 0, dtype=torch.int64)], ids=["V", "empty"])
+def test_the_mode_is_restored_after_an_error(model, tokens):
+    model.train()
+    with pytest.raises(IndexError):
+        list(generate(model, tokens, 3))
+    assert model.training
+
+
+def test_training_goes_on_after_sampling(model):
+    """No tensor made in inference mode stays behind in the model."""
+    model.train()
+    list(generate(model, prompt(), T + 3))
+    model(prompt(2, 5), prompt(2, 5)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+# Text.
+
+
+def test_text_comes_without_its_prompt(model):
+    (text,) = generate_text(model, VOCABULARY, "abc", 30, seed=0, temperature=0)
+    expected = greedy_without_cache(model, torch.tensor([[1, 2, 3]]), 30)
+    assert text == VOCABULARY.decode(expected[0].tolist())
+    assert generate_text(model, VOCABULARY, "abc", 0, seed=0) == [""]
+
+
+def test_an_empty_prompt_starts_a_line(model):
+    settings = {"max_new_tokens": 20, "seed": 4}
+    assert generate_text(model, VOCABULARY, "", **settings) == generate_text(model, VOCABULARY, "\n", **settings)
+
+
+def test_several_samples_differ_and_repeat(model):
+    first = generate_text(model, VOCABULARY, "abc", 30, seed=0, n_samples=4)
+    assert len(set(first)) == 4
+    assert all(len(text) == 30 for text in first)
+    assert generate_text(model, VOCABULARY, "abc", 30, seed=0, n_samples=4) == first
+
+
+def test_an_unknown_character_in_the_prompt_is_named(model):
+    with pytest.raises(DataError, match="does not know 'z'"):
+        generate_text(model, VOCABULARY, "abz", 5, seed=0)

@@ -1,0 +1,205 @@
+"""The order of the training text: what an epoch is, and that nothing but (seed, epoch, position) decides it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from mingpt_ddp.config import DataConfig, TrainerConfig
+from mingpt_ddp.corpus import Corpus, Encoded
+from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.loader import BatchPlan, Loader, plan_batches
+
+LENGTH, BLOCK, BATCH = 1003, 8, 12
+TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: windows can be told apart
+WINDOWS = (LENGTH - BLOCK) // BLOCK  # 124: 10 batches of 12, and 4 windows that do not fill another
+
+
+def make(tokens=TOKENS, stride: int | None = None, batch: int = BATCH, seed: int = 1) -> Loader:
+    return Loader(tokens, BLOCK, stride, batch, seed)
+
+
+def batch_of(loader: Loader, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    (micro,) = loader.step(step, BatchPlan(loader.batch_size, loader.batch_size, 1), 0)
+    return micro.x, micro.y
+
+
+def starts(loader: Loader, epoch: int) -> list[int]:
+    """Where the windows of an epoch (from 0) start, in their order."""
+    first = epoch * loader.steps_per_epoch + 1
+    return [int(x) for step in range(first, first + loader.steps_per_epoch) for x in batch_of(loader, step)[0][:, 0]]
+
+
+def test_y_is_x_one_character_on():
+    loader = make()
+    for step in (1, 5, 17):
+        x, y = batch_of(loader, step)
+        assert x.shape == y.shape == (BATCH, BLOCK)
+        assert x.dtype == y.dtype == torch.int64
+        assert torch.equal(x, x[:, :1] + torch.arange(BLOCK))
+        assert torch.equal(y, x + 1)
+
+
+def test_an_epoch_is_one_pass_over_the_text():
+    """(n - block_size) // block_size windows side by side from an offset, shuffled, the incomplete batch dropped."""
+    loader = make()
+    assert loader.windows_per_epoch == WINDOWS == 124
+    assert loader.steps_per_epoch == 10
+    for epoch in range(5):
+        order = starts(loader, epoch)
+        offset = order[0] % BLOCK
+        assert len(set(order)) == len(order) == 120
+        assert set(order) <= {offset + i * BLOCK for i in range(WINDOWS)}
+        assert order != sorted(order)
+
+
+def test_with_a_batch_that_fits_every_window_is_trained_once():
+    loader = make(batch=4)
+    order = starts(loader, 0)
+    offset = order[0] % BLOCK
+    assert sorted(order) == [offset + i * BLOCK for i in range(WINDOWS)]
+    assert max(order) + BLOCK < LENGTH  # the last y is still in the text
+
+
+def test_the_offset_takes_every_value_below_the_block_size():
+    loader = make()
+    offsets = [starts(loader, epoch)[0] % BLOCK for epoch in range(80)]
+    assert set(offsets) == set(range(BLOCK))
+
+
+def test_every_epoch_and_every_seed_has_an_order_of_its_own():
+    orders = [starts(make(seed=seed), epoch) for seed in (1, 2) for epoch in (0, 1, 2)]
+    relative = {tuple(start // BLOCK for start in order) for order in orders}
+    assert len(relative) == 6
+
+
+def test_stride_1_gives_the_windows_of_mingpt():
+    """All n - block_size overlapping windows, each once an epoch."""
+    loader = make(TOKENS[:104], stride=1, batch=4)
+    assert loader.windows_per_epoch == 96
+    for epoch in range(3):
+        assert sorted(starts(loader, epoch)) == list(range(96))
+    assert starts(loader, 0) != starts(loader, 1)
+
+
+@pytest.mark.parametrize("stride", [3, 20])
+def test_any_other_stride(stride):
+    loader = make(stride=stride, batch=1)
+    order = starts(loader, 0)
+    offset = min(order)
+    assert 0 <= offset < stride
+    assert sorted(order) == [offset + i * stride for i in range((LENGTH - BLOCK) // stride)]
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3])
+def test_the_shortest_text_that_fills_a_batch(stride):
+    """Windows stay in the text for every offset that can be drawn."""
+    step = stride or BLOCK
+    enough = BLOCK + 2 * step
+    for seed in range(30):
+        x, y = batch_of(make(TOKENS[:enough], stride, batch=2, seed=seed), 1)
+        assert int(y.max()) < enough
+        assert len(set(x[:, 0].tolist())) == 2
+    with pytest.raises(DataError, match=r"has 1 windows .*, fewer than trainer[.]batch_size=2"):
+        make(TOKENS[: enough - 1], stride, batch=2)
+
+
+def test_a_batch_depends_on_nothing_that_was_asked_before():
+    steps = [1, 2, 10, 11, 12, 35, 100]
+    fresh = {step: batch_of(make(), step)[0] for step in steps}
+    loader = make()
+    torch.manual_seed(5)
+    for step in [*reversed(steps), 11, 1, 100, 10, 100]:
+        assert torch.equal(batch_of(loader, step)[0], fresh[step])
+    before = torch.get_rng_state()
+    batch_of(loader, 1)
+    assert torch.equal(torch.get_rng_state(), before), "the loader drew from the global generator"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("micro", [1, None], ids=["micro=1", "micro=null"])
+def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro):
+    """The micro-batches of all ranks, put together by their numbers, are the batch of one rank."""
+    plan = plan_batches(replace(trainer, micro_batch_size=micro), world_size)
+    for step in (1, 10, 11):
+        micros = [m for rank in range(world_size) for m in make().step(step, plan, rank)]
+        micros.sort(key=lambda m: m.number)
+        assert [m.number for m in micros] == list(range(plan.n_micro))
+        x, y = batch_of(make(), step)
+        assert torch.equal(torch.cat([m.x for m in micros]), x)
+        assert torch.equal(torch.cat([m.y for m in micros]), y)
+
+
+def test_no_window_crosses_the_split(tmp_path):
+    """The last character that is trained on, as x or as y, is the last one before the split."""
+    TOKENS.tofile(tmp_path / "tokens.bin")
+    encoded = Encoded(str(tmp_path), "", LENGTH, "".join(map(chr, range(LENGTH))), "uint16")
+    config = DataConfig("text", "text.txt", None, BLOCK, 1, 0.7, 1.0, "cache")
+    data = Corpus(encoded, config)
+    loader = make(data.train, stride=1, batch=2)
+    seen = [int(batch_of(loader, step)[1].max()) for step in range(1, loader.steps_per_epoch + 1)]
+    boundary = int(LENGTH * 0.7)
+    assert max(seen) == boundary - 1
+    assert int(data.val[0]) == boundary
+
+
+# How a batch is cut.
+
+
+@pytest.fixture
+def trainer() -> TrainerConfig:
+    return TrainerConfig(1, None, BATCH, None, "cpu", "fp32", False, None, 10, None, None, "stop", False)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "world_size", "expected"),
+    [
+        (12, None, 1, 12),
+        (12, None, 2, 6),
+        (12, None, 3, 4),
+        (12, None, 4, 3),
+        (12, None, 5, 2),
+        (12, None, 6, 2),
+        (12, None, 7, 1),
+        (12, None, 12, 1),
+        (7, None, 2, 1),
+        (64, None, 3, 16),
+        (12, 4, 1, 4),
+        (12, 4, 2, 4),
+        (12, 4, 3, 4),
+        (12, 1, 7, 1),
+    ],
+)
+def test_the_micro_batch_size(trainer, batch, micro, world_size, expected):
+    """The configured one, else the largest divisor of the batch that is not above batch / world."""
+    plan = plan_batches(replace(trainer, batch_size=batch, micro_batch_size=micro), world_size)
+    assert (plan.micro_batch_size, plan.n_micro) == (expected, batch // expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4, 7, 12])
+def test_every_micro_batch_runs_on_one_rank(trainer, world_size):
+    """Number j on rank j mod world size, and no rank without work."""
+    plan = plan_batches(trainer, world_size)
+    of_rank = [list(plan.numbers(rank)) for rank in range(world_size)]
+    assert all(numbers and all(j % world_size == rank for j in numbers) for rank, numbers in enumerate(of_rank))
+    assert sorted(j for numbers in of_rank for j in numbers) == list(range(plan.n_micro))
+
+
+def test_the_snapshot_keeps_the_micro_batch_size(trainer):
+    """So that a run started on 2 ranks goes on with the same micro-batches on 1; what is configured goes first."""
+    assert plan_batches(trainer, 1, kept=6).micro_batch_size == 6
+    assert plan_batches(replace(trainer, micro_batch_size=3), 1, kept=6).micro_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("micro", "kept", "world_size", "most"), [(4, None, 4, 3), (12, None, 2, 1), (None, 6, 3, 2), (None, None, 13, 12)]
+)
+def test_more_ranks_than_micro_batches_names_what_works(trainer, micro, kept, world_size, most):
+    config = replace(trainer, micro_batch_size=micro)
+    with pytest.raises(ConfigError, match=rf"for {world_size} ranks; use 1 to {most} ranks"):
+        plan_batches(config, world_size, kept)
+    for fewer in range(1, most + 1):
+        assert plan_batches(config, fewer, kept).n_micro >= fewer

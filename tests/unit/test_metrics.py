@@ -1,0 +1,183 @@
+"""What is measured, and what TensorBoard finds of it after a run that was interrupted."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.metrics import Board, Meter
+from mingpt_ddp.place import Place
+from mingpt_ddp.runtime import Runtime
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+@pytest.fixture(scope="module")
+def config():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return from_dictconfig(compose("config", ["trainer.device=cpu"]))
+
+
+@pytest.fixture(scope="module")
+def runtime(config) -> Runtime:
+    return Runtime(config, Place())
+
+
+# TensorBoard.
+
+
+def read_back(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def points(directory: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read_back(directory).Scalars(tag)]
+
+
+def test_scalars_and_text_arrive(tmp_path):
+    board = Board(tmp_path, first_step=1)
+    board.scalars(1, {"train/loss": 4.5, "train/lr": 0.25})
+    board.scalars(2, {"train/loss": 4.0})
+    board.text(2, "sample", "one\n  two")
+    board.close()
+    assert points(tmp_path, "train/loss") == [(1, 4.5), (2, 4.0)]
+    assert points(tmp_path, "train/lr") == [(1, 0.25)]
+    assert texts(tmp_path) == [(2, "    one\n      two")]  # Markdown shows indented lines as they are
+
+
+def texts(directory: Path) -> list[tuple[int, str]]:
+    """As TensorBoard's own pages read them: the accumulator above never purges what is not a number."""
+    events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    events.Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("sample/text_summary")]
+
+
+def log_steps(board: Board, steps: range, value: float) -> None:
+    for step in steps:
+        board.scalars(step, {"train/loss": value})
+        if step % 4 == 0:
+            board.scalars(step, {"val/loss": value})
+            board.text(step, "sample", f"{value}")
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
+def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
+    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained, and logged, again."""
+    first = Board(tmp_path, first_step=1)
+    log_steps(first, range(1, 11), value=1.0)
+    first.flush()
+    if closed:
+        first.close()
+    second = Board(tmp_path, first_step=7)
+    log_steps(second, range(7, 13), value=2.0)
+    second.close()
+    assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [(s, 2.0) for s in range(7, 13)]
+    assert points(tmp_path, "val/loss") == [(4, 1.0), (8, 2.0), (12, 2.0)]
+    assert texts(tmp_path) == [(4, "    1.0"), (8, "    2.0"), (12, "    2.0")]
+
+
+def test_a_run_that_is_resumed_twice(tmp_path):
+    for first, last, value in ((1, 10, 1.0), (5, 8, 2.0), (7, 12, 3.0)):
+        board = Board(tmp_path, first_step=first)
+        log_steps(board, range(first, last + 1), value)
+        board.close()
+    assert points(tmp_path, "train/loss") == [
+        *((step, 1.0) for step in range(1, 5)),
+        *((step, 2.0) for step in range(5, 7)),
+        *((step, 3.0) for step in range(7, 13)),
+    ]
+
+
+def test_hparams_stay_in_the_directory_of_the_run(tmp_path, config):
+    """A run below the run would show up in TensorBoard as one more."""
+    board = Board(tmp_path, first_step=1)
+    board.scalars(1, {"train/loss": 1.0})
+    board.hparams(config.to_dict(), {"hparam/val_loss": 1.25})
+    board.close()
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
+    events = read_back(tmp_path)
+    assert [event.value for event in events.Scalars("hparam/val_loss")] == [1.25]
+    assert points(tmp_path, "train/loss") == [(1, 1.0)]
+    start = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"optimizer.lr" in start
+    assert b"data.block_size" in start
+
+
+# Meters.
+
+
+def record(meter: Meter, *losses: float) -> None:
+    for loss in losses:
+        meter.record(torch.tensor(loss), torch.tensor(10 * loss), data_s=0.25)
+
+
+def test_means_since_the_last_reading(runtime):
+    meter = Meter(runtime, tokens_per_step=768)
+    record(meter, 4.0, 3.0, 2.0)
+    first = meter.read()
+    assert first.loss == pytest.approx(3.0)
+    assert first.grad_norm == 20.0  # of the last step
+    assert first.data_s == pytest.approx(0.25)
+    assert first.peak_memory > 10 * 2**20
+    record(meter, 1.0)
+    assert meter.read().loss == pytest.approx(1.0)
+
+
+def test_time_and_throughput(runtime):
+    meter = Meter(runtime, tokens_per_step=768)
+    record(meter, 1.0, 1.0)
+    time.sleep(0.1)
+    readings = meter.read()
+    assert 0.05 <= readings.step_s < 0.5
+    assert readings.tokens_per_s == pytest.approx(768 / readings.step_s)
+
+
+def test_a_pause_does_not_count(runtime):
+    """An evaluation or a snapshot must not look like slow steps."""
+    meter = Meter(runtime, tokens_per_step=768)
+    record(meter, 1.0)
+    begin = time.perf_counter()
+    time.sleep(0.3)
+    meter.pause(time.perf_counter() - begin)
+    assert meter.read().step_s < 0.15
+
+
+def test_an_interval_that_a_snapshot_cuts_in_two(runtime):
+    """The mean over 5 steps is the same whether the process was replaced after 3 of them or not."""
+    losses = [4.1, 3.7, 3.2, 2.9, 2.5]
+    whole = Meter(runtime, tokens_per_step=1)
+    record(whole, *losses)
+    before = Meter(runtime, tokens_per_step=1)
+    record(before, *losses[:3])
+    loss_sum, steps = before.state()
+    assert (loss_sum, steps) == (pytest.approx(11.0), 3)
+    after = Meter(runtime, tokens_per_step=1)
+    after.load_state(loss_sum, steps)
+    record(after, *losses[3:])
+    readings, expected = after.read(), whole.read()
+    assert readings.loss == expected.loss == pytest.approx(sum(losses) / 5)
+    assert after.state() == whole.state() == (0.0, 0)
+
+
+def test_the_state_is_taken_without_disturbing_the_interval(runtime):
+    meter = Meter(runtime, tokens_per_step=1)
+    record(meter, 4.0)
+    assert meter.state() == meter.state() == (4.0, 1)
+    record(meter, 2.0)
+    assert meter.read().loss == 3.0
+
+
+def test_a_loss_that_is_not_a_number_is_seen(runtime):
+    meter = Meter(runtime, tokens_per_step=1)
+    record(meter, 4.0, math.nan, 4.0)
+    assert math.isnan(meter.read().loss)

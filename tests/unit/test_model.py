@@ -1,0 +1,275 @@
+"""The model: causal, GPT-2 to the last bit that matters, with tied weights and the published number of parameters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn import functional as F
+
+from mingpt_ddp.config import GPTConfig
+from mingpt_ddp.model import GPT, build_model
+
+torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
+
+T, V = 16, 31
+CONF = Path(__file__).resolve().parents[2] / "conf"
+
+
+def config(n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float = 0.0, bias: bool = True) -> GPTConfig:
+    return GPTConfig("test", "gpt", n_layer, n_head, n_embd, dropout, bias, "gelu_tanh")
+
+
+def lively(model: GPT, seed: int = 0) -> GPT:
+    """Random numbers in every parameter, large enough for each of them to matter; evaluation mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def some_tokens(batch: int = 2, length: int = T) -> Tensor:
+    return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def model() -> GPT:
+    return lively(build_model(config(), V, T))
+
+
+# Causality.
+
+
+@pytest.mark.parametrize("position", range(T))
+def test_no_score_depends_on_a_later_character(model, position):
+    """Another character at a position changes the scores there, and none before."""
+    tokens = some_tokens()
+    other = tokens.clone()
+    other[:, position] = (tokens[:, position] + 1) % V
+    with torch.no_grad():
+        change = (model(tokens) - model(other)).abs().amax(dim=(0, 2))  # (T,)
+    assert float(change[:position].sum()) == 0
+    assert float(change[position:].min()) > 1e-4, "a later score does not see the character"
+
+
+@pytest.mark.parametrize("pieces", [[T], [1] * T, [5, 1, 1, 9], [1, 15], [8, 8]], ids=str)
+def test_with_a_cache_the_scores_are_those_without(model, pieces):
+    """Also piece by piece, and so the cached scores are as causal as the others."""
+    tokens = some_tokens()
+    with torch.no_grad():
+        expected = model(tokens)
+        cache = model.new_cache(len(tokens), torch.float32)
+        for part in cache:
+            for tensor in part:
+                tensor.fill_(torch.nan)  # what was not written must not be read
+        start = 0
+        for piece in pieces:
+            scores = model.decode(tokens[:, start : start + piece], cache, start)
+            start += piece
+            torch.testing.assert_close(scores, expected[:, start - 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("position", range(1, T))
+def test_with_a_cache_no_score_depends_on_a_later_character(model, position):
+    """Several new characters at once behind cached ones: each sees those before it and no other."""
+    tokens = some_tokens()
+    other = tokens.clone()
+    other[:, position] = (tokens[:, position] + 1) % V
+    with torch.no_grad():
+        hidden = []
+        for sequence in (tokens, other):
+            cache = model.new_cache(len(tokens), torch.float32)
+            model.decode(sequence[:, :1], cache, 0)
+            hidden.append(model._hidden(sequence[:, 1:], cache, 1))
+    change = (hidden[0] - hidden[1]).abs().amax(dim=(0, 2))  # (T - 1,), the positions from 1 on
+    assert float(change[: position - 1].sum()) == 0
+    assert float(change[position - 1 :].min()) > 1e-4
+
+
+def test_more_characters_than_the_context_are_refused(model):
+    with pytest.raises(ValueError, match="17 characters are more than the context of 16"):
+        model(some_tokens(length=T + 1))
+    with pytest.raises(ValueError, match="17 characters"):
+        model.decode(some_tokens(length=1), model.new_cache(2, torch.float32), T)
+
+
+# GPT-2.
+
+NAMES = {
+    "token_embedding": "transformer.wte",
+    "position_embedding": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "norm_1": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.proj": "attn.c_proj",
+    "norm_2": "ln_2",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
+}
+
+
+def gpt2_name(name: str) -> str:
+    layer, _, kind = name.rpartition(".")
+    if layer.startswith("blocks."):
+        _, number, part = layer.split(".", 2)
+        return f"transformer.h.{number}.{NAMES[part]}.{kind}"
+    return f"{NAMES[layer]}.{kind}"
+
+
+def is_transposed(name: str) -> bool:
+    """GPT-2 keeps the matrices of its linear layers the other way round."""
+    return name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """A GPT-2 of the transformers library with random weights."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    settings = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=V, n_positions=T)
+    return transformers.GPT2LMHeadModel(settings).eval()
+
+
+def test_gpt2_with_our_weights_has_our_scores(model, gpt2):
+    theirs = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
+    missing, unexpected = gpt2.load_state_dict(theirs, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}, "which is transformer.wte.weight"
+    gpt2.tie_weights()
+    with torch.no_grad():
+        torch.testing.assert_close(gpt2(some_tokens()).logits, model(some_tokens()), atol=1e-4, rtol=1e-5)
+        assert float(model(some_tokens()).std()) > 0.1
+
+
+def test_we_with_the_weights_of_gpt2_have_its_scores_and_its_loss(gpt2):
+    model = build_model(config(), V, T).eval()
+    theirs = {k: v.clone() for k, v in gpt2.state_dict().items()}
+    names = {name: gpt2_name(name) for name in model.state_dict()}
+    assert set(theirs) - {"lm_head.weight"} == set(names.values())
+    model.load_state_dict({k: theirs[n].T if is_transposed(k) else theirs[n] for k, n in names.items()})
+    tokens = some_tokens()
+    with torch.no_grad():
+        expected = gpt2(tokens, labels=tokens)
+        torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), expected.loss, atol=1e-5, rtol=1e-5)
+
+
+# Parameters.
+
+
+def test_embedding_and_head_are_one_tensor(model):
+    shapes = [tuple(tensor.shape) for tensor in model.state_dict().values()]
+    assert shapes.count((V, 16)) == 1
+    hidden = []
+    model.norm.register_forward_hook(lambda _, __, output: hidden.append(output))
+    with torch.no_grad():
+        scores = model(some_tokens())
+    torch.testing.assert_close(scores, hidden[0] @ model.token_embedding.weight.T)
+
+
+def preset(name: str) -> GPTConfig:
+    return GPTConfig(**yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()))
+
+
+@pytest.mark.parametrize(("name", "vocabulary", "count"), [("gpt2", 50257, 124_439_808), ("gpt2", 65, 85_892_352)])
+def test_gpt2_small_has_its_published_size(name, vocabulary, count):
+    with torch.device("meta"):
+        model = build_model(preset(name), vocabulary, 1024)
+    assert model.count_parameters() == count
+    assert model.count_parameters(embeddings=False) == count - (vocabulary + 1024) * 768
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_parameter_is_counted(bias):
+    """For C = 8, L = 3: 12 C^2 + 2 C weights a block (13 C with biases: 3 + 1 + 4 + 1 and 2 + 2 of the norms)."""
+    model = build_model(config(n_layer=3, n_embd=8, bias=bias), V, T)
+    block = 12 * 64 + (13 * 8 if bias else 2 * 8)
+    norm = 16 if bias else 8
+    assert model.count_parameters(embeddings=False) == 3 * block + norm
+    assert model.count_parameters() == 3 * block + norm + (V + T) * 8
+
+
+def test_flops_per_token_by_hand():
+    """6 for each weight that multiplies (the tied head is one), and 12 L C T for the attention."""
+    model = build_model(config(n_layer=3, n_embd=8, bias=False), V, T)
+    weights = 3 * (12 * 64 + 2 * 8) + 8 + V * 8
+    assert model.flops_per_token() == 6 * weights + 12 * 3 * 8 * T == 6 * 2608 + 4608
+
+
+def test_weights_at_the_start():
+    """Deviation 0.02, in layers that write to the residual stream 0.02 / sqrt(2 L); biases 0, norms 1."""
+    torch.manual_seed(0)
+    model = build_model(config(n_layer=8, n_embd=128), 500, 64)
+    for name, parameter in model.state_dict().items():
+        if "norm" in name or name.endswith("bias"):
+            assert torch.all(parameter == (1 if name.endswith("weight") else 0)), name
+        else:
+            expected = 0.005 if name.endswith(("proj.weight", "down.weight")) else 0.02
+            assert float(parameter.std()) == pytest.approx(expected, rel=0.05), name
+            assert abs(float(parameter.mean())) < expected / 20, name
+
+
+def test_the_weights_follow_from_the_seed():
+    def weights(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return torch.cat([p.flatten() for p in build_model(config(), V, T).parameters()])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+@pytest.mark.parametrize("vocabulary", [10, 65, 1000])
+def test_an_untrained_model_knows_nothing(vocabulary):
+    torch.manual_seed(0)
+    model = build_model(config(n_layer=4, n_head=4, n_embd=64), vocabulary, 32)
+    x, y = torch.randint(vocabulary, (2, 64, 32))
+    assert model(x, y).item() == pytest.approx(math.log(vocabulary), abs=0.1)
+
+
+def test_the_loss_is_the_mean_cross_entropy_in_nats(model):
+    x, y = some_tokens(), some_tokens().flip(1)
+    with torch.no_grad():
+        scores = model(x).double()
+        by_hand = [-F.log_softmax(scores[b, t], -1)[y[b, t]] for b in range(2) for t in range(T)]
+        assert float(model(x, y)) == pytest.approx(float(sum(by_hand)) / (2 * T), rel=1e-5)
+
+
+# Dropout.
+
+
+def test_dropout_acts_in_training_and_only_there():
+    plain, dropped = (lively(build_model(config(dropout=p), V, T)) for p in (0.0, 0.5))
+    tokens = some_tokens()
+    with torch.no_grad():
+        assert torch.equal(plain(tokens), dropped(tokens))
+        dropped.train()
+        torch.manual_seed(0)
+        first, second = dropped(tokens), dropped(tokens)
+        torch.manual_seed(0)
+        again = dropped(tokens)
+    assert not torch.allclose(first, second)
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("part", ["embedding", "attention", "residual"])
+def test_dropout_stands_where_gpt2_has_it(part):
+    """Behind the embeddings, on the attention weights and on what each layer adds to the residual stream."""
+    rate, batch = 0.25, 500
+    model = lively(build_model(config(n_layer=1, n_embd=16, dropout=rate), V, T)).train()
+    seen: dict[str, Tensor] = {}
+    block = model.blocks[0]
+    block.norm_1.register_forward_pre_hook(lambda _, inputs: seen.update(embedding=inputs[0]))
+    block.attention.register_forward_hook(lambda _, __, output: seen.update(residual=output))
+    block.attention.proj.register_forward_pre_hook(lambda _, inputs: seen.update(attention=inputs[0]))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model(some_tokens(batch))
+    zero = seen[part] == 0  # (B, T, C)
+    if part == "attention":  # the first character sees itself alone: in each head that one weight is dropped or not
+        zero = zero[:, 0].unflatten(-1, (2, 8)).all(dim=-1)  # (B, H)
+    assert float(zero.float().mean()) == pytest.approx(rate, abs=0.05)

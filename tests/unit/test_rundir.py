@@ -1,0 +1,175 @@
+"""The run directory: one owner at a time, a name of its own, the record of every start."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT
+
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.rundir import RunDirectory, difference, fresh_directory
+
+CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
+HOLDER = """
+import sys, time
+from pathlib import Path
+from mingpt_ddp.rundir import RunDirectory
+directory = RunDirectory(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the directory `tmp_path / "run"`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_directory_has_one_owner_and_the_error_names_it(holder, tmp_path):
+    with pytest.raises(RunError) as refused:
+        RunDirectory(tmp_path / "run", wait_s=0.2)
+    message = str(refused.value)
+    assert message.startswith(f"run error: {tmp_path / 'run'} belongs to process {holder.pid} on ")
+    assert "still running" in message and "\n" not in message
+
+
+def test_a_refused_claim_does_not_disturb_the_owner(holder, tmp_path):
+    before = (tmp_path / "run" / ".lock").read_text()
+    for _ in range(2):
+        with pytest.raises(RunError):
+            RunDirectory(tmp_path / "run", wait_s=0)
+    assert (tmp_path / "run" / ".lock").read_text() == before
+
+
+def test_kill_9_releases_the_directory(holder, tmp_path):
+    os.kill(holder.pid, signal.SIGKILL)  # not collected yet: a zombie holds no lock
+    directory = RunDirectory(tmp_path / "run", wait_s=5)
+    assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    directory.release()
+
+
+def test_an_owner_that_leaves_within_the_wait_is_waited_for(holder, tmp_path):
+    timer = threading.Timer(0.3, holder.kill)
+    timer.start()
+    RunDirectory(tmp_path / "run", wait_s=10).release()
+    timer.join()
+
+
+def test_released_directories_can_be_taken_again(tmp_path):
+    for _ in range(2):
+        RunDirectory(tmp_path / "run", wait_s=0).release()
+
+
+def test_other_directories_are_free(holder, tmp_path):
+    RunDirectory(tmp_path / "run-2", wait_s=0).release()
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunError, match=r"cannot write to the run directory .*; choose another run.root"):
+        RunDirectory(tmp_path / "file" / "run")
+
+
+def test_fresh_directory_takes_the_first_free_number(tmp_path):
+    wanted = tmp_path / "run"
+    names = []
+    for _ in range(4):
+        fresh = fresh_directory(wanted)
+        names.append(fresh.name)
+        fresh.mkdir()
+    assert names == ["run", "run-2", "run-3", "run-4"]
+    (tmp_path / "run-2").rmdir()
+    assert fresh_directory(wanted).name == "run-2"
+
+
+# The record of starts
+
+
+@pytest.fixture
+def directory(tmp_path):
+    owner = RunDirectory(tmp_path / "run", wait_s=0)
+    yield owner
+    owner.release()
+
+
+def changed(**optimizer: object) -> dict:
+    return {**CONFIG, "optimizer": {**CONFIG["optimizer"], **optimizer}}
+
+
+def configs(directory: RunDirectory) -> dict[str, float]:
+    """The learning rates in the configurations that are kept."""
+    paths: list[Path] = sorted(directory.path.glob("config*.yaml"))
+    return {path.name: yaml.safe_load(path.read_text())["optimizer"]["lr"] for path in paths}
+
+
+def test_the_first_start_is_recorded(directory):
+    directory.record_start(CONFIG, {"config.yaml": "a: 1\n", "overrides.yaml": "[]\n"})
+    assert yaml.safe_load((directory.path / "config.yaml").read_text()) == CONFIG
+    assert (directory.path / ".hydra" / "config.yaml").read_text() == "a: 1\n"
+    assert (directory.path / ".hydra" / "overrides.yaml").read_text() == "[]\n"
+
+
+def test_starts_that_change_nothing_add_nothing(directory):
+    for _ in range(3):
+        directory.record_start(CONFIG, {})
+    assert list(configs(directory)) == ["config.yaml"]
+
+
+def test_each_start_that_differs_from_the_one_before_is_recorded(directory, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    for lr in (1e-3, 2e-3, 2e-3, 1e-3):
+        directory.record_start(changed(lr=lr), {})
+    assert configs(directory) == {"config.yaml": 1e-3, "config.2.yaml": 2e-3, "config.3.yaml": 1e-3}
+    assert [record.getMessage() for record in caplog.records] == [
+        "the configuration differs from the last start: optimizer.lr: 0.001 -> 0.002",
+        "the configuration differs from the last start: optimizer.lr: 0.002 -> 0.001",
+    ]
+
+
+def test_the_last_start_is_found_by_number(directory):
+    """config.10.yaml is later than config.9.yaml."""
+    for lr in range(1, 12):
+        directory.record_start(changed(lr=float(lr)), {})
+    assert configs(directory)["config.11.yaml"] == 11.0
+    directory.record_start(changed(lr=11.0), {})
+    assert len(configs(directory)) == 11
+
+
+def test_difference_names_keys_old_and_new():
+    old = {"a": {"x": 1, "y": [1, 2], "gone": 5}, "b": {"z": None}}
+    new = {"a": {"x": 1, "y": [1, 3], "new": 6}, "b": {"z": "text"}}
+    assert difference(old, new) == [
+        "a.y: [1, 2] -> [1, 3]",
+        "a.gone: 5 -> None",
+        "b.z: None -> text",
+        "a.new: None -> 6",
+    ]
+    assert difference(old, old) == []
+
+
+def test_the_result_is_json(directory):
+    directory.write_result({"status": "complete", "val_loss": 1.5, "best_val_loss": None})
+    text = (directory.path / "result.json").read_text()
+    assert json.loads(text) == {"status": "complete", "val_loss": 1.5, "best_val_loss": None}
+    assert text.endswith("}\n")

@@ -1,0 +1,208 @@
+"""Resuming: what a snapshot must have in common with the run, and what is put back into the live objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from mingpt_ddp.config import Config, from_dictconfig, from_mapping
+from mingpt_ddp.corpus import Encoded
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.launch import config_directory
+from mingpt_ddp.model import build_model
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.place import Place
+from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.saver import Position, Saver, check_identity
+
+VOCABULARY = "abcdefgh"
+CORPUS = Encoded(directory="nowhere", sha256="1" * 64, length=100, vocabulary=VOCABULARY, dtype="uint8")
+OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snapshot.keep_last=2"]
+
+
+def typed(*overrides: str) -> Config:
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        return from_dictconfig(compose("config", [*OVERRIDES, *overrides]))
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return typed()
+
+
+def changed(config: Config, key: str, value: object) -> Config:
+    group, name = key.split(".")
+    values = config.to_dict()
+    values[group][name] = value
+    return from_mapping(values)
+
+
+def state_of(config: Config) -> dict:
+    """What a snapshot of this configuration holds, after its way through JSON."""
+    return json.loads(json.dumps({"config": config.to_dict(), "corpus": {"sha256": CORPUS.sha256}}))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small are not worth more threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# The identity
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.n_layer", 5),
+        ("model.n_embd", 96),
+        ("model.n_head", 1),
+        ("model.bias", True),
+        ("data.block_size", 32),
+        ("data.stride", 1),
+        ("data.train_split", 0.5),
+        ("data.truncate", 0.5),
+        ("trainer.batch_size", 24),
+        ("run.seed", 7),
+    ],
+)
+def test_what_must_not_change_is_named_with_both_values(key, value, config):
+    old = config.to_dict()[key.split(".")[0]][key.split(".")[1]]
+    with pytest.raises(SnapshotError) as refused:
+        check_identity(state_of(config), changed(config, key, value), CORPUS, "the snapshot of step 8")
+    message = str(refused.value)
+    assert message.startswith("snapshot error: the snapshot of step 8 was made with other settings: ")
+    assert f" {key} ({old} there, {value} now);" in message
+    assert "run.resume=never" in message
+
+
+def test_every_difference_is_named(config):
+    other = changed(changed(config, "model.n_layer", 5), "run.seed", 7)
+    with pytest.raises(SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"):
+        check_identity(state_of(config), other, CORPUS, "it")
+
+
+def test_another_optimizer(config):
+    with pytest.raises(SnapshotError, match=r"optimizer.name \(adamw there, sgd now\)"):
+        check_identity(state_of(config), typed("optimizer=sgd"), CORPUS, "it")
+
+
+def test_another_text(config):
+    with pytest.raises(SnapshotError, match=r"data.path \(the text's SHA-256\) \(1111111111111111 there, 2222"):
+        check_identity(state_of(config), config, dataclasses.replace(CORPUS, sha256="2" * 64), "it")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.lr", 5e-4),
+        ("model.dropout", 0.5),
+        ("model.name", "other"),
+        ("data.path", "the/same/text/elsewhere.txt"),
+        ("data.name", "other"),
+        ("trainer.max_steps", 7),
+        ("trainer.micro_batch_size", 6),
+        ("trainer.log_every", 7),
+        ("snapshot.keep_last", 7),
+        ("ddp.backend", "gloo"),
+        ("run.name", "other"),
+    ],
+)
+def test_what_may_change(key, value, config):
+    check_identity(state_of(config), changed(config, key, value), CORPUS, "it")
+
+
+# Saved and restored in one process
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        tokens = torch.randint(len(VOCABULARY), (4, 9))
+        optimizer.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+
+
+def live(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(config.run.seed)
+    model = build_model(config.model, len(VOCABULARY), config.data.block_size)
+    return model, build_optimizer(model, config.optimizer)
+
+
+def saver_at(path, config: Config) -> Saver:
+    return Saver(config, Runtime(config, Place()), str(path), CORPUS)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(optimizer, tmp_path):
+    config = typed(f"optimizer={optimizer}")
+    model, optim = live(config)
+    train(model, optim, range(3))
+    position = Position(step=3, train_loss=1.25, val_loss=1.5, val_step=2, best_val_loss=1.5, best_step=2, loss_sum=0.1)
+    saver_at(tmp_path, config).save(position, model, optim, micro_batch_size=6)
+    train(model, optim, range(3, 6))
+
+    saver = saver_at(tmp_path, config)
+    other, other_optim = live(changed(config, "run.seed", 7))
+    found = saver.find()
+    assert saver.restore(found, other, other_optim) == position
+    assert found.state["micro_batch_size"] == 6
+    assert found.state["vocabulary"] == VOCABULARY
+    assert from_mapping(found.state["config"]) == config
+    train(other, other_optim, range(3, 6))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_a_new_run_finds_nothing(tmp_path, config):
+    assert saver_at(tmp_path / "new", config).find() is None
+
+
+def test_last_and_best_are_kept(tmp_path, config):
+    saver = saver_at(tmp_path, config)
+    model, optim = live(config)
+    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
+        saver.save(Position(step=step, best_step=best), model, optim, 12)
+    assert saver.store.steps() == [2, 4, 5]
+
+
+def test_the_best_is_kept_only_where_wanted(tmp_path):
+    saver = saver_at(tmp_path, typed("snapshot.keep_best=false"))
+    model, optim = live(saver.config)
+    for step in range(1, 5):
+        saver.save(Position(step=step, best_step=1), model, optim, 12)
+    assert saver.store.steps() == [3, 4]
+
+
+def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config):
+    model, optim = live(config)
+    saver_at(tmp_path / "old" / "snapshots", config).save(Position(step=5), model, optim, 12)
+    follower = changed(config, "run.resume", str(tmp_path / "old"))
+    saver = saver_at(tmp_path / "new", follower)
+    assert saver.find().step == 5
+    saver.save(Position(step=2), model, optim, 12)
+    assert saver.find().step == 2
+
+
+def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, config):
+    model, optim = live(config)
+    saver_at(tmp_path, config).save(Position(step=5), model, optim, 12)
+    with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was made with other settings: run.seed"):
+        saver_at(tmp_path, changed(config, "run.seed", 7)).find()
+
+
+def test_weights_of_another_shape_are_refused(tmp_path, config):
+    model, optim = live(config)
+    saver = saver_at(tmp_path, config)
+    saver.save(Position(step=5), model, optim, 12)
+    wider, wider_optim = live(changed(config, "model.n_embd", 96))
+    with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model: "):
+        saver.restore(saver.find(), wider, wider_optim)

@@ -1,0 +1,435 @@
+"""A snapshot is whole or it does not exist; whatever happened to the newest, the one before is used."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import logging
+import os
+import pickle
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+import mingpt_ddp
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshot import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Damaged,
+    Snapshot,
+    SnapshotStore,
+    directory_name,
+    load,
+    step_of,
+)
+from mingpt_ddp.storage import Storage
+
+FILES = [MODEL, OPTIMIZER, STATE, MANIFEST]
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    return str(tmp_path / "run" / "snapshots") if request.param == "file" else f"memory://{uuid.uuid4().hex}/snapshots"
+
+
+@pytest.fixture
+def store(url):
+    return SnapshotStore(url)
+
+
+@pytest.fixture
+def warnings():
+    """The messages of the package's log at level WARNING and above."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("mingpt_ddp")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def content(step: int) -> Snapshot:
+    generator = torch.Generator().manual_seed(step)
+    weights = torch.randn(5, 3, generator=generator)
+    return Snapshot(
+        step=step,
+        model={"weight": weights, "bias": torch.zeros(3, dtype=torch.bfloat16), "count": torch.tensor(step)},
+        optimizer={"weight:exp_avg": weights / 2, "weight:step": torch.tensor(float(step))},
+        state={"position": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
+    )
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
+    directory = store.storage.child(directory_name(step))
+    return {name: directory.read(name) for name in directory.list()}
+
+
+# Write, read, find
+
+
+def test_what_is_written_is_read(store):
+    store.write(content(7))
+    found = store.read(7)
+    assert found.step == 7
+    assert same(found.model, content(7).model)
+    assert same(found.optimizer, content(7).optimizer)
+    assert found.state == content(7).state
+    assert store.read_state(7) == content(7).state
+
+
+def test_the_directory_holds_four_files_and_nothing_else(store):
+    store.write(content(7))
+    assert store.storage.list() == ["step_00000007"]
+    assert sorted(files_of(store, 7)) == sorted(FILES)
+
+
+def test_the_same_content_gives_the_same_bytes(store):
+    store.write(content(7))
+    first = files_of(store, 7)
+    store.write(content(7))
+    assert files_of(store, 7) == first
+
+
+def test_the_newest_is_found(store, warnings):
+    assert store.newest() is None
+    for step in (3, 10, 9):
+        store.write(content(step))
+    assert store.steps() == [3, 9, 10]
+    assert store.newest().step == 10
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step_00000007", 7),
+        ("step_123456789", 123456789),
+        ("step_7", None),
+        ("step_00000007.tmp", None),
+        ("old_step_00000007", None),
+        ("step_0000000x", None),
+    ],
+)
+def test_names_of_directories(name, step):
+    assert step_of(name) == step
+
+
+def test_steps_sort_by_number_beyond_eight_digits(store):
+    for step in (99_999_999, 100_000_000):
+        store.write(content(step))
+    assert store.newest().step == 100_000_000
+
+
+def test_other_names_are_left_alone(store):
+    store.storage.write("notes.txt", b"x")
+    store.write(content(7))
+    store.prune(1, None, 7)
+    assert store.storage.list() == ["notes.txt", "step_00000007"]
+
+
+# Kept and deleted
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "best", "left"),
+    [(1, None, [5]), (2, None, [4, 5]), (2, 1, [1, 4, 5]), (1, 5, [5]), (9, None, [1, 2, 3, 4, 5])],
+)
+def test_prune(keep_last, best, left, store):
+    for step in range(1, 6):
+        store.write(content(step))
+    store.prune(keep_last, best, newest=5)
+    assert store.steps() == left
+    assert [store.read(step).step for step in left] == left
+
+
+def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
+    for step in range(1, 6):
+        store.write(content(step))
+    store.storage.delete(f"{directory_name(4)}/{MANIFEST}")
+    store.prune(keep_last=2, best=None, newest=5)
+    assert store.steps() == [3, 5]
+
+
+def test_prune_spares_the_future(store):
+    """A run that went back to an older snapshot does not delete what lies beyond until it comes there again."""
+    for step in (1, 2, 3, 8, 9):
+        store.write(content(step))
+    store.prune(keep_last=1, best=None, newest=3)
+    assert store.steps() == [3, 8, 9]
+
+
+class Failing(Storage):
+    """The connection breaks at the n-th write or delete: that one and all later ones fail."""
+
+    def __init__(self, url: str, calls: int) -> None:
+        super().__init__(url)
+        self.calls = calls
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise OSError("the connection broke")
+
+    def write(self, name: str, content: bytes) -> None:
+        self._count()
+        super().write(name, content)
+
+    def delete(self, name: str) -> None:
+        self._count()
+        super().delete(name)
+
+
+@pytest.mark.parametrize("calls", range(2))
+def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnings):
+    for step in (1, 2):
+        store.write(content(step))
+    store.storage = Failing(store.url, calls)
+    with pytest.raises(OSError, match="connection"):
+        store.prune(keep_last=1, best=None, newest=2)
+    assert SnapshotStore(store.url).is_committed(1) == (calls == 0)
+    assert SnapshotStore(store.url).newest().step == 2
+    assert warnings == []
+
+
+# Writes that fail half-way
+
+
+# A write is: delete the old manifest, delete the old directory, three files, the manifest.
+@pytest.mark.parametrize("calls", range(6))
+def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warnings):
+    store.write(content(4))
+    store.storage = Failing(store.url, calls)
+    with pytest.raises(OSError, match="connection"):
+        store.write(content(8))
+    again = SnapshotStore(store.url)
+    assert not again.is_committed(8)
+    assert again.newest().step == 4
+    assert warnings == []  # an unfinished snapshot is nothing to worry about
+    again.write(content(8))
+    assert again.newest().step == 8
+    assert sorted(files_of(again, 8)) == sorted(FILES)
+
+
+@pytest.mark.parametrize("calls", range(6))
+def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
+    store.write(content(4))
+    store.write(content(8))
+    store.storage = Failing(store.url, calls)
+    other = content(9)
+    with pytest.raises(OSError, match="connection"):
+        store.write(Snapshot(8, other.model, other.optimizer, other.state))
+    found = SnapshotStore(store.url).newest()
+    assert found.step == (8 if calls == 0 else 4)
+    assert same(found.model, content(found.step).model)
+    assert found.state == content(found.step).state
+
+
+@pytest.mark.parametrize("calls", range(3))
+def test_a_full_disk_leaves_no_partial_files(calls, tmp_path, monkeypatch):
+    """The system refuses the bytes of one file: its temporary file is gone, and there is no manifest."""
+    store = SnapshotStore(str(tmp_path))
+    fsync, count = os.fsync, iter(range(99))
+
+    def full(descriptor: int) -> None:
+        if not os.path.isdir(f"/proc/self/fd/{descriptor}") and next(count) >= calls:
+            raise OSError(28, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        store.write(content(8))
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES[:calls])
+
+
+def test_no_partial_files_after_success(tmp_path):
+    store = SnapshotStore(str(tmp_path))
+    for step in (1, 2, 3):
+        store.write(content(step))
+        store.prune(2, None, step)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES * 2)
+
+
+# Damage
+
+
+def truncated(data: bytes) -> bytes:
+    return data[:-1]
+
+
+def emptied(data: bytes) -> bytes:
+    return b""
+
+
+def lengthened(data: bytes) -> bytes:
+    return data + b"\0"
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [truncated, emptied, lengthened, flipped])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings):
+    store.write(content(4))
+    store.write(content(8))
+    path = f"{directory_name(8)}/{name}"
+    store.storage.write(path, damage(store.storage.read(path)))
+    with pytest.raises(Damaged):
+        store.read(8)
+    found = store.newest()
+    assert found.step == 4 and same(found.model, content(4).model)
+    assert len(warnings) == 1
+    assert "\n" not in warnings[0]
+    assert warnings[0].startswith(f"damaged snapshot {store.url}/step_00000008 is ignored: ")
+    assert name in warnings[0] or name == MANIFEST  # a digit of a manifest may accuse another file
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings):
+    store.write(content(4))
+    store.write(content(8))
+    store.storage.delete(f"{directory_name(8)}/{name}")
+    assert store.newest().step == 4
+    assert len(warnings) == (name != MANIFEST)  # without a manifest it was never finished
+
+
+def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
+    """Change values in the manifest of step 8."""
+    path = f"{directory_name(8)}/{MANIFEST}"
+    store.storage.write(path, json.dumps({**json.loads(store.storage.read(path)), **values}).encode())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": 4},
+        {"format": 2},
+        {"files": {}},
+        {"files": None},
+        {"files": []},
+        {"files": {MODEL: 1, OPTIMIZER: 1, STATE: 1}},
+    ],
+)
+def test_a_manifest_that_describes_something_else(values, store, warnings):
+    store.write(content(4))
+    store.write(content(8))
+    rewrite_manifest(store, **values)
+    assert store.newest().step == 4
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 1}'])
+def test_a_manifest_that_is_no_manifest(text, store, warnings):
+    store.write(content(4))
+    store.write(content(8))
+    store.storage.write(f"{directory_name(8)}/{MANIFEST}", text.encode())
+    assert store.newest().step == 4
+    assert len(warnings) == 1
+
+
+def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
+    """step_00000008, copied to step_00000009, claims to be a step that was never trained."""
+    store = SnapshotStore(str(tmp_path))
+    store.write(content(8))
+    (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
+    assert store.newest() is None
+    assert len(warnings) == 1
+
+
+def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
+    """Somebody made a manifest for bytes of their own: they are refused, never unpickled."""
+    store.write(content(4))
+    store.write(content(8))
+    bytes_ = pickle.dumps({"weights": [1.0]})
+    store.storage.write(f"{directory_name(8)}/{MODEL}", bytes_)
+    files = json.loads(store.storage.read(f"{directory_name(8)}/{MANIFEST}"))["files"]
+    files[MODEL] = {"bytes": len(bytes_), "sha256": hashlib.sha256(bytes_).hexdigest()}
+    rewrite_manifest(store, files=files)
+    assert store.newest().step == 4
+    assert len(warnings) == 1 and "\n" not in warnings[0]
+
+
+def test_all_damaged(store, warnings):
+    for step in (4, 8):
+        store.write(content(step))
+        store.storage.write(f"{directory_name(step)}/{MODEL}", b"")
+    assert store.newest() is None
+    assert len(warnings) == 2
+
+
+# By URL
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_load_takes_a_run_its_snapshots_or_one_of_them(slash, store, tmp_path):
+    for step in (4, 8):
+        store.write(content(step))
+    assert load(f"{tmp_path}/run{slash}").step == 8
+    assert load(f"{tmp_path}/run/snapshots{slash}").step == 8
+    assert load(f"{tmp_path}/run/snapshots/step_00000004{slash}").step == 4
+
+
+def test_load_of_a_relative_step(tmp_path, monkeypatch):
+    SnapshotStore(str(tmp_path)).write(content(4))
+    monkeypatch.chdir(tmp_path)
+    assert load("step_00000004").step == 4
+    assert load(".").step == 4
+
+
+def test_load_in_memory(store):
+    store.write(content(4))
+    assert load(store.url).step == 4
+    assert load(f"{store.url}/step_00000004").step == 4
+    assert load(store.url.removesuffix("/snapshots")).step == 4
+
+
+def test_load_without_a_snapshot(store):
+    with pytest.raises(SnapshotError, match="there is no whole snapshot at"):
+        load(store.url)
+    with pytest.raises(SnapshotError, match="step_00000004 cannot be used: it was never finished"):
+        load(f"{store.url}/step_00000004")
+
+
+def test_load_of_a_damaged_step_names_the_file(store):
+    """Asked for one step, another one is not given instead."""
+    store.write(content(2))
+    store.write(content(4))
+    store.storage.write(f"{directory_name(4)}/{STATE}", b"{}")
+    with pytest.raises(SnapshotError, match=r"step_00000004 cannot be used: state.json"):
+        load(f"{store.url}/step_00000004")
+
+
+# Nothing is ever unpickled
+
+PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+@pytest.mark.parametrize("path", sorted(Path(mingpt_ddp.__file__).parent.rglob("*.py")), ids=lambda path: path.name)
+def test_the_package_cannot_unpickle(path):
+    """No pickle and its like, no torch.load, no numpy pickles, no object collectives, no eval."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            roots = {name.split(".")[0] for name in names}
+            assert roots.isdisjoint(PICKLERS)
+        if isinstance(node, ast.Attribute):
+            assert ast.unparse(node) not in ("torch.load", "torch.save", "np.load", "yaml.load", "yaml.unsafe_load")
+            assert not node.attr.endswith("_object") and not node.attr.endswith("_object_list")
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec")
+        if isinstance(node, ast.keyword):
+            assert node.arg != "allow_pickle"
