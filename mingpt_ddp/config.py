@@ -278,7 +278,8 @@ def suggest(key: str) -> str:
     if group in GROUPS:
         meant = closest(name, [other.split(".")[1] for other in known if other.startswith(f"{group}.")])
         return f"; did you mean {group}.{meant}?" if meant else f"; the group {group} is described in conf/{group}"
-    meant = closest(key, [*GROUPS, *known])
+    same_name = [other for other in sorted(known) if other.endswith(f".{key}")]
+    meant = same_name[0] if same_name else closest(key, [*GROUPS, *known])
     return f"; did you mean {meant}?" if meant else ""
 
 

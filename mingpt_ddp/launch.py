@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -159,16 +159,18 @@ def _job_directory() -> str | None:
 
 
 def explain(error: Exception) -> str:
-    """Hydra's own errors as one line, with the key that was probably meant."""
+    """Hydra's own errors as one line, with the key that was probably meant and without what may be a password."""
     text = str(error)
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
         key = override[1].split("@")[0]
         return f"{key} is not a key{suggest(key)}"
-    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+    if isinstance(error, OverrideParseException):
+        text = f"cannot read {error.override!r}, quote special characters twice as in 'key=\"a=b\"': {text}"
+    elif not isinstance(error, (HydraException, OmegaConfBaseException)):
         text = f"the command line or a configuration file cannot be understood ({type(error).__name__}: {text})"
     text = re.sub(r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
-    return " ".join(text.split())[:400]
+    return " ".join(re.sub(r"//[^/\s]*@", "//...@", text).split())[:400]
 
 
 def _place_or_default() -> Place:

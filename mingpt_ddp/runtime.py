@@ -254,7 +254,8 @@ def _precision(wanted: str, device: torch.device) -> str:
 def _set_determinism(deterministic: bool) -> None:
     if deterministic:  # cuBLAS reads its variable when the first kernel runs
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter alone imports for a second
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic
 
 

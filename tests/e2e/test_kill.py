@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import TINY, Job, is_running, last_step, torchrun, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
@@ -88,3 +89,11 @@ def test_whole_tree_killed(ranks, tmp_path, undisturbed):
     assert job.wait() == 0, job.text()
     assert "resuming from the snapshot" in job.text()
     assert weights(run) == undisturbed(ranks)
+    for rank in range(ranks):
+        assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is doubled or missing"
+
+
+def logged_steps(run: Path, rank: int) -> list[int]:
+    """The steps of a rank's loss curve, as TensorBoard reads them."""
+    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in events.Scalars("train/loss")]

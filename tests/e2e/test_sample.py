@@ -1,0 +1,69 @@
+"""sample.py, as its users call it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT, TINY, call, environment, python_main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("trained")
+    done = call([*python_main(), *TINY, "run.name=a"], cwd)
+    assert done.returncode == 0, done.stdout
+    return cwd
+
+
+def sample(cwd, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "sample.py"), *words]
+    return subprocess.run(
+        command, cwd=cwd, env=environment(cwd), input=stdin, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_seed_gives_the_same_text_every_time(trained):
+    words = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "temperature=0.8", "top_k=40", "seed=1"]
+    first, again = sample(trained, *words), sample(trained, *words)
+    other = sample(trained, *words[:-1], "seed=2")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("The ")
+    assert len(first.stdout) == len("The ") + 40 + len("\n")
+    assert first.stdout == again.stdout
+    assert first.stdout != other.stdout
+
+
+def test_several_samples_of_a_prompt_from_standard_input(trained):
+    words = ["snapshot=outputs/a/snapshots/step_00000012", "prompt=-", "samples=3", "max_new_tokens=9", "top_p=0.9"]
+    done = sample(trained, *words, stdin="If the ")
+    assert done.returncode == 0, done.stderr
+    texts = done.stdout.split("-" * 80 + "\n")
+    assert len(texts) == 3
+    assert all(text.startswith("If the ") for text in texts)
+    assert len(set(texts)) == 3
+
+
+def test_a_prompt_is_taken_literally(trained):
+    done = sample(trained, "snapshot=outputs/a", "prompt=a=1: [null]", "max_new_tokens=1")
+    assert done.stdout.startswith("a=1: [null]"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["snapshot=outputs/a", "prompt=日 and é"], "data error: the model does not know 'é', '日'"),
+        (["snapshot=outputs/nowhere"], "snapshot error: there is no whole snapshot at outputs/nowhere"),
+        (["snapshot=outputs/a", "top_p=2"], "config error: top_p=2.0 must lie in (0, 1]"),
+        (["snapshot=outputs/a", "temprature=1"], "config error: temprature is not a key; did you mean temperature?"),
+        (["snapshot=outputs/a", "max_new_tokens=many"], "config error: max_new_tokens='many' must be a whole number"),
+        (["prompt=x"], "config error: snapshot is missing"),
+        (["outputs/a"], "config error: outputs/a is not of the form key=value"),
+    ],
+)
+def test_a_mistake_is_one_line(trained, words, expected):
+    done = sample(trained, *words)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(expected)
