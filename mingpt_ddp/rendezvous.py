@@ -78,7 +78,7 @@ def _lead(store: Store, place: Place, deadline: float) -> str:
         if len(confirmed) == len(others):
             store.set(f"go/{attempt}", "1")
             return attempt
-        absent = sorted(set(others) - set(confirmed))
+        absent = [rank for rank in others if not ids[str(rank)]] or sorted(set(others) - set(confirmed))
         _pause(deadline, f"rank {', '.join(map(str, absent))} did not appear")
 
 
