@@ -91,24 +91,33 @@ class Meter:
 
 
 class Board:
-    """This rank's TensorBoard directory."""
+    """This rank's TensorBoard directory. What concerns the whole run stands in rank 0's alone."""
 
-    def __init__(self, directory: Path, first_step: int) -> None:
+    def __init__(self, directory: Path, first_step: int, is_main: bool) -> None:
         """What was logged from `first_step` on belongs to an attempt that did not last: TensorBoard drops it."""
         self._writer = SummaryWriter(str(directory), purge_step=first_step)
+        self._is_main = is_main
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
+        """What this rank measured."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
+    def results(self, step: int, values: dict[str, float]) -> None:
+        """What all ranks found together."""
+        if self._is_main:
+            self.scalars(step, values)
+
     def text(self, step: int, tag: str, text: str) -> None:
-        self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
+        if self._is_main:
+            self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def hparams(self, config: dict[str, Any], results: dict[str, float]) -> None:
         """Fill the HParams tab; in this directory, not in one below it."""
-        flat = {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
-        self._writer.add_hparams(plain, results, run_name=".")
+        if self._is_main:
+            flat = {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
+            plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
+            self._writer.add_hparams(plain, results, run_name=".")
 
     def flush(self) -> None:
         self._writer.flush()

@@ -92,7 +92,7 @@ def _follow(store: Store, rank: int, own: str, deadline: float) -> str:
             store.set(f"confirm/{attempt}/{rank}", "1")
             if _peek(store, f"go/{attempt}"):
                 return attempt
-        _pause(deadline, "rank 0 did not appear")
+        _pause(deadline, f"rank {rank} waited, but the ranks did not all appear")
 
 
 def _peek(store: Store, key: str) -> str:

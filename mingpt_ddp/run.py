@@ -65,12 +65,14 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     optimizer = build_optimizer(model, config.optimizer)
     position = saver.restore(found, model, optimizer) if found else Position(world_size=runtime.world_size)
     evaluator = Evaluator(corpus.val, config.data.block_size, runtime)
-    sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed)
+    sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed, runtime.is_main)
     _introduce(config, runtime, corpus, model, directory, position.step, steps)
 
     if position.step < steps:
         position.world_size = runtime.world_size
-        board = Board(directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1)
+        board = Board(
+            directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
+        )
         trainer = Trainer(
             config, runtime, loader, plan, model, optimizer, evaluator, saver, board, position, sample, steps
         )
@@ -144,8 +146,10 @@ def _introduce(
         log.info("resuming from the snapshot of step %d of %d", done, steps)
 
 
-def _sample(model: GPT, vocabulary: Vocabulary, seed: int, step: int) -> str:
-    """A piece of text, the same for the same weights, seed and step."""
+def _sample(model: GPT, vocabulary: Vocabulary, seed: int, is_main: bool, step: int) -> str | None:
+    """A piece of text, the same for the same weights, seed and step; one rank is enough to write it."""
+    if not is_main:
+        return None
     texts = generate_text(
         model, vocabulary, "", SAMPLE_CHARACTERS, key_to_seed("sample", seed, step), temperature=0.8, top_k=40
     )

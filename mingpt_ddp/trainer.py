@@ -47,7 +47,7 @@ class Trainer:
         saver: Saver,
         board: Board,
         position: Position,
-        sample: Callable[[int], str],
+        sample: Callable[[int], str | None],
         steps: int,
     ) -> None:
         self.config, self.runtime, self.loader, self.plan = config, runtime, loader, plan
@@ -190,14 +190,13 @@ class Trainer:
         improved = position.best_val_loss is None or loss < position.best_val_loss
         if improved:
             position.best_val_loss, position.best_step = loss, step
-        if self.runtime.is_main:
-            self.board.scalars(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
+        self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
         log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)
         return improved and self.config.snapshot.keep_best
 
     def _show_sample(self, step: int) -> None:
-        if self.runtime.is_main:
-            text = self.sample(step)
+        text = self.sample(step)
+        if text is not None:
             self.board.text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)
 

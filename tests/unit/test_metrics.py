@@ -45,7 +45,7 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_scalars_and_text_arrive(tmp_path):
-    board = Board(tmp_path, first_step=1)
+    board = Board(tmp_path, first_step=1, is_main=True)
     board.scalars(1, {"train/loss": 4.5, "train/lr": 0.25})
     board.scalars(2, {"train/loss": 4.0})
     board.text(2, "sample", "one\n  two")
@@ -73,12 +73,12 @@ def log_steps(board: Board, steps: range, value: float) -> None:
 @pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
 def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
     """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained, and logged, again."""
-    first = Board(tmp_path, first_step=1)
+    first = Board(tmp_path, first_step=1, is_main=True)
     log_steps(first, range(1, 11), value=1.0)
     first.flush()
     if closed:
         first.close()
-    second = Board(tmp_path, first_step=7)
+    second = Board(tmp_path, first_step=7, is_main=True)
     log_steps(second, range(7, 13), value=2.0)
     second.close()
     assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [(s, 2.0) for s in range(7, 13)]
@@ -88,7 +88,7 @@ def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
 
 def test_a_run_that_is_resumed_twice(tmp_path):
     for first, last, value in ((1, 10, 1.0), (5, 8, 2.0), (7, 12, 3.0)):
-        board = Board(tmp_path, first_step=first)
+        board = Board(tmp_path, first_step=first, is_main=True)
         log_steps(board, range(first, last + 1), value)
         board.close()
     assert points(tmp_path, "train/loss") == [
@@ -100,7 +100,7 @@ def test_a_run_that_is_resumed_twice(tmp_path):
 
 def test_hparams_stay_in_the_directory_of_the_run(tmp_path, config):
     """A run below the run would show up in TensorBoard as one more."""
-    board = Board(tmp_path, first_step=1)
+    board = Board(tmp_path, first_step=1, is_main=True)
     board.scalars(1, {"train/loss": 1.0})
     board.hparams(config.to_dict(), {"hparam/val_loss": 1.25})
     board.close()
@@ -181,3 +181,17 @@ def test_a_loss_that_is_not_a_number_is_seen(runtime):
     meter = Meter(runtime, tokens_per_step=1)
     record(meter, 4.0, math.nan, 4.0)
     assert math.isnan(meter.read().loss)
+
+
+def test_what_concerns_the_whole_run_stands_in_rank_0s_directory_alone(tmp_path):
+    for rank in (0, 1):
+        board = Board(tmp_path / str(rank), first_step=1, is_main=rank == 0)
+        board.scalars(1, {"train/loss": 2.0})
+        board.results(1, {"val/loss": 3.0})
+        board.text(1, "sample", "text")
+        board.close()
+    tags = [EventAccumulator(str(tmp_path / str(rank))).Reload().Tags() for rank in (0, 1)]
+    assert sorted(tags[0]["scalars"]) == ["train/loss", "val/loss"]
+    assert tags[1]["scalars"] == ["train/loss"]
+    assert tags[0]["tensors"]
+    assert not tags[1]["tensors"]
