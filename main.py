@@ -1,6 +1,11 @@
 """Train. For example: torchrun --nproc_per_node=4 main.py trainer.max_epochs=50"""
 
-from mingpt_ddp.launch import main
+import sys
+
+try:
+    from mingpt_ddp.launch import main
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed here; type `make train` once, then `. .venv/bin/activate`")
 
 if __name__ == "__main__":
     main()

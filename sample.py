@@ -1,6 +1,11 @@
-"""Generate text. For example: python sample.py snapshot=outputs/demo prompt="The " """
+"""Generate text. For example: python sample.py snapshot=outputs/demo prompt=The"""
 
-from mingpt_ddp.sample import main
+import sys
+
+try:
+    from mingpt_ddp.sample import main
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error.name} is not installed here; type `make train` once, then `. .venv/bin/activate`")
 
 if __name__ == "__main__":
     main()

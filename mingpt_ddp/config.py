@@ -8,10 +8,9 @@ import json
 import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.schema import build, closest
@@ -37,11 +36,12 @@ class RunConfig:
         if self.name is not None:
             fits = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}", self.name)
             _check(bool(fits), f"run.name={self.name} must be one directory name of letters, digits and . _ + = , -")
+        refuse_credentials("run.root", self.root)
         _check(bool(self.root.strip()), "run.root is empty; name a directory")
         _check("://" not in self.root, f"run.root={self.root} must be a local directory; snapshot.path may be a URL")
         _check(bool(self.resume.strip()), "run.resume is empty; use auto, never or the path of a snapshot")
         _check(0 <= self.seed < 2**63, f"run.seed={self.seed} must lie in 0 .. 2^63 - 1")
-        _no_credentials("run.resume", self.resume)
+        refuse_credentials("run.resume", self.resume)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.path.strip()), "data.path is empty; name a text file or an fsspec URL")
-        _no_credentials("data.path", self.path)
+        refuse_credentials("data.path", self.path)
+        refuse_credentials("data.cache_dir", self.cache_dir)
+        local = bool(self.cache_dir.strip()) and "://" not in self.cache_dir
+        _check(local, f"data.cache_dir={self.cache_dir} must be a local directory")
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
         _check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
         _check(self.block_size >= 1, f"data.block_size={self.block_size} must be at least 1")
@@ -153,7 +156,7 @@ class DDPConfig:
     sync_batchnorm: bool
 
     def __post_init__(self) -> None:
-        _check(self.timeout_s > 0, f"ddp.timeout_s={self.timeout_s} must be greater than 0")
+        _check(1 <= self.timeout_s <= 1e7, f"ddp.timeout_s={self.timeout_s} must lie in 1 .. 10,000,000 seconds")
         workers = self.nproc_per_node
         _check(workers is None or workers >= 1, f"ddp.nproc_per_node={workers} must be at least 1 or null")
         _check(self.max_restarts >= 0, f"ddp.max_restarts={self.max_restarts} must not be negative")
@@ -213,7 +216,8 @@ class SnapshotConfig:
         minutes = self.every_minutes
         _check(minutes is None or minutes > 0, f"snapshot.every_minutes={minutes} must be greater than 0")
         _check(self.path is None or bool(self.path.strip()), "snapshot.path is empty; name a directory or URL, or null")
-        _no_credentials("snapshot.path", self.path or "")
+        refuse_credentials("snapshot.path", self.path or "")
+        _check("::" not in (self.path or ""), f"snapshot.path={self.path} must be one URL, not a chain of them")
 
 
 MODELS: dict[str, type] = {"gpt": GPTConfig}
@@ -292,6 +296,8 @@ def from_dictconfig(cfg: DictConfig) -> Config:
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
+        if isinstance(error, MissingMandatoryValue):
+            raise ConfigError(f"{error.full_key} is missing; give it a value") from error
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
     return from_mapping(values)
@@ -315,9 +321,9 @@ def _build_group(group: str, values: Any) -> Any:
     return build(classes[choice], values, group)
 
 
-def _no_credentials(key: str, url: str) -> None:
+def refuse_credentials(key: str, text: str) -> None:
     """Refuse a secret in a URL without repeating it: configurations are logged and saved."""
-    if "://" in url:
-        parts = urlsplit(url.split("::")[-1])
-        secret = "@" in parts.netloc or re.search(r"(?i)(secret|token|passw|sig|key|credential)[^=&]*=", parts.query)
-        _check(not secret, f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")
+    password = re.search(r"(?<!github:)//[^/\s,:@]*:[^/\s,@]*@", text)
+    secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
+    if "://" in text and (password or secret):
+        raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")

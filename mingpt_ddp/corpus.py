@@ -28,12 +28,13 @@ import fsspec
 import numpy as np
 
 from mingpt_ddp.config import DataConfig
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.schema import build
 from mingpt_ddp.storage import publish, sync_directory
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
-FORMAT = 1
+FORMAT = 2
 CODE_POINTS = 0x110000
 
 
@@ -46,6 +47,7 @@ class Encoded:
     length: int  # characters
     vocabulary: str  # the distinct characters in code-point order; a token is an index into it
     dtype: str  # of one token on disk
+    tokens_sha256: str  # of tokens.bin
 
 
 class Corpus:
@@ -124,8 +126,9 @@ def _opener(config: DataConfig, cache: Path) -> Callable[[], IO[bytes]]:
         fs, name = fsspec.core.url_to_fs(path, **proxies)
         if "file" not in fs.protocol and "local" not in fs.protocol:
             name = str(_fetch(fs, name, cache / "downloads" / hashlib.sha256(path.encode()).hexdigest()[:16], config))
-        with open(name, "rb"):
-            pass
+        if Path(name).exists() and not Path(name).is_file():
+            raise DataError(f"data.path={path} is not a regular file")
+        _open(Path(name)).close()
     except FileNotFoundError as error:
         raise DataError(f"data.path={path}: there is no such file") from error
     except DataError:
@@ -192,12 +195,19 @@ def _find(directory: Path, sha256: str) -> Encoded | None:
     """The cached encoding, if it is whole."""
     try:
         meta = json.loads((directory / "meta.json").read_text())
-        encoded = Encoded(directory=str(directory), **meta)
+        encoded = build(Encoded, {"directory": str(directory), **meta}, "")
         size = (directory / "tokens.bin").stat().st_size
-        whole = encoded.sha256 == sha256 and size == encoded.length * np.dtype(encoded.dtype).itemsize
-    except (OSError, ValueError, TypeError):
+        whole = encoded.sha256 == sha256 and size == encoded.length * np.dtype(_dtype(len(encoded.vocabulary))).itemsize
+        whole = whole and encoded.dtype == _dtype(len(encoded.vocabulary))
+        whole = whole and _sha256(partial(_open, directory / "tokens.bin")) == encoded.tokens_sha256
+    except (OSError, ValueError, TypeError, RecursionError, ConfigError):
         return None
     return encoded if whole else None
+
+
+def _dtype(distinct: int) -> str:
+    """The smallest integer that counts so many characters."""
+    return "uint8" if distinct <= 1 << 8 else "uint16" if distinct <= 1 << 16 else "uint32"
 
 
 def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.ndarray[Any, Any]]:
@@ -242,11 +252,10 @@ def _encode(open_text: Callable[[], IO[bytes]], directory: Path, sha256: str, pa
         raise DataError(f"data.path={path} is empty")
     if len(distinct) < 2:
         raise DataError(f"data.path={path} has one distinct character; there is nothing to learn")
-    dtype = "uint8" if len(distinct) <= 1 << 8 else "uint16" if len(distinct) <= 1 << 16 else "uint32"
+    dtype = _dtype(len(distinct))
     token = np.zeros(CODE_POINTS, dtype=dtype)
     token[distinct] = np.arange(len(distinct), dtype=dtype)
     vocabulary = "".join(map(chr, distinct))
-    encoded = Encoded(str(directory), sha256, length, vocabulary, dtype)
 
     building = Path(tempfile.mkdtemp(prefix=".partial-", dir=directory.parent))
     try:
@@ -255,6 +264,10 @@ def _encode(open_text: Callable[[], IO[bytes]], directory: Path, sha256: str, pa
                 file.write(token[codes].tobytes())
             file.flush()
             os.fsync(file.fileno())
+        if _sha256(open_text) != sha256:
+            raise DataError(f"data.path={path} changed while it was read; run again")
+        tokens_sha256 = _sha256(partial(_open, building / "tokens.bin"))
+        encoded = Encoded(str(directory), sha256, length, vocabulary, dtype, tokens_sha256)
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
         publish(building / "meta.json", json.dumps(meta).encode())
         shutil.rmtree(directory, ignore_errors=True)  # it may be there, damaged

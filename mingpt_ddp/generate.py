@@ -59,7 +59,8 @@ def choose(
     """One character per row of the logits (B, V), as indices (B,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float() / temperature
+    logits = logits.double()
+    logits = ((logits - logits.max(dim=-1, keepdim=True).values) / temperature).float()  # at most 0: no overflow
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

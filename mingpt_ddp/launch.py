@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -9,6 +10,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -20,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import logs
-from mingpt_ddp.config import Config, from_dictconfig, suggest
+from mingpt_ddp.config import Config, from_dictconfig, refuse_credentials, suggest
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.place import Place, die_with_parent, find_place
 from mingpt_ddp.storage import check_url
@@ -43,9 +45,16 @@ def main() -> None:
     sys.argv = [arg for arg in sys.argv if not re.match(r"--local[-_]rank\b", arg)]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hands us Hydra's errors instead of printing them
     try:
+        for word in sys.argv[1:]:  # before Hydra's sweeper saves them
+            refuse_credentials(word.partition("=")[0], word)
         hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(train)()
+    except UserError as error:
+        _leave_with_user_error(error, _place_or_default())
     except Exception as error:  # `train` lets none pass: what arrives here went wrong while Hydra composed
         _leave_with_user_error(ConfigError(explain(error)), _place_or_default())
+    # Everything is written, and the process group is closed. Interpreters that end in their own time have been seen to
+    # abort in a thread of torch's, which an agent takes for a failure.
+    _leave(None, 0)
 
 
 def config_directory() -> Path:
@@ -75,6 +84,8 @@ def train(cfg: DictConfig) -> float:
         logs.close()
         return loss
     except UserError as error:
+        if runtime is not None:
+            runtime.report_failure(str(error))
         _leave_with_user_error(error, place)
     except KeyboardInterrupt:
         told = "interrupted; the same command continues from the last snapshot"
@@ -102,6 +113,8 @@ def _run_agent(config: Config) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from mingpt_ddp.loader import plan_batches
+    from mingpt_ddp.rundir import fresh_directory, run_directory
     from mingpt_ddp.runtime import choose_device
 
     workers = config.ddp.nproc_per_node
@@ -110,26 +123,28 @@ def _run_agent(config: Config) -> NoReturn:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     package_home = str(Path(__file__).resolve().parent.parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, os.environ.get("PYTHONPATH")]))
+    plan_batches(config.trainer, workers)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell what went wrong
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=workers,
-        run_id=str(os.getpid()),
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=config.ddp.max_restarts,
-    )
-    try:
-        elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *sys.argv[1:])
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could not tell itself
-            log.error("error: rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
-        sys.exit(USER_ERROR if failure.exitcode == USER_ERROR else FAILURE)
-    except SignalException as stop:
-        sys.exit(128 + stop.sigval)
-    sys.exit(0)
+    words = sys.argv[1:]
+    if config.run.resume == "never":  # once, not at every restart
+        words += [f"run.name={fresh_directory(run_directory(config)).name}", "run.resume=auto"]
+    for restart in range(config.ddp.max_restarts + 1):
+        if restart:
+            log.warning("restart %d of %d", restart, config.ddp.max_restarts)
+        launch = LaunchConfig(1, 1, workers, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+        launch.max_restarts = 0
+        try:
+            elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *words)
+            sys.exit(0)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:  # it could not tell itself
+                log.error("error: rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
+            if failure.exitcode == USER_ERROR:  # would come again
+                sys.exit(USER_ERROR)
+        except SignalException as stop:
+            sys.exit(128 + stop.sigval)
+    sys.exit(FAILURE)
 
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
@@ -203,14 +218,14 @@ def _is_news(message: str, place: Place) -> bool:
 def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | None) -> NoReturn:
     """The rank that failed reports why; a rank that only lost its peers waits for that report and repeats it."""
     summary = " ".join(f"{type(error).__name__}: {error}".split())
-    if runtime is None or not _lost_peers(error):
+    if not _lost_peers(error):
         if runtime is not None:
             runtime.report_failure(summary)
         _tell_agent(error)
         log.error("rank %d failed", place.rank, exc_info=error)
         _leave(f"error: rank {place.rank}: {summary}", FAILURE)
     log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
-    reason = runtime.reported_failure(VICTIM_WAIT_S)
+    reason = runtime.reported_failure(VICTIM_WAIT_S) if runtime is not None else None
     log.error("error: %s", reason or f"rank {place.rank} lost another rank: {summary[:200]}")
     if place.agent:
         time.sleep(AGENT_S)  # the agent blames the first to go
@@ -237,6 +252,7 @@ def _leave(message: str | None, code: int) -> NoReturn:
     if message is not None:
         log.error(message)
     logs.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
+            stream.flush()
     os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -22,7 +23,9 @@ class Console(logging.Handler):
         self.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not getattr(record, "file_only", False):
+        if sys.stderr is None or getattr(record, "file_only", False):
+            return
+        with contextlib.suppress(OSError, ValueError):  # whoever read along is gone: that is no reason to stop
             tqdm.write(self.format(record), file=sys.stderr)
             sys.stderr.flush()
 
@@ -56,7 +59,7 @@ class Progress:
     """A bar over the steps on rank 0's terminal; elsewhere nothing, there the log lines tell."""
 
     def __init__(self, place: Place, done: int, total: int) -> None:
-        self.shown = place.is_main and sys.stderr.isatty()
+        self.shown = place.is_main and sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
             initial=done,

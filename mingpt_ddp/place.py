@@ -48,6 +48,8 @@ def find_place() -> Place:
         agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         master=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
     )
+    if not 0 <= place.master[1] < 1 << 16:
+        raise ConfigError(f"MASTER_PORT={place.master[1]} must lie below 65536")
     if not 0 <= place.rank < place.world_size:
         raise ConfigError(f"RANK={place.rank} must lie in 0 .. WORLD_SIZE - 1 = {place.world_size - 1}")
     return place
@@ -55,7 +57,7 @@ def find_place() -> Place:
 
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
-    if not text.isdigit():
+    if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"the environment variable {name}={text!r} must be a whole number")
     return int(text)
 

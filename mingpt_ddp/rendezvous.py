@@ -50,14 +50,22 @@ def tell_once(store: Store, message: str) -> bool:
     return first
 
 
+def stop_if_fatal(store: Store) -> None:
+    """An agent restarts its workers whatever they died of; after an error that all attempts would meet, leave at once.
+
+    Raises:
+        RunError: what the earlier attempt told.
+    """
+    if store.check([FATAL]):
+        raise RunError(_peek(store, FATAL))
+
+
 def meet(store: Store, place: Place, timeout_s: float) -> Store:
     """Wait for the other ranks of this attempt; the store returned is theirs alone.
 
     Raises:
         RunError: a rank did not appear within `timeout_s` seconds.
     """
-    if store.check([FATAL]):  # an agent restarts its workers whatever they died of
-        raise RunError(_peek(store, FATAL))
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
     attempt = _lead(store, place, deadline) if place.is_main else _follow(store, place.rank, own, deadline)

@@ -11,17 +11,19 @@ from typing import Any
 from mingpt_ddp import logs
 from mingpt_ddp.config import Config
 from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.generate import generate_text
 from mingpt_ddp.loader import Loader, plan_batches
 from mingpt_ddp.metrics import NATS_PER_BIT, Board
 from mingpt_ddp.model import GPT, build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.rundir import RunDirectory, fresh_directory, run_directory
+from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.saver import Position, Saver
+from mingpt_ddp.saver import Position, Saver, check_state
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshot import SnapshotStore, load
+from mingpt_ddp.storage import Storage
 from mingpt_ddp.trainer import Trainer, count_steps
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,7 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
         The validation loss in nats per character.
     """
     # Whatever can be refused is refused here, before anything is written.
+    _check_same(runtime, config)
     encoded = Encoded(**runtime.first(lambda: asdict(prepare(config.data)), per_node=True))
     corpus = Corpus(encoded, config.data)
     loader = Loader(
@@ -47,7 +50,7 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     )
     plan_batches(config.trainer, runtime.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
-    runtime.first(lambda: _check_resume(config, job))
+    runtime.first(lambda: _check_resume(config, job, encoded, runtime.world_size))
 
     owner, directory = _own_directory(config, runtime, job)
     logs.to_file(directory, runtime.place)
@@ -77,8 +80,10 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
             config, runtime, loader, plan, model, optimizer, evaluator, saver, board, position, sample, steps
         )
         trainer.fit()
-    elif position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
-        position.val_loss = evaluator.run(model)
+    else:
+        if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
+            position.val_loss = evaluator.run(model)
+        log.info("a sample:\n%s\n", sample(position.step))
 
     result = _result(position, config, loader.steps_per_epoch)
     if owner:
@@ -96,7 +101,8 @@ def snapshot_url(config: Config, directory: Path) -> str:
     if config.snapshot.path is None:
         return str(directory / "snapshots")
     name = directory.relative_to(config.run.root).as_posix()
-    return f"{config.snapshot.path.rstrip('/')}/{name}"
+    path = config.snapshot.path
+    return f"{path}{name}" if path.endswith("/") else f"{path}/{name}"
 
 
 def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[RunDirectory | None, Path]:
@@ -106,19 +112,34 @@ def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[R
     def take() -> str:
         nonlocal owner
         wanted = run_directory(config, job)
-        owner = RunDirectory(fresh_directory(wanted) if config.run.resume == "never" else wanted)
-        return str(owner.path)
+        if config.run.resume == "never":
+            wanted = Path(runtime.remember("directory", lambda: str(fresh_directory(wanted))))
+        owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
+        snapshots = Storage(snapshot_url(config, wanted))
+        if config.snapshot.path is not None and snapshots.local:
+            owner.also_own(Path(snapshots.root))
+        return str(wanted)
 
     directory = Path(runtime.first(take))
     return owner, directory
 
 
-def _check_resume(config: Config, job: str | None) -> None:
-    """A snapshot to start from must be there, unless the run has some of its own already."""
-    if config.run.resume not in ("auto", "never"):
-        own = SnapshotStore(snapshot_url(config, run_directory(config, job)))
-        if not own.steps():
-            load(config.run.resume)
+def _check_same(runtime: Runtime, config: Config) -> None:
+    """Ranks that were started by hand may have been given different words."""
+    configs = runtime.gather(config.to_dict())
+    for rank, other in enumerate(configs):
+        differing = difference(configs[0], other)
+        if differing:
+            raise ConfigError(f"rank {rank} is configured otherwise than rank 0: {'; '.join(differing)}")
+
+
+def _check_resume(config: Config, job: str | None, corpus: Encoded, world_size: int) -> None:
+    """The place of the snapshots can be read, and what run.resume names can be continued."""
+    own = SnapshotStore(snapshot_url(config, run_directory(config, job))).steps()
+    if config.run.resume not in ("auto", "never") and not own:
+        source = load(config.run.resume)
+        check_state(source.step, source.state, config, corpus)
+        plan_batches(config.trainer, world_size, source.state["micro_batch_size"])
 
 
 def _introduce(
@@ -140,6 +161,11 @@ def _introduce(
             runtime.precision,
         ),
     )
+    if config.trainer.max_steps is not None and steps < config.trainer.max_steps:
+        log.info(
+            "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to go on",
+            *(config.trainer.max_epochs, steps, config.trainer.max_steps),
+        )
     if done >= steps:
         log.info("complete: the snapshot of step %d has reached the limit of %d steps", done, steps)
     elif done:

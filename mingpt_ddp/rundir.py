@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -52,17 +54,22 @@ class RunDirectory:
             RunError: another process group owns it, or it cannot be written.
         """
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(path / ".lock", "a+")  # noqa: SIM115  (closing it would release the lock)
-        except OSError as error:
-            raise RunError(
-                f"cannot write to the run directory {path}: {error.strerror}; choose another run.root"
-            ) from error
+        self._lock = _open_lock(path, "the run directory", "run.root")
         _acquire(self._lock, path, time.monotonic() + wait_s)
+        self._others: list[IO[str]] = []
+
+    def also_own(self, path: Path) -> None:
+        """Lock a directory outside the run directory, that other runs could use as well.
+
+        Raises:
+            RunError: another process group owns it, or it cannot be written.
+        """
+        self._others.append(_open_lock(path, "the snapshots' directory", "snapshot.path"))
+        _acquire(self._others[-1], path, time.monotonic())
 
     def release(self) -> None:
-        self._lock.close()
+        for lock in (self._lock, *self._others):
+            lock.close()
 
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
@@ -75,19 +82,33 @@ class RunDirectory:
         changes = difference(previous, config)
         if changes:
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
-            number = 2 + len(list(self.path.glob("config.*.yaml")))
+            number = max([1, *self._later_configs()]) + 1
             publish(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False).encode())
 
+    def _later_configs(self) -> list[int]:
+        numbers = (re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in self.path.glob("config.*.yaml"))
+        return sorted(int(number[1]) for number in numbers if number)
+
     def _last_config(self) -> dict[str, Any] | None:
-        later = sorted(self.path.glob("config.*.yaml"), key=lambda p: int(p.name.split(".")[1]))
-        for path in [*reversed(later), self.path / "config.yaml"]:
-            if path.exists():
-                config: dict[str, Any] = yaml.safe_load(path.read_text())
-                return config
+        """The newest record that can be read; it is only a record, nothing depends on it."""
+        names = [f"config.{number}.yaml" for number in reversed(self._later_configs())]
+        for name in [*names, "config.yaml"]:
+            with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+                config = yaml.safe_load((self.path / name).read_text())
+                if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
+                    return config
         return None
 
     def write_result(self, result: dict[str, Any]) -> None:
         publish(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def _open_lock(path: Path, what: str, key: str) -> IO[str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return open(path / ".lock", "a+")
+    except OSError as error:
+        raise RunError(f"cannot write to {what} {path}: {error.strerror}; choose another {key}") from error
 
 
 def _acquire(lock: IO[str], path: Path, deadline: float) -> None:
@@ -113,7 +134,13 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """`group.key: old -> new` for every value that differs."""
     before, after = _flat(old), _flat(new)
     keys = [*before, *(k for k in after if k not in before)]
-    return [f"{k}: {before.get(k)} -> {after.get(k)}" for k in keys if before.get(k) != after.get(k)]
+    pairs = [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
+    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in pairs]
+
+
+def _shown(value: Any) -> str:
+    """As the command line takes it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Any]:

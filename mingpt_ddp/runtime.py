@@ -24,7 +24,7 @@ from mingpt_ddp import errors
 from mingpt_ddp.config import Config, DDPConfig, TrainerConfig
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.place import Place
-from mingpt_ddp.rendezvous import connect, meet
+from mingpt_ddp.rendezvous import connect, meet, stop_if_fatal
 
 T = TypeVar("T")
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
@@ -72,15 +72,20 @@ class Runtime:
         self.device = choose_device(config.trainer, config.ddp, place)
         self.precision = _precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
-        self.store: dist.Store | None = None
+        self.store: dist.Store | None = None  # of this attempt
+        self._job_store: dist.Store | None = None  # of all attempts under one agent
         _set_determinism(config.trainer.deterministic)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if self.world_size > 1 or place.agent:  # a worker whose agent is gone already finds no store
+            self._job_store = connect(place, job, self.ddp.timeout_s)
+            stop_if_fatal(self._job_store)
         if self.world_size > 1:
-            self._join(job)
+            self._join(self._job_store)
 
-    def _join(self, job: int) -> None:
-        self.store = meet(connect(self.place, job, self.ddp.timeout_s), self.place, self.ddp.timeout_s)
+    def _join(self, job_store: dist.Store | None) -> None:
+        assert job_store is not None
+        self.store = meet(job_store, self.place, self.ddp.timeout_s)
         gpu = "nccl" if self.ddp.backend in ("auto", "nccl") else self.ddp.backend
         cpu = self.ddp.backend if self.ddp.backend == "mpi" else "gloo"
         dist.init_process_group(
@@ -142,7 +147,7 @@ class Runtime:
             UserError: what the rank that worked raised, on every rank; or the nodes came to different values.
         """
         outcome: dict[str, Any] = {}
-        if (self.place.local_rank if per_node else self.rank) == 0:
+        if self.is_main or (per_node and self.place.local_rank == 0):
             try:
                 outcome["value"] = work()
             except UserError as error:
@@ -156,6 +161,14 @@ class Runtime:
         if any(value != values[0] for value in values):
             raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
         return values[0]
+
+    def remember(self, key: str, make: Callable[[], str]) -> str:
+        """What `make` returned on the first attempt; restarts by the same agent get that value again."""
+        if self._job_store is None:
+            return make()
+        if not self._job_store.check([key]):
+            self._job_store.set(key, make())
+        return self._job_store.get(key).decode()
 
     # The model's surroundings.
 

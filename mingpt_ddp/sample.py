@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.config import refuse_credentials
+from mingpt_ddp.errors import ConfigError, DataError, UserError
 from mingpt_ddp.place import Place
 from mingpt_ddp.schema import build
 
@@ -38,6 +39,11 @@ class SampleConfig:
             value = getattr(self, key)
             if value is not None and value < least:
                 raise ConfigError(f"{key}={value} must be at least {least}")
+        if not self.snapshot.strip():
+            raise ConfigError("snapshot is empty; name a run directory")
+        refuse_credentials("snapshot", self.snapshot)
+        if self.samples > 10_000:
+            raise ConfigError(f"samples={self.samples} must be at most 10000")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p={self.top_p} must lie in (0, 1]")
         if self.seed >= 2**63:
@@ -52,7 +58,7 @@ def main() -> None:
     logs.to_console(Place())
     try:
         config = parse(sys.argv[1:])
-        prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
+        prompt = _read_prompt() if config.prompt == "-" else config.prompt
         for number, text in enumerate(sample(config, prompt)):
             print(f"{'-' * 80}\n{text}" if number else text)
     except UserError as error:
@@ -60,6 +66,13 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _read_prompt() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
 
 
 def parse(arguments: list[str]) -> SampleConfig:

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from mingpt_ddp import snapshot as format
-from mingpt_ddp.config import Config
+from mingpt_ddp.config import Config, from_mapping
 from mingpt_ddp.corpus import Encoded
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.schema import build
 from mingpt_ddp.snapshot import Snapshot, SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -45,18 +46,26 @@ def identity(config: dict[str, Any], corpus_sha256: str) -> dict[str, Any]:
     return values | {"data.path (the text's SHA-256)": corpus_sha256[:16]}
 
 
-def check_identity(state: dict[str, Any], config: Config, corpus: Encoded, where: str) -> None:
+def check_state(step: int, state: Any, config: Config, corpus: Encoded) -> None:
     """
     Raises:
-        SnapshotError: the snapshot belongs to another model, text or order of the data.
+        SnapshotError: the snapshot belongs to another model, text or order of the data, or is not one of ours.
     """
-    old = identity(state["config"], state["corpus"]["sha256"])
+    try:
+        from_mapping(state["config"])
+        position = build(Position, state["position"], "position")
+        sound = position.step == step and state["config"]["trainer"]["batch_size"] % state["micro_batch_size"] == 0
+        old = identity(state["config"], state["corpus"]["sha256"])
+    except (KeyError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
+        raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {error}") from error
+    if not sound:
+        raise SnapshotError(f"the snapshot of step {step} does not hold what it should")
     new = identity(config.to_dict(), corpus.sha256)
     differing = [f"{key} ({old.get(key)} there, {new.get(key)} now)" for key in new if old.get(key) != new.get(key)]
     if differing:
         raise SnapshotError(
-            f"{where} was made with other settings: {', '.join(differing)}; restore them, or choose another run.name, "
-            "or run.resume=never"
+            f"the snapshot of step {step} was made with other settings: {', '.join(differing)}; restore them, "
+            "or choose another run.name, or run.resume=never"
         )
 
 
@@ -70,24 +79,29 @@ class Saver:
         self.store = SnapshotStore(url)
 
     def find(self) -> Snapshot | None:
-        """The snapshot to resume from, on every rank; the run's own, else that of run.resume. A collective."""
-        found = self._look() if self.runtime.is_main else None
-        meta: dict[str, Any] | None = self.runtime.gather(
-            {"step": found.step, "state": found.state} if found else None
-        )[0]
+        """The snapshot to resume from, on every rank; the run's own, else that of run.resume. A collective.
+
+        Raises:
+            SnapshotError: there are snapshots, but none that this run can continue.
+        """
+        found: Snapshot | None = None
+
+        def look() -> dict[str, Any] | None:
+            nonlocal found
+            found = self.store.newest()
+            if found is None and self.config.run.resume not in ("auto", "never"):
+                found = format.load(self.config.run.resume)
+            if found is None:
+                return None
+            check_state(found.step, found.state, self.config, self.corpus)
+            return {"step": found.step, "state": found.state}
+
+        meta = self.runtime.first(look)
         if meta is None:
             return None
-        step, state = int(meta["step"]), meta["state"]
-        check_identity(state, self.config, self.corpus, f"the snapshot of step {step}")
         model = self.runtime.broadcast(found.model if found else None)
         optimizer = self.runtime.broadcast(found.optimizer if found else None)
-        return Snapshot(step, model, optimizer, state)
-
-    def _look(self) -> Snapshot | None:
-        own = self.store.newest()
-        if own is None and self.config.run.resume not in ("auto", "never"):
-            return format.load(self.config.run.resume)
-        return own
+        return Snapshot(meta["step"], model, optimizer, meta["state"])
 
     def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Put a snapshot's content into the live objects."""
@@ -112,14 +126,21 @@ class Saver:
             "config": self.config.to_dict(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        self.store.write(
-            Snapshot(
-                step=position.step,
-                model=format.model_tensors(model),
-                optimizer=format.optimizer_tensors(model, optimizer),
-                state=state,
-            )
+        snapshot = Snapshot(
+            step=position.step,
+            model=format.model_tensors(model),
+            optimizer=format.optimizer_tensors(model, optimizer),
+            state=state,
         )
-        log.info("snapshot of step %d committed to %s", position.step, self.store.url, extra={"file_only": True})
         best = position.best_step if self.config.snapshot.keep_best else None
-        self.store.prune(self.config.snapshot.keep_last, best, newest=position.step)
+        try:
+            self.store.write(snapshot)
+            log.info("snapshot of step %d committed to %s", position.step, self.store.url, extra={"file_only": True})
+            self.store.prune(self.config.snapshot.keep_last, best, newest=position.step)
+        except OSError as error:
+            if not self.store.storage.local:
+                raise
+            raise RunError(
+                f"cannot write the snapshot of step {position.step} to {self.store.url}: {error.strerror or error}; "
+                "the older ones are whole: mend this and run again, or lower snapshot.keep_last"
+            ) from error

@@ -49,8 +49,8 @@ def directory_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    match = re.fullmatch(r"step_(\d{8,})", name)
-    return int(match[1]) if match else None
+    match = re.fullmatch(r"step_([0-9]{8,18})", name)
+    return int(match[1]) if match and directory_name(int(match[1])) == name else None
 
 
 class SnapshotStore:
@@ -59,10 +59,20 @@ class SnapshotStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.storage = Storage(url)
+        self.damaged: set[int] = set()  # steps that turned out to be
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, whole or not, in ascending order."""
-        return sorted(step for name in self.storage.list() if (step := step_of(name)) is not None)
+        """The steps that have a directory, whole or not, in ascending order.
+
+        Raises:
+            SnapshotError: the place cannot be read.
+        """
+        try:
+            names = self.storage.list()
+        except Exception as error:  # every protocol fails in its own way
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise SnapshotError(f"cannot look for snapshots at {self.url}: {reason[:200]}") from error
+        return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def is_committed(self, step: int) -> bool:
         return self.storage.size(f"{directory_name(step)}/{MANIFEST}") is not None
@@ -70,6 +80,7 @@ class SnapshotStore:
     def write(self, snapshot: Snapshot) -> None:
         """Commit a snapshot; what an earlier attempt left of the same step is replaced."""
         directory = directory_name(snapshot.step)
+        self.damaged.discard(snapshot.step)
         self.storage.delete(f"{directory}/{MANIFEST}")
         self.storage.delete(directory)
         files: dict[str, dict[str, Any]] = {}
@@ -116,10 +127,13 @@ class SnapshotStore:
             complete &= all(
                 isinstance(file["bytes"], int) and isinstance(file["sha256"], str) for file in files.values()
             )
+            version = manifest["format"]
         except FileNotFoundError as error:
             raise Damaged("it was never finished") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{MANIFEST} is damaged") from error
+        if isinstance(version, int) and version > FORMAT:
+            raise SnapshotError(f"{self.url} has snapshots of format {version}, written by a newer version; upgrade")
         if not (complete and readable):
             raise Damaged(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
         return files
@@ -128,13 +142,20 @@ class SnapshotStore:
         path = f"{directory_name(step)}/{name}"
         if self.storage.size(path) != expected["bytes"]:
             raise Damaged(f"{name} is missing or has another size")
-        content = self.storage.read(path)
+        try:
+            content = self.storage.read(path)
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error}") from error
         if hashlib.sha256(content).hexdigest() != expected["sha256"]:
             raise Damaged(f"{name} has other content than was written")
         return content
 
     def newest(self) -> Snapshot | None:
-        """The newest whole snapshot; each damaged one that is newer is reported in one line."""
+        """The newest whole snapshot; each damaged one that is newer is reported in one line.
+
+        Raises:
+            SnapshotError: all that were committed are damaged.
+        """
         for step in reversed(self.steps()):
             if not self.is_committed(step):
                 log.info("%s/%s was never finished and is ignored", self.url, directory_name(step))
@@ -142,7 +163,10 @@ class SnapshotStore:
             try:
                 return self.read(step)
             except Damaged as damage:
+                self.damaged.add(step)
                 log.warning("damaged snapshot %s/%s is ignored: %s", self.url, directory_name(step), damage)
+        if self.damaged:
+            raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
 
     def prune(self, keep_last: int, best: int | None, newest: int) -> None:
@@ -153,7 +177,7 @@ class SnapshotStore:
         writes them anew.
         """
         past = [step for step in self.steps() if step <= newest]
-        committed = [step for step in past if self.is_committed(step)]
+        committed = [step for step in past if step not in self.damaged and self.is_committed(step)]
         kept = {*committed[-keep_last:], newest, best}
         for step in past:
             if step not in kept:
@@ -196,7 +220,8 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         SnapshotError: other names or shapes.
     """
     own = model.state_dict()
-    wrong = sorted(own.keys() ^ tensors.keys()) or [k for k in own if own[k].shape != tensors[k].shape]
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong = wrong or [k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
     model.load_state_dict(tensors)
@@ -231,6 +256,11 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         if name not in states:
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = tensor
+    if len({frozenset(state) for state in states.values()}) > 1:
+        raise SnapshotError("the snapshot's optimizer state lacks some of the parameters")
+    for name, state in states.items():
+        if any(tensor.dim() and tensor.shape != parameters[name].shape for tensor in state.values()):
+            raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
     # The optimizer's own loader knows which of its tensors follow the parameter to its device and which stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}

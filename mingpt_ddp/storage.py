@@ -88,7 +88,7 @@ class Storage:
         self.fs.invalidate_cache(self.root)
         try:
             entries: list[Any] = self.fs.ls(self.root, detail=False)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
 

@@ -155,7 +155,7 @@ class Trainer:
         self._look_at_clock()
 
     def _describe(self, step: int, readings: Readings, lr: float) -> None:
-        left = timedelta(seconds=round((self.steps - step) * readings.step_s))
+        left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
         brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
         self.progress.describe(brief)
         log.info(

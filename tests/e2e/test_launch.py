@@ -298,3 +298,69 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
 def test_local_rank_flag_of_the_old_launcher_is_ignored(tmp_path):
     done = call([*python_main(), "--local-rank=0", *TINY, "trainer.max_steps=2"], tmp_path)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_dead_worker_is_told_and_restarted_in_the_same_fresh_directory(tmp_path):
+    """run.resume=never means beside older runs, not anew at every restart."""
+    (tmp_path / "outputs" / "a").mkdir(parents=True)
+    options = ["run.name=a", "run.resume=never", "ddp.nproc_per_node=2", "trainer.max_steps=3000"]
+    job = Job([*python_main(), *TINY, *options, "optimizer.schedule=constant"], tmp_path)
+    wait_for(lambda: last_step(tmp_path / "outputs" / "a-2") >= 5, what="step 5")
+    job.kill_worker(1)
+    wait_for(lambda: "resuming from the snapshot" in job.text(), what="the resumption")
+    job.kill_tree()
+    assert "rank 1 was ended by SIGKILL" in job.text()
+    assert "restart 1 of 3" in job.text()
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"a", "a-2"}
+
+
+def test_a_worker_whose_agent_died_before_it_could_look_leaves(tmp_path):
+    """Nobody answers at the store of the agent: an orphan must not train on, not even a single one."""
+    orphan = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    done = call([*python_main(), *TINY, "ddp.timeout_s=2"], tmp_path, TORCHELASTIC_USE_AGENT_STORE="True", **orphan)
+    assert done.returncode == 2
+    assert "cannot reach MASTER_ADDR:MASTER_PORT" in done.stdout
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_ranks_of_different_configuration_are_refused(tmp_path):
+    port = str(22000 + os.getpid() % 20000)
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    jobs = [Job([*python_main(), *TINY, f"optimizer.lr={lr}"], tmp_path, RANK=r, **shared) for r, lr in ("01", "12")]
+    assert [job.wait() for job in jobs] == [2, 2]
+    expected = "config error: rank 1 is configured otherwise than rank 0: optimizer.lr: 1.0 -> 2.0"
+    assert expected in jobs[0].text()
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_two_runs_cannot_share_a_place_for_snapshots(tmp_path):
+    options = [*TINY, "run.name=a", f"snapshot.path={tmp_path}/shared", "trainer.max_steps=100000"]
+    job = Job([*python_main(), *options, "run.root=first"], tmp_path)
+    try:
+        wait_for(lambda: last_step(tmp_path / "first" / "a") >= 1)
+        done = call([*python_main(), *options, "run.root=second"], tmp_path)
+        assert done.returncode == 2
+        assert "shared/a belongs to process" in done.stdout
+    finally:
+        job.kill_tree()
+
+
+def test_a_console_that_is_gone_does_not_stop_the_training(tmp_path):
+    command = " ".join([*python_main(), *TINY, "run.name=a"])
+    for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
+        shutil.rmtree(tmp_path / "outputs", ignore_errors=True)
+        subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=60, capture_output=True)
+        assert result(tmp_path / "outputs" / "a")["step"] == 12
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_older_snapshots(tmp_path):
+    """A write that cannot be finished, by a limit on the size of files."""
+    whole = call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=8"], tmp_path)
+    assert whole.returncode == 0, whole.stdout
+    limited = " ".join(["ulimit -f 40;", "exec", *python_main(), *TINY, "run.name=a"])
+    done = call(["bash", "-c", f"trap '' XFSZ; {limited}"], tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.splitlines()[-1].startswith("run error: cannot write the snapshot of step 12")
+    again = call([*python_main(), *TINY, "run.name=a"], tmp_path)
+    assert again.returncode == 0, again.stdout
+    assert "resuming from the snapshot of step 8 of 12" in again.stdout

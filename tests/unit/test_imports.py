@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "logs": {"place"},
     "rendezvous": {"errors", "place"},
     "runtime": {"config", "errors", "place", "rendezvous"},
-    "corpus": {"config", "errors", "storage"},
+    "corpus": {"schema", "config", "errors", "storage"},
     "loader": {"config", "errors", "seeds"},
     "model.gpt": {"config"},
     "model": {"model.gpt"},
@@ -33,16 +33,17 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": {"runtime"},
     "evaluate": {"runtime"},
     "snapshot": {"errors", "storage"},
-    "saver": {"config", "corpus", "errors", "runtime", "snapshot"},
+    "saver": {"schema", "config", "corpus", "errors", "runtime", "snapshot"},
     "rundir": {"config", "errors", "storage"},
     "trainer": {
         *("config", "errors", "evaluate", "loader", "logs", "metrics", "optim", "runtime", "saver", "seeds"),
     },
     "run": {
+        *("errors", "storage"),
         *("config", "corpus", "evaluate", "generate", "loader", "logs", "metrics", "model", "optim", "rundir"),
         *("runtime", "saver", "seeds", "snapshot", "trainer"),
     },
-    "launch": {"config", "errors", "logs", "place", "rendezvous", "run", "runtime", "storage"},
+    "launch": {"loader", "rundir", "config", "errors", "logs", "place", "rendezvous", "run", "runtime", "storage"},
     "sample": {"config", "corpus", "errors", "generate", "logs", "model", "place", "schema", "snapshot", "storage"},
     "__main__": {"launch"},
 }

@@ -17,10 +17,12 @@ from mingpt_ddp.model import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import Place
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.saver import Position, Saver, check_identity
+from mingpt_ddp.saver import Position, Saver, check_state
 
 VOCABULARY = "abcdefgh"
-CORPUS = Encoded(directory="nowhere", sha256="1" * 64, length=100, vocabulary=VOCABULARY, dtype="uint8")
+CORPUS = Encoded(
+    directory="nowhere", sha256="1" * 64, length=100, vocabulary=VOCABULARY, dtype="uint8", tokens_sha256="2" * 64
+)
 OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snapshot.keep_last=2"]
 
 
@@ -43,7 +45,10 @@ def changed(config: Config, key: str, value: object) -> Config:
 
 def state_of(config: Config) -> dict:
     """What a snapshot of this configuration holds, after its way through JSON."""
-    return json.loads(json.dumps({"config": config.to_dict(), "corpus": {"sha256": CORPUS.sha256}}))
+    position = dataclasses.asdict(Position(step=8))
+    corpus = {"sha256": CORPUS.sha256}
+    state = {"config": config.to_dict(), "corpus": corpus, "position": position, "micro_batch_size": 4}
+    return json.loads(json.dumps(state))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,7 +81,7 @@ def one_thread():
 def test_what_must_not_change_is_named_with_both_values(key, value, config):
     old = config.to_dict()[key.split(".")[0]][key.split(".")[1]]
     with pytest.raises(SnapshotError) as refused:
-        check_identity(state_of(config), changed(config, key, value), CORPUS, "the snapshot of step 8")
+        check_state(8, state_of(config), changed(config, key, value), CORPUS)
     message = str(refused.value)
     assert message.startswith("snapshot error: the snapshot of step 8 was made with other settings: ")
     assert f" {key} ({old} there, {value} now);" in message
@@ -86,17 +91,17 @@ def test_what_must_not_change_is_named_with_both_values(key, value, config):
 def test_every_difference_is_named(config):
     other = changed(changed(config, "model.n_layer", 5), "run.seed", 7)
     with pytest.raises(SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"):
-        check_identity(state_of(config), other, CORPUS, "it")
+        check_state(8, state_of(config), other, CORPUS)
 
 
 def test_another_optimizer(config):
     with pytest.raises(SnapshotError, match=r"optimizer.name \(adamw there, sgd now\)"):
-        check_identity(state_of(config), typed("optimizer=sgd"), CORPUS, "it")
+        check_state(8, state_of(config), typed("optimizer=sgd"), CORPUS)
 
 
 def test_another_text(config):
     with pytest.raises(SnapshotError, match=r"data.path \(the text's SHA-256\) \(1111111111111111 there, 2222"):
-        check_identity(state_of(config), config, dataclasses.replace(CORPUS, sha256="2" * 64), "it")
+        check_state(8, state_of(config), config, dataclasses.replace(CORPUS, sha256="2" * 64))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,27 @@ def test_another_text(config):
     ],
 )
 def test_what_may_change(key, value, config):
-    check_identity(state_of(config), changed(config, key, value), CORPUS, "it")
+    check_state(8, state_of(config), changed(config, key, value), CORPUS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("position", {"step": 7}),
+        ("position", {"step": "8"}),
+        ("position", {"step": 8, "unknown": 1}),
+        ("position", None),
+        ("micro_batch_size", 5),
+        ("micro_batch_size", 0),
+        ("micro_batch_size", "x"),
+        ("config", "text"),
+        ("corpus", None),
+    ],
+)
+def test_a_state_that_does_not_hold_what_it_should(key, value, config):
+    """Its manifest may be right and still it is none of ours."""
+    with pytest.raises(SnapshotError, match="the snapshot of step 8 does not hold what it should"):
+        check_state(8, {**state_of(config), key: value}, config, CORPUS)
 
 
 # Saved and restored in one process

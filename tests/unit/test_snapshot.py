@@ -316,7 +316,7 @@ def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
     "values",
     [
         {"step": 4},
-        {"format": 2},
+        {"format": "1"},
         {"files": {}},
         {"files": None},
         {"files": []},
@@ -345,7 +345,8 @@ def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
     store = SnapshotStore(str(tmp_path))
     store.write(content(8))
     (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
-    assert store.newest() is None
+    with pytest.raises(SnapshotError, match="all snapshots"):
+        store.newest()
     assert len(warnings) == 1
 
 
@@ -363,11 +364,31 @@ def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
 
 
 def test_all_damaged(store, warnings):
+    """To start from nothing would overwrite what might yet be mended."""
     for step in (4, 8):
         store.write(content(step))
         store.storage.write(f"{directory_name(step)}/{MODEL}", b"")
-    assert store.newest() is None
+    with pytest.raises(SnapshotError, match=r"all snapshots at .* are damaged; move them away"):
+        store.newest()
     assert len(warnings) == 2
+
+
+def test_a_newer_format_is_not_damage(store):
+    store.write(content(4))
+    store.write(content(8))
+    rewrite_manifest(store, format=2)
+    with pytest.raises(SnapshotError, match="written by a newer version"):
+        store.newest()
+
+
+def test_damaged_snapshots_do_not_count_as_kept(store):
+    for step in (4, 8, 12):
+        store.write(content(step))
+    store.storage.write(f"{directory_name(12)}/{MODEL}", b"")
+    assert store.newest().step == 8
+    store.write(content(16))
+    store.prune(keep_last=2, best=None, newest=16)
+    assert [step for step in store.steps() if step != 12] == [8, 16]
 
 
 # By URL
