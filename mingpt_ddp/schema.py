@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -77,10 +78,9 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is bool and isinstance(value, bool):
         return value
-    number = number and abs(value) < 2.0**63  # neither infinite nor beyond what a tensor can hold
-    if hint is int and number and value == int(value):
+    if hint is int and number and abs(value) < 2**63 and value == int(value):
         return int(value)
-    if hint is float and number:
+    if hint is float and number and abs(value) < sys.float_info.max:  # neither infinite nor nan, nor a giant integer
         return float(value)
     if hint is str and isinstance(value, (str, int)) and not isinstance(value, bool):
         return str(value)
