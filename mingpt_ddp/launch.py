@@ -50,6 +50,8 @@ def main() -> None:
         hydra.main(version_base="1.3", config_path=str(config_directory()), config_name="config")(train)()
     except UserError as error:
         _leave_with_user_error(error, _place_or_default())
+    except BrokenPipeError:  # of --help and its like: the reader has had enough
+        _leave(None, 0)
     except Exception as error:  # `train` lets none pass: what arrives here went wrong while Hydra composed
         _leave_with_user_error(ConfigError(explain(error)), _place_or_default())
     # Everything is written, and the process group is closed. Interpreters that end in their own time have been seen to

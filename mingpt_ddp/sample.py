@@ -12,6 +12,7 @@ seed, samples   another seed gives another text; how many texts
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,9 @@ def main() -> None:
         config = parse(sys.argv[1:])
         prompt = _read_prompt() if config.prompt == "-" else config.prompt
         for number, text in enumerate(sample(config, prompt)):
-            print(f"{'-' * 80}\n{text}" if number else text)
+            print(f"{'-' * 80}\n{text}" if number else text, flush=True)
+    except BrokenPipeError:  # the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except UserError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -17,6 +17,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import yaml
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import SnapshotError
@@ -199,11 +200,20 @@ def load(url: str) -> Snapshot:
             return SnapshotStore(parent or ".").read(step)
         except Damaged as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
-    for candidate in (f"{url}/snapshots", url):
-        found = SnapshotStore(candidate).newest()
+    for candidate in (f"{url}/snapshots", url, _recorded_place(url)):
+        found = SnapshotStore(candidate).newest() if candidate else None
         if found is not None:
             return found
     raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
+
+
+def _recorded_place(run: str) -> str | None:
+    """Where a run directory says that it keeps its snapshots, if that is somewhere else."""
+    try:
+        path = yaml.safe_load(Storage(run).read("config.yaml"))["snapshot"]["path"]
+    except Exception:  # it is no run directory of ours
+        return None
+    return f"{path.rstrip('/')}/{run.rsplit('/', 1)[-1]}" if isinstance(path, str) else None
 
 
 # Between live objects and named CPU tensors.

@@ -45,6 +45,21 @@ def test_several_samples_of_a_prompt_from_standard_input(trained):
     assert len(set(texts)) == 3
 
 
+def test_a_reader_that_has_had_enough(trained):
+    command = f"{sys.executable} {ROOT / 'sample.py'} snapshot=outputs/a max_new_tokens=200 samples=900 | head -c 5"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=trained, env=environment(trained), capture_output=True, timeout=60
+    )
+    assert done.stderr == b""
+
+
+def test_a_run_directory_whose_snapshots_are_elsewhere(tmp_path):
+    options = ["run.name=b", f"snapshot.path={tmp_path}/elsewhere", "trainer.max_steps=4"]
+    assert call([*python_main(), *TINY, *options], tmp_path).returncode == 0
+    done = sample(tmp_path, "snapshot=outputs/b", "max_new_tokens=3")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_prompt_is_taken_literally(trained):
     done = sample(trained, "snapshot=outputs/a", "prompt=a=1: [null]", "max_new_tokens=1")
     assert done.stdout.startswith("a=1: [null]"), done.stderr
