@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.schema import build, closest
+from mingpt_ddp.schema import build, closest, refuse_credentials
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -319,11 +319,3 @@ def _build_group(group: str, values: Any) -> Any:
     if choice not in classes:
         raise ConfigError(f"{group}.{selector}={choice} must be one of {', '.join(classes)}")
     return build(classes[choice], values, group)
-
-
-def refuse_credentials(key: str, text: str) -> None:
-    """Refuse a secret in a URL without repeating it: configurations are logged and saved."""
-    password = re.search(r"(?<!github:)//[^/\s,:@]*:[^/\s,@]*@", text)
-    secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
-    if "://" in text and (password or secret):
-        raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")

@@ -22,9 +22,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import logs
-from mingpt_ddp.config import Config, from_dictconfig, refuse_credentials, suggest
+from mingpt_ddp.config import Config, from_dictconfig, suggest
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.place import Place, die_with_parent, find_place
+from mingpt_ddp.schema import refuse_credentials
 from mingpt_ddp.storage import check_url
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mingpt_ddp import logs
-from mingpt_ddp.config import refuse_credentials
 from mingpt_ddp.errors import ConfigError, DataError, UserError
 from mingpt_ddp.place import Place
-from mingpt_ddp.schema import build
+from mingpt_ddp.schema import build, refuse_credentials
 
 
 @dataclass(frozen=True)

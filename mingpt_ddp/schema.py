@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import sys
 import types
 import typing
@@ -90,3 +91,11 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
 
 def _shown(value: Any) -> str:
     return "null" if value is None else repr(value)
+
+
+def refuse_credentials(key: str, text: str) -> None:
+    """Refuse a secret in a URL without repeating it: configurations are logged and saved."""
+    password = re.search(r"(?<!github:)//[^/\s,:@]*:[^/\s,@]*@", text)
+    secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
+    if "://" in text and (password or secret):
+        raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")
