@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 USER_ERROR, FAILURE = 2, 1  # exit codes
-VICTIM_WAIT_S = 5.0  # how long a rank that lost the others waits for the reason
+VICTIM_WAIT_S = 1.0  # how long a rank that lost the others waits for the reason
 AGENT_S = 1.0  # within which an elastic agent notices that one worker is gone and ends the others
 
 
@@ -72,6 +72,7 @@ def train(cfg: DictConfig) -> float:
     place = _place_or_default()
     logs.to_console(place)
     runtime: Runtime | None = None
+    signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(place, runtime))
     try:
         place = find_place()
         config = from_dictconfig(cfg)
@@ -200,6 +201,7 @@ def _place_or_default() -> Place:
 
 def _leave_with_user_error(error: UserError, place: Place) -> NoReturn:
     """All ranks have the same error, or one alone: it is told once, by rank 0 if that has it, and not at restarts."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not logging.getLogger(logs.ROOT).handlers:
         logs.to_console(place)
     if place.agent and not place.is_main:
@@ -230,9 +232,22 @@ def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | N
     log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
     reason = runtime.reported_failure(VICTIM_WAIT_S) if runtime is not None else None
     log.error("error: %s", reason or f"rank {place.rank} lost another rank: {summary[:200]}")
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place.agent:
         time.sleep(AGENT_S)  # the agent blames the first to go
     _leave(None, FAILURE)
+
+
+def _leave_on_sigterm(place: Place, runtime: Runtime | None) -> None:
+    """An agent ends the ranks that are left when one has failed: they tell why, as far as they know."""
+    try:
+        reason = runtime.reported_failure(VICTIM_WAIT_S) if runtime is not None and place.world_size > 1 else None
+        if reason:
+            log.error("error: %s", reason)
+        elif place.is_main:
+            log.error("ended by SIGTERM; the same command continues from the last snapshot")
+    finally:
+        os._exit(128 + signal.SIGTERM)
 
 
 def _lost_peers(error: BaseException) -> bool:
