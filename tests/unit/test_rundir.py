@@ -161,9 +161,9 @@ def test_difference_names_keys_old_and_new():
     new = {"a": {"x": 1, "y": [1, 3], "new": 6}, "b": {"z": "text"}}
     assert difference(old, new) == [
         "a.y: [1, 2] -> [1, 3]",
-        "a.gone: 5 -> None",
-        "b.z: None -> text",
-        "a.new: None -> 6",
+        "a.gone: 5 -> null",
+        "b.z: null -> text",
+        "a.new: null -> 6",
     ]
     assert difference(old, old) == []
 
