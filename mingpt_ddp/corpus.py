@@ -197,8 +197,8 @@ def _find(directory: Path, sha256: str) -> Encoded | None:
         meta = json.loads((directory / "meta.json").read_text())
         encoded = build(Encoded, {"directory": str(directory), **meta}, "")
         size = (directory / "tokens.bin").stat().st_size
-        whole = encoded.sha256 == sha256 and size == encoded.length * np.dtype(_dtype(len(encoded.vocabulary))).itemsize
-        whole = whole and encoded.dtype == _dtype(len(encoded.vocabulary))
+        whole = encoded.sha256 == sha256 and encoded.dtype == _dtype(len(encoded.vocabulary))
+        whole = whole and size == encoded.length * np.dtype(encoded.dtype).itemsize
         whole = whole and _sha256(partial(_open, directory / "tokens.bin")) == encoded.tokens_sha256
     except (OSError, ValueError, TypeError, RecursionError, ConfigError):
         return None
