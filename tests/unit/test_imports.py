@@ -17,6 +17,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
     "seeds": set(),
+    "cadence": set(),
     "schema": {"errors"},
     "config": {"errors", "schema"},
     "storage": {"errors"},
