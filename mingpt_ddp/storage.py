@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fsspec
 from fsspec.core import split_protocol
+from fsspec.implementations.local import LocalFileSystem
 
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.remote import RemoteFiles, S3Files, StorageError
 
-EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> the extra of this package that brings it
+__all__ = ["Storage", "StorageError", "check_url", "publish", "publish_new", "sync_directory"]
 
-
+S3 = ("s3", "s3a")
+# Endpoint, credentials and region come from the environment and files that all AWS tools read. Retries are ours.
+S3_OPTIONS: dict[str, Any] = {"config_kwargs": {"retries": {"max_attempts": 0}}}
+EXTRAS = dict.fromkeys(S3, "s3")  # protocol -> the extra of this package that brings it
 READ_ONLY = ("http", "https")
 
 
@@ -41,12 +50,25 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
 
 
 class Storage:
-    """A directory of small trees, addressed by relative names with forward slashes."""
+    """A directory of small trees, addressed by relative names with forward slashes.
+
+    On a local disk all methods raise OSError. Anywhere else they try again what may pass, end within the limits of
+    `remote`, and raise StorageError: one line that names the URL and the cause. No method makes a bucket.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") or url
-        self.fs, self.root = fsspec.core.url_to_fs(self.url)
-        self.local = _is_local(self.fs)
+        base = split_protocol(self.url.rsplit("::", 1)[-1])[0] or "file"
+        options = S3_OPTIONS if split_protocol(self.url)[0] in S3 else {}
+        # An instance of our own, whose listings nobody else fills.
+        fs, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **options)
+        self.shared = base not in ("file", "local", "memory")  # all machines see the same files
+        self.local = isinstance(fs, LocalFileSystem)
+        self._files: LocalFiles | RemoteFiles
+        if self.local:
+            self._files = LocalFiles()
+        else:
+            self._files = (S3Files if options else RemoteFiles)(fs, self.url)
 
     def _at(self, name: str) -> str:
         parts = name.split("/")
@@ -65,47 +87,108 @@ class Storage:
         Raises:
             FileNotFoundError: there is none.
         """
-        content: bytes = self.fs.cat_file(self._at(name), end=limit)
-        return content
+        return self._files.read(self._at(name), limit)
 
-    def write(self, name: str, content: bytes) -> None:
-        """Publish a file whole or not at all; on a local disk it has reached the disk when this returns."""
-        path = self._at(name)
-        if self.local:
-            publish(Path(path), content)
-        else:
-            self.fs.pipe_file(path, content)
+    def chunks(self, name: str, size: int = 1 << 23) -> Iterator[bytes]:
+        """The file in pieces of `size` bytes, of which one is in memory at a time; an empty file has none.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return self._files.chunks(self._at(name), size)
+
+    def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
+        """Publish a file whole or not at all; on a local disk it has reached the disk when this returns.
+
+        A large content is never copied as a whole on its way to a local disk or to S3.
+        """
+        self._files.write(self._at(name), memoryview(content).cast("B"))
+
+    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+        """Publish a file unless there is one of this name; whether this call did.
+
+        Of several processes that try, one succeeds. Filesystems that cannot refuse to overwrite are asked first, which
+        leaves a moment for a race. Contents should differ, by a random word: it is how a call whose request succeeded
+        without an answer knows its own file.
+        """
+        return self._files.create(self._at(name), memoryview(content).cast("B"))
 
     def size(self, name: str) -> int | None:
         """Bytes of the file, or None where there is none."""
-        try:
-            return int(self.fs.info(self._at(name))["size"])
-        except FileNotFoundError:
-            return None
+        return self._files.size(self._at(name))
 
     def list(self) -> list[str]:
         """Names directly below this directory, sorted; empty where the directory does not exist."""
-        self.fs.invalidate_cache(self.root)
-        try:
-            entries: list[Any] = self.fs.ls(self.root, detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted(str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in entries)
+        return self._files.list(self.root)
 
     def delete(self, name: str) -> None:
-        """Remove a file or a directory with all that is in it; nothing happens where there is none."""
-        path = self._at(name)
-        if self.fs.exists(path):
-            self.fs.rm(path, recursive=True)
+        """Remove a file or a directory with all that is in it; nothing happens where there is none.
+
+        A symbolic link is removed, not what it leads to. On S3, parts of uploads below the name that were never
+        completed go too.
+        """
+        self._files.delete(self._at(name))
 
 
-def _is_local(fs: Any) -> bool:
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-    return "file" in protocols
+class LocalFiles:
+    """The files of this machine, by path."""
+
+    def read(self, path: str, limit: int | None) -> bytes:
+        with open(path, "rb") as file:
+            return file.read(-1 if limit is None else limit)
+
+    def chunks(self, path: str, size: int) -> Iterator[bytes]:
+        with open(path, "rb") as file:
+            while chunk := file.read(size):
+                yield chunk
+
+    def write(self, path: str, content: memoryview) -> None:
+        publish(Path(path), content)
+
+    def create(self, path: str, content: memoryview) -> bool:
+        return publish_new(Path(path), content)
+
+    def size(self, path: str) -> int | None:
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def delete(self, path: str) -> None:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            Path(path).unlink(missing_ok=True)
 
 
-def publish(path: Path, content: bytes) -> None:
+def publish(path: Path, content: bytes | bytearray | memoryview) -> None:
     """Write a local file atomically: readers see the old content or the new, also after a power failure."""
+    with _beside(path, content) as partial:
+        os.replace(partial, path)
+
+
+def publish_new(path: Path, content: bytes | bytearray | memoryview) -> bool:
+    """As `publish`, but an existing file stays as it is; whether this call made the file."""
+    with _beside(path, content) as partial:
+        try:
+            os.link(partial, path)
+        except OSError:
+            if os.path.lexists(path):
+                return False
+            os.replace(partial, path)  # a filesystem without hard links
+    return True
+
+
+@contextmanager
+def _beside(path: Path, content: bytes | bytearray | memoryview) -> Iterator[Path]:
+    """A file next to `path` with this content, on the disk and for the caller to rename; then, its name is too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -113,10 +196,9 @@ def publish(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
+        yield partial
+    finally:
         partial.unlink(missing_ok=True)
-        raise
     sync_directory(path.parent)
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import array
 import errno
-import importlib.util
 import os
 import resource
 import signal
+import sys
 import uuid
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 
+from mingpt_ddp import remote
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage import Storage, check_url, publish
+from mingpt_ddp.storage import Storage, StorageError, check_url, publish
 
 
 @pytest.fixture(params=["path", "file://", "memory://"])
@@ -36,12 +42,58 @@ def test_read_no_more_than_the_limit(storage):
     assert storage.read("file", limit=99) == b"0123456789"
 
 
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 25])
+def test_chunks_are_the_file(storage, length):
+    content = os.urandom(length)
+    storage.write("file", content)
+    chunks = list(storage.chunks("file", 10))
+    assert b"".join(chunks) == content
+    assert all(len(chunk) == 10 for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_content_of_every_kind(storage, kind):
+    for name in ("write", "create"):
+        getattr(storage, name)(name, kind(b"some bytes"))
+        assert storage.read(name) == b"some bytes"
+
+
+def test_content_of_wider_items_counts_in_bytes(storage):
+    storage.write("file", memoryview(array.array("d", [1.0, 2.0])))
+    assert storage.size("file") == 16
+    assert storage.read("file") == array.array("d", [1.0, 2.0]).tobytes()
+
+
+def test_create_keeps_what_is_there(storage):
+    assert storage.create("a/file", b"first")
+    assert not storage.create("a/file", b"second")
+    assert storage.read("a/file") == b"first"
+    storage.delete("a/file")
+    assert storage.create("a/file", b"third")
+    assert storage.list() == ["a"]
+    assert Storage(f"{storage.url}/a").list() == ["file"]
+
+
+def test_of_many_that_create_one_succeeds(storage):
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda i: storage.create("file", b"%d" % i), range(40)))
+    assert made.count(True) == 1
+    assert storage.read("file") == b"%d" % made.index(True)
+    assert storage.list() == ["file"]
+
+
+def test_shared_is_what_other_machines_see(storage, tmp_path):
+    assert not storage.shared
+    assert not Storage("simplecache::memory://x").shared
+    assert Storage("http://127.0.0.1:1/x").shared
+
+
 def test_list_has_the_names_of_one_level_sorted(storage):
     assert storage.list() == []
     for name in ("b/2", "a/1", "c", "b/1"):
         storage.write(name, b"x")
     assert storage.list() == ["a", "b", "c"]
-    assert storage.child("b").list() == ["1", "2"]
+    assert Storage(f"{storage.url}/b").list() == ["1", "2"]
 
 
 def test_list_sees_what_another_process_wrote(storage):
@@ -56,7 +108,7 @@ def test_delete_file_and_directory(storage):
     storage.write("a/1", b"x")
     storage.write("a/2", b"x")
     storage.delete("a/1")
-    assert storage.child("a").list() == ["2"]
+    assert Storage(f"{storage.url}/a").list() == ["2"]
     storage.delete("a")
     assert storage.list() == []
     storage.delete("a")  # is not there any more
@@ -64,8 +116,15 @@ def test_delete_file_and_directory(storage):
 
 def test_what_is_not_there(storage):
     assert storage.size("nothing") is None
-    with pytest.raises(FileNotFoundError):
-        storage.read("nothing")
+    for call in (storage.read, lambda name: next(storage.chunks(name))):
+        with pytest.raises(FileNotFoundError):
+            call("nothing")
+
+
+def test_a_directory_is_no_file(storage):
+    storage.write("a/1", b"x")
+    assert storage.size("a") is None
+    assert Storage(f"{storage.url}/a/1").list() == []
 
 
 def test_trailing_slash_makes_no_difference(storage):
@@ -81,9 +140,10 @@ def test_trailing_slash_makes_no_difference(storage):
         lambda storage, name: storage.read(name),
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
-        lambda storage, name: storage.child(name),
+        lambda storage, name: storage.chunks(name),
+        lambda storage, name: storage.create(name, b"x"),
     ],
-    ids=["write", "read", "size", "delete", "child"],
+    ids=["write", "read", "size", "delete", "chunks", "create"],
 )
 def test_names_that_leave_the_directory_are_refused(call, name, storage, tmp_path):
     (tmp_path / "outside").write_text("precious")
@@ -128,6 +188,35 @@ def test_content_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
     assert done == ["file", "rename", "directory"]
 
 
+def test_a_symbolic_link_is_deleted_not_followed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    storage = Storage(str(tmp_path / "store"))
+    storage.write("real/file", b"x")
+    for link in ("step", "real/inside"):
+        (tmp_path / "store" / link).symlink_to(elsewhere)
+    storage.delete("step")
+    storage.delete("real")
+    assert storage.list() == []
+    (tmp_path / "store" / "dangling").symlink_to(tmp_path / "nowhere")
+    storage.delete("dangling")
+    assert storage.list() == []
+    assert (elsewhere / "precious").read_text() == "x"
+
+
+def test_create_without_hard_links(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    storage = Storage(str(tmp_path))
+    assert storage.create("file", b"first")
+    assert not storage.create("file", b"second")
+    assert storage.read("file") == b"first"
+    assert storage.list() == ["file"]
+
+
 def test_a_reader_never_sees_a_part(tmp_path):
     """Whoever opened the old file keeps reading the old content: it is replaced, not overwritten."""
     path = tmp_path / "file"
@@ -162,8 +251,111 @@ def test_unknown_protocol(url):
     assert str(error.value) == f"config error: data.path={url}: no such protocol as foo://"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
 @pytest.mark.parametrize("url", ["s3://bucket/x", "s3a://bucket/x", "simplecache::s3://bucket/x"])
-def test_a_missing_package_is_named(url):
+def test_a_missing_package_is_named(url, monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    for protocol in ("s3", "s3a"):
+        monkeypatch.delitem(_registry, protocol, raising=False)
     with pytest.raises(ConfigError, match=r"snapshot.path=.* is not installed; pip install 'mingpt_ddp\[s3\]'"):
         check_url(url, "snapshot.path")
+
+
+# What passes, what lasts, and what is told
+
+
+class Unsteady(MemoryFileSystem):
+    """Fails as often as `faults` says; `asked` counts all calls."""
+
+    protocol = "unsteady"
+    cachable = False
+    faults: ClassVar[list[Exception]] = []
+    asked = 0
+
+    def pipe_file(self, *args, **kwargs):
+        Unsteady.asked += 1
+        if self.faults:
+            raise self.faults.pop(0)
+        return super().pipe_file(*args, **kwargs)
+
+
+@pytest.fixture
+def unsteady(monkeypatch):
+    monkeypatch.setitem(_registry, "unsteady", Unsteady)
+    monkeypatch.setattr(Unsteady, "asked", 0)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    storage = Storage(f"unsteady://{uuid.uuid4().hex}")
+    yield storage
+    Unsteady.faults.clear()
+
+
+def store_error(status: int, code: str) -> OSError:
+    """As an S3 client reports the answer of a server."""
+    error = OSError(errno.EIO, "the store's message")
+    error.__cause__ = Exception()
+    error.__cause__.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
+    return error
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(ConnectionResetError("reset"), TimeoutError(), OSError(errno.EIO, "input or output")),
+        *(store_error(503, "SlowDown"), store_error(500, "InternalError"), store_error(429, "x")),
+        *(store_error(400, "RequestTimeout"), store_error(409, "OperationAborted")),
+    ],
+    ids=repr,
+)
+def test_what_may_pass_is_tried_again(unsteady, fault):
+    Unsteady.faults[:] = [fault, fault]
+    unsteady.write("file", b"x")
+    assert unsteady.read("file") == b"x"
+    assert Unsteady.asked == 3
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *(PermissionError("denied"), ValueError("no such key"), store_error(403, "AccessDenied")),
+        *(store_error(400, "InvalidArgument"), store_error(501, "NotImplemented"), store_error(507, "Full")),
+    ],
+    ids=repr,
+)
+def test_what_lasts_is_told_at_once(unsteady, fault):
+    Unsteady.faults[:] = [fault]
+    with pytest.raises(StorageError, match=f"^cannot write unsteady:.*/file: .*{fault.args[-1]}$"):
+        unsteady.write("file", b"x")
+    assert Unsteady.asked == 1
+
+
+def test_an_operation_ends_with_its_budget(unsteady, monkeypatch):
+    monkeypatch.setattr(remote, "BUDGET_S", 0.3)
+    Unsteady.faults[:] = [store_error(503, "SlowDown")] * 1000
+    with pytest.raises(StorageError, match=r"SlowDown: the store's message \(tried for 0 s\)$"):
+        unsteady.write("file", b"x")
+    assert Unsteady.asked > 2
+    assert unsteady.size("file") is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "made"), [(b"mine", True), (b"theirs", False)], ids=["the answer was lost", "another was faster"]
+)
+def test_create_whose_first_answer_was_lost(unsteady, answer, made):
+    """The first request ends in a reset and the second is refused: only the content tells who made the file."""
+
+    def reset_after_the_fact(*args, **kwargs):
+        Unsteady.asked += 1
+        if Unsteady.asked == 1:
+            MemoryFileSystem.pipe_file(unsteady._files.fs, args[0], answer)
+            raise ConnectionResetError
+        raise FileExistsError
+
+    unsteady._files.fs.pipe_file = lambda path, value, mode="overwrite": reset_after_the_fact(path, value)
+    assert unsteady.create("file", b"mine") is made
+
+
+def test_a_message_has_one_line_and_no_password(unsteady):
+    Unsteady.faults[:] = [PermissionError("no\nftp://me:hunter2@host/x nor https://host/x?X-Amz-Signature=hunter2 !")]
+    with pytest.raises(StorageError) as error:
+        unsteady.write("file", b"x")
+    assert "hunter2" not in str(error.value)
+    assert str(error.value).endswith("no ftp://***@host/x nor https://host/x?*** !")
