@@ -42,8 +42,8 @@ _LASTING_STATUS = {501, 507}  # not implemented; full
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 # Neither package may be there, so that their errors are known by name.
 _PASSING_NAMES = {
-    *("aiohttp.client_exceptions.ClientError", "botocore.exceptions.HTTPClientError"),
-    *("botocore.exceptions.IncompleteReadError", "botocore.parsers.ResponseParserError"),
+    *("aiohttp.client_exceptions.ClientError", "botocore.parsers.ResponseParserError"),
+    *(f"botocore.exceptions.{name}" for name in ("ConnectionError", "HTTPClientError", "IncompleteReadError")),
 }
 _jitter = random.SystemRandom()  # apart from the random numbers of a run
 
@@ -59,11 +59,9 @@ def answer(error: BaseException) -> tuple[int | None, str | None]:
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
             return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")
-        for name in ("status", "status_code", "code"):
-            if isinstance(status := getattr(cause, name, None), int):
-                return status, None
         cause = cause.__cause__
-    return None, None
+    numbers = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+    return next((number for number in numbers if isinstance(number, int)), None), None
 
 
 def passes(error: Exception) -> bool:
@@ -171,8 +169,8 @@ class RemoteFiles:
             try:
                 await attempt(lambda: self._create(path, content), len(content))
             except FileExistsError:
-                # It may be ours: an earlier request was carried out and only its answer was lost.
-                return attempt.last is not None and await attempt(lambda: self._call("cat_file", path)) == content
+                # It may be ours, of a request whose answer was lost: also HTTP clients send a PUT a second time.
+                return await attempt(lambda: self._call("cat_file", path)) == content
             return True
 
         return self._run("create", path, operation, len(content))

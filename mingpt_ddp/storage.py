@@ -108,8 +108,8 @@ class Storage:
         """Publish a file unless there is one of this name; whether this call did.
 
         Of several processes that try, one succeeds. Filesystems that cannot refuse to overwrite are asked first, which
-        leaves a moment for a race. Contents should differ, by a random word: it is how a call whose request succeeded
-        without an answer knows its own file.
+        leaves a moment for a race. Where `shared`, contents must differ between callers, by a random word for example:
+        it is how a call whose request was carried out without an answer knows its own file.
         """
         return self._files.create(self._at(name), memoryview(content).cast("B"))
 

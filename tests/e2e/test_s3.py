@@ -1,0 +1,358 @@
+"""A real S3 server behind a network that fails: what was written is whole, and every call ends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from faults import Fault, FaultProxy, Rule
+
+from mingpt_ddp import remote
+from mingpt_ddp.storage import Storage, StorageError
+
+MIB = 1 << 20
+LARGE = os.urandom(12 * MIB)  # three parts
+PUT, PART, GET = r"^PUT /\S+/file(\?x-id=\S*)? ", r"^PUT \S+partNumber=2", "^GET /.*file"
+START, COMPLETE = r"^POST \S+\?uploads", r"^POST \S+\?uploadId"
+NAMES = {PUT: "put", PART: "part", START: "start", COMPLETE: "complete"}
+ALWAYS = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    monkeypatch.setattr(remote, "CALL_S", 3.0)
+    monkeypatch.setattr(remote, "BUDGET_S", 30.0)
+    monkeypatch.setattr(remote, "LEAST_BANDWIDTH", 32 * MIB)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(remote, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(remote, "PART", 5 * MIB)  # no server takes smaller ones
+
+
+@pytest.fixture(scope="module")
+def bucket(seaweed):
+    return seaweed.make_bucket("runs")
+
+
+@pytest.fixture
+def url(seaweed, bucket, monkeypatch, tmp_path):
+    """A directory of its own for each test; the environment leads to the server and to nothing else."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    for name, value in seaweed.environment().items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def proxy(url, seaweed, monkeypatch):
+    proxy = FaultProxy(seaweed.port)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.environment(proxy.port)["AWS_ENDPOINT_URL"])
+    yield proxy
+    proxy.close()
+
+
+def test_files_of_a_bucket(url):
+    storage = Storage(url)
+    assert storage.shared
+    assert storage.list() == []
+    for name in ("b/1", "b/2", "a", "empty"):
+        storage.write(name, name.encode() if name != "empty" else b"")
+    assert storage.list() == ["a", "b", "empty"]
+    assert Storage(f"{url}/b").list() == ["1", "2"]
+    assert storage.read("b/2") == b"b/2"
+    assert storage.read("b/2", limit=1) == b"b"
+    assert storage.read("empty", limit=9) == b""
+    assert list(storage.chunks("empty")) == []
+    assert [storage.size(name) for name in ("b/1", "empty", "b", "c")] == [3, 0, None, None]
+    with pytest.raises(FileNotFoundError):
+        storage.read("c")
+    storage.delete("b")
+    storage.delete("b")
+    assert [storage.size(name) for name in ("a", "b/1", "b/2")] == [1, None, None]
+
+
+def test_listings_are_never_old(url):
+    one, other = Storage(url), Storage(url)
+    for i in range(3):
+        one.write(f"{i}", b"x" * i)
+        assert other.list() == [f"{k}" for k in range(i + 1)]
+        assert other.size(f"{i}") == i
+        one.write("again", b"y" * i)
+        assert other.size("again") == i
+        one.delete("again")
+
+
+def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
+    storage = Storage(url)
+    storage.write("file", memoryview(LARGE))
+    assert len([line for line in proxy.seen if "partNumber=" in line]) == 3
+    assert storage.size("file") == len(LARGE)
+    assert storage.read("file") == LARGE
+    assert storage.read("file", limit=6 * MIB) == LARGE[: 6 * MIB]
+    chunks = list(storage.chunks("file", 5 * MIB))
+    assert [len(chunk) for chunk in chunks] == [5 * MIB, 5 * MIB, 2 * MIB]
+    assert b"".join(chunks) == LARGE
+    assert seaweed.unfinished_uploads(bucket) == []
+
+
+# Who creates
+
+
+def test_of_many_that_create_one_succeeds(url):
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(lambda i: Storage(url).create("file", b"%d" % i), range(12)))
+    assert made.count(True) == 1
+    assert Storage(url).read("file") == b"%d" % made.index(True)
+
+
+def test_the_server_refuses_to_overwrite(url, monkeypatch):
+    """Another creates the file after this process looked and before it wrote."""
+    storage = Storage(url)
+    storage.write("file", b"theirs")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage._files, "size", lambda path: None)
+        assert not storage.create("file", b"mine")
+    assert storage.read("file") == b"theirs"
+
+
+def test_create_when_the_answer_is_lost(url, proxy):
+    proxy.rules = [Rule(PUT, Fault.RESET_UNANSWERED)]
+    assert Storage(url).create("file", b"a word of its own")
+    assert proxy.rules[0].hits == 1
+    assert not Storage(url).create("file", b"another")
+
+
+# Faults that pass
+
+ONCE = {
+    "503": {"fault": Fault.STATUS, "status": 503},
+    "500": {"fault": Fault.STATUS, "status": 500},
+    "reset before": {"fault": Fault.RESET_BEFORE},
+    "reset while sending": {"fault": Fault.RESET_SENDING, "after": 10_000},
+    "reset instead of the answer": {"fault": Fault.RESET_UNANSWERED},
+}
+ALL = {
+    **ONCE,
+    "reset while answering": {"fault": Fault.RESET_ANSWERING, "after": 1000},
+    "stall": {"fault": Fault.STALL},
+}
+
+
+@pytest.mark.parametrize(
+    ("match", "fault"),
+    [
+        *((match, fault) for match in (PUT, PART) for fault in ONCE),
+        *((match, fault) for match in (START, COMPLETE) for fault in ("503", "reset instead of the answer")),
+    ],
+    ids=lambda value: NAMES.get(value, value),
+)
+def test_a_write_outlives(fault, match, url, proxy, seaweed, bucket):
+    content = LARGE[:50_000] if match == PUT else LARGE
+    proxy.rules = [Rule(match, times=2, **ONCE[fault])]
+    storage = Storage(url)
+    storage.write("file", content)
+    assert proxy.rules[0].hits == 2
+    assert storage.read("file") == content
+    storage.delete("file")  # with an upload whose start was answered to nobody
+    assert seaweed.unfinished_uploads(bucket) == []
+
+
+@pytest.mark.parametrize("match", [PUT, PART], ids=["put", "part"])
+@pytest.mark.parametrize("fault", [Fault.STALL, Fault.STALL_SENDING], ids=["at once", "while sending"])
+def test_a_write_outlives_a_stall(fault, match, url, proxy, monkeypatch):
+    monkeypatch.setattr(remote, "CALL_S", 1.0)
+    content = LARGE[:50_000] if match == PUT else LARGE
+    proxy.rules = [Rule(match, fault, after=10_000)]
+    storage = Storage(url)
+    storage.write("file", content)
+    assert proxy.rules[0].hits == 1
+    assert storage.read("file") == content
+
+
+@pytest.mark.parametrize("fault", ALL)
+def test_a_read_outlives(fault, url, proxy, monkeypatch):
+    monkeypatch.setattr(remote, "CALL_S", 1.0)
+    content = LARGE[: 6 * MIB]
+    storage = Storage(url)
+    storage.write("file", content)
+    proxy.rules = [Rule(GET, **ALL[fault])]
+    assert storage.read("file") == content
+    assert proxy.rules[0].hits == 1
+    proxy.rules = [Rule(GET, **ALL[fault])]
+    assert b"".join(storage.chunks("file", 5 * MIB)) == content
+    proxy.rules = [Rule("", **ALL[fault])]
+    assert storage.list() == ["file"]
+    proxy.rules = [Rule("", **ALL[fault])]
+    assert storage.size("file") == len(content)
+    proxy.rules = [Rule("^DELETE|^POST", **ALL[fault])]
+    storage.delete("file")
+    assert storage.size("file") is None
+
+
+def test_many_random_faults(url, proxy):
+    faults = [*ONCE.values(), {"fault": Fault.DELAY, "seconds": 0.1}]
+    proxy.rules = [Rule("", times=ALWAYS, probability=0.06, **fault) for fault in faults]
+    storage = Storage(url)
+    for i in range(20):
+        content = b"%d " % i * 5000
+        storage.write(f"{i}", content)
+        assert storage.read(f"{i}") == content
+    assert storage.list() == sorted(f"{i}" for i in range(20))
+    assert sum(rule.hits for rule in proxy.rules) > 10
+
+
+# Faults that last
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        *((LARGE[:50_000], fault) for fault in ("500", "503", "reset before", "reset while sending", "stall")),
+        *((LARGE, fault) for fault in ("503", "reset instead of the answer", "stall")),
+    ],
+    ids=lambda value: {50_000: "small", len(LARGE): "large"}.get(len(value), value),
+)
+def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
+    monkeypatch.setattr(remote, "CALL_S", 1.0)
+    monkeypatch.setattr(remote, "BUDGET_S", 1.0)
+    storage = Storage(url)
+    storage.write("file", b"old")
+    proxy.rules = [Rule(PART if content is LARGE else PUT, times=ALWAYS, **ALL[fault])]
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=rf"^cannot write {url}/file: .* \(tried for 1 s\)$"):
+        storage.write("file", content)
+    assert time.monotonic() - start < 5
+    proxy.heal()
+    assert storage.read("file") == b"old"
+    assert seaweed.unfinished_uploads(bucket) == []
+    storage.write("file", content)
+    assert storage.read("file") == content
+
+
+def test_a_store_that_is_down(url, proxy, monkeypatch):
+    monkeypatch.setattr(remote, "BUDGET_S", 0.7)
+    storage = Storage(url)
+    storage.write("file", b"old")
+    proxy.down = True
+    calls = [lambda: storage.write("file", b"new"), lambda: storage.read("file"), lambda: storage.size("file")]
+    for call in [*calls, storage.list, lambda: storage.create("x", b"x"), lambda: storage.delete("file")]:
+        with pytest.raises(StorageError, match=r"^cannot [^\n]*$"):
+            call()
+    monkeypatch.setattr(remote, "BUDGET_S", 30.0)
+    threading.Timer(1.0, proxy.heal).start()
+    storage.write("file", b"new")  # begins while the store is still down
+    assert storage.read("file") == b"new"
+
+
+def test_no_permission_is_told_at_once(url, proxy):
+    proxy.rules = [Rule("", Fault.STATUS, times=ALWAYS, status=403)]
+    storage = Storage(url)
+    with pytest.raises(StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"):
+        storage.write("file", b"x")
+    assert len(proxy.seen) == 1
+
+
+@pytest.mark.parametrize("wrong", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_wrong_credentials_are_told_at_once(wrong, url, seaweed, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, "mingpt_ddp")
+    monkeypatch.setenv(wrong, "hunter2hunter2")
+    storage = Storage(url)
+    start = time.monotonic()
+    for call in (lambda: storage.write("file", b"x"), storage.list, lambda: storage.read("file")):
+        with pytest.raises(
+            StorageError, match=r"^cannot [^\n]*(InvalidAccessKeyId|SignatureDoesNotMatch|403)[^\n]*$"
+        ) as error:
+            call()
+        told = str(error.value) + caplog.text
+        assert "hunter2" not in told
+        assert seaweed.secret not in told
+    assert time.monotonic() - start < 3
+
+
+def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
+    storage = Storage("s3://no-such-bucket/run")
+    calls = [lambda: storage.write("file", LARGE), lambda: storage.write("file", b"x"), lambda: storage.read("file")]
+    calls += [storage.list, lambda: storage.create("file", b"x"), lambda: storage.size("file")]
+    for call in [*calls, lambda: storage.delete("file")]:
+        with pytest.raises(StorageError, match="NoSuchBucket"):
+            call()
+    assert "no-such-bucket" not in seaweed.buckets()
+
+
+def test_delete_ends_the_uploads_of_the_dead(url, seaweed, bucket):
+    """A process that is killed while it uploads leaves parts that no listing shows."""
+    prefix = url.removeprefix(f"s3://{bucket}/")
+    for name in ("step_1/file", "step_10/file"):
+        seaweed._call("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{name}")
+    Storage(url).delete("step_1")
+    assert seaweed.unfinished_uploads(bucket) == [f"{prefix}/step_10/file"]
+    Storage(url).delete("step_10")
+    assert seaweed.unfinished_uploads(bucket) == []
+
+
+# The environment and files that all AWS tools read
+
+
+@pytest.mark.parametrize("source", ["AWS_ENDPOINT_URL_S3", "files", "profile"])
+def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
+    values = seaweed.environment()
+    endpoint = values["AWS_ENDPOINT_URL"]
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    if source == "AWS_ENDPOINT_URL_S3":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        monkeypatch.setenv(source, endpoint)
+    else:
+        profile, section = ("default", "default") if source == "files" else ("lab", "profile lab")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            monkeypatch.delenv(name)
+        (tmp_path / "config").write_text(f"[{section}]\nregion = us-east-1\nendpoint_url = {endpoint}\n")
+        key = f"aws_access_key_id = {seaweed.key}\naws_secret_access_key = {seaweed.secret}\n"
+        (tmp_path / "credentials").write_text(f"[{profile}]\n{key}")
+        if source == "profile":
+            monkeypatch.setenv("AWS_PROFILE", "lab")
+    storage = Storage(url)
+    storage.write("file", b"x")
+    assert storage.list() == ["file"]
+
+
+# The server dies: the last test here, since it leaves the others without one for a while
+
+
+def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch):
+    """Kill -9 in the middle of writes: one that returned is whole, and one that is under way outlives the restart."""
+    monkeypatch.setattr(remote, "BUDGET_S", 60.0)
+    contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(12)]
+    done: list[int] = []
+
+    def write_all() -> None:
+        storage = Storage(url)
+        for i, content in enumerate(contents):
+            storage.write(f"{i}", content)
+            done.append(i)
+
+    writer = threading.Thread(target=write_all)
+    writer.start()
+    try:
+        for count in (1, 5):
+            while len(done) < count:
+                assert writer.is_alive()
+                time.sleep(0.001)
+            time.sleep(0.03)
+            seaweed.kill()
+            seaweed.start()
+            before = list(done)
+            assert all(Storage(url).read(f"{i}") == contents[i] for i in before)
+    finally:
+        writer.join(120)
+    assert done == list(range(12))
+    assert all(Storage(url).read(f"{i}") == content for i, content in enumerate(contents))
+    for i in done:
+        Storage(url).delete(f"{i}")
+    assert seaweed.unfinished_uploads(bucket) == []
