@@ -1,0 +1,161 @@
+"""Two hosts, three ranks, real torchrun: a fault in the middle, and the same end as the run that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from hosts import NoHosts, TwoHosts
+from launching import ROOT, TINY, Job, call, is_running, last_step, python_main, wait_for
+
+RANKS = (2, 1)  # on the first host, on the second
+STEPS = 60
+SETTINGS = [*TINY, "model.dropout=0.1", "model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "run.name=run"]
+SETTINGS += ["trainer.micro_batch_size=4", "trainer.eval_every=25", "snapshot.every_steps=8", "ddp.timeout_s=10"]
+USUAL = [*SETTINGS, "trainer.batch_size=24", f"trainer.max_steps={STEPS}"]
+# A host needs seconds to come back, and the others shall still be training when it does.
+LONG = [*SETTINGS, "trainer.batch_size=96", "trainer.max_steps=150"]
+QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it no new agent can join those that have worked
+
+
+class Cluster:
+    """The same command on both hosts, and the run that it makes."""
+
+    def __init__(self, hosts: TwoHosts, cwd: Path, settings: list[str] = USUAL, nodes: str = "2", **extra: str) -> None:
+        self.hosts, self.cwd, self.settings, self.nodes, self.extra = hosts, cwd, settings, nodes, extra
+        self.run = cwd / "outputs" / "run"
+        self.jobs: dict[int, Job] = {}
+        self.start(1)  # waits for the other, which holds the rendezvous
+        self.start(0)
+
+    def start(self, host: int) -> None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
+        torchrun += [f"--nproc_per_node={RANKS[host]}", "--rdzv_backend=c10d", f"--rdzv_conf={QUICK}"]
+        torchrun += [f"--rdzv_endpoint={self.hosts.names[0]}:29500", "--rdzv_id=run", "--max_restarts=3"]
+        command = [*torchrun, str(ROOT / "main.py"), *self.settings]
+        self.jobs[host] = self.hosts.start(host, command, self.cwd, **self.extra)
+
+    def reach(self, step: int, ranks: int = 3) -> None:
+        """Wait until an attempt of so many ranks has done a step."""
+        done = lambda: self.world_sizes()[-1:] == [ranks] and last_step(self.run) >= step  # noqa: E731
+        wait_for(done, what=f"step {step} on {ranks} ranks", timeout=90)
+
+    def end(self) -> None:
+        for host in (0, 1):
+            assert self.jobs[host].wait() == 0, self.text()
+
+    def text(self) -> str:
+        return "\n".join(f"--- host {host + 1}\n{job.text()}" for host, job in sorted(self.jobs.items()))
+
+    def log(self) -> str:
+        path = self.run / "main.rank0.log"
+        return path.read_text() if path.exists() else ""
+
+    def world_sizes(self) -> list[int]:
+        """Of the attempts, in their order."""
+        return [int(size) for size in re.findall(r"parameters, on (\d+) x cpu", self.log())]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
+
+
+def validation_loss(run: Path) -> float:
+    return json.loads((run / "result.json").read_text())["val_loss"]
+
+
+@contextmanager
+def two_hosts():
+    try:
+        hosts = TwoHosts()
+    except NoHosts as reason:
+        pytest.skip(f"there cannot be two hosts here: {reason}")
+    with hosts:
+        yield hosts
+
+
+@pytest.fixture
+def hosts():
+    with two_hosts() as two:
+        yield two
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of the run that nobody disturbed."""
+    with two_hosts() as two:
+        cluster = Cluster(two, tmp_path_factory.mktemp("undisturbed"))
+        cluster.end()
+    assert cluster.world_sizes() == [3]
+    return weights(cluster.run)
+
+
+def test_worker_killed(hosts, tmp_path, undisturbed):
+    cluster = Cluster(hosts, tmp_path)
+    cluster.reach(20)
+    cluster.jobs[1].kill_worker(0)
+    cluster.end()
+    assert cluster.world_sizes() == [3, 3]
+    assert weights(cluster.run) == undisturbed
+
+
+def test_host_killed_and_started_again(hosts, tmp_path, undisturbed):
+    cluster = Cluster(hosts, tmp_path, **REPLACEABLE)
+    cluster.reach(20)
+    cluster.jobs[1].kill_tree()
+    cluster.start(1)
+    cluster.end()
+    assert cluster.world_sizes() == [3, 3]
+    assert weights(cluster.run) == undisturbed
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_agent_killed_alone(host, hosts, tmp_path, undisturbed):
+    cluster = Cluster(hosts, tmp_path)
+    cluster.reach(20)
+    orphans = cluster.jobs[host].kill_agent()
+    assert len(orphans) == RANKS[host]
+    wait_for(lambda: not any(map(is_running, orphans)), timeout=5, what="the end of the orphans")
+    other = cluster.jobs[1 - host]
+    if host == 0:  # it held the rendezvous, without which the other agent cannot go on
+        assert other.wait() == 1, cluster.text()
+    else:
+        other.kill_tree()
+    cluster.start(1)
+    cluster.start(0)
+    cluster.end()
+    assert cluster.world_sizes() == [3, 3]
+    assert weights(cluster.run) == undisturbed
+
+
+def test_cable_cut_and_mended(hosts, tmp_path, undisturbed):
+    cluster = Cluster(hosts, tmp_path)
+    cluster.reach(20)
+    hosts.cut_cable()
+    wait_for(lambda: "rank 0 lost its peers" in cluster.log(), what="the discovery")
+    hosts.mend_cable()
+    cluster.end()
+    assert cluster.world_sizes() == [3, 3]
+    assert weights(cluster.run) == undisturbed
+
+
+def test_host_dies_and_comes_back_under_elastic_nodes(hosts, tmp_path):
+    cluster = Cluster(hosts, tmp_path, LONG, nodes="1:2", **REPLACEABLE)
+    cluster.reach(20)
+    cluster.jobs[1].kill_tree()
+    cluster.reach(30, ranks=2)
+    cluster.start(1)
+    cluster.end()
+    sizes = [size for size, _ in groupby(cluster.world_sizes())]
+    assert sizes[-3:] == [3, 2, 3], cluster.text()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    done = call([*python_main(), *LONG], alone)
+    assert done.returncode == 0, done.stdout
+    assert abs(validation_loss(cluster.run) - validation_loss(alone / "outputs" / "run")) < 1e-4
