@@ -105,8 +105,9 @@ class Attempts:
             except Exception as error:  # every filesystem fails in its own way
                 if not passes(error):
                     raise
+                # One line an operation: all parts of a large file fail together.
+                log.log(logging.DEBUG if self.last else logging.INFO, "trying again: %s", public(describe(error)))
                 self.last = error
-                log.info("trying again: %s", public(describe(error)))
             await asyncio.sleep(pause * _jitter.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

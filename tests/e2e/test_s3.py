@@ -107,7 +107,7 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
 
 def test_of_many_that_create_one_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
-        made = list(pool.map(lambda i: Storage(url).create("file", b"%d" % i), range(12)))
+        made = list(pool.map(lambda i: Storage(url).create("file", b"%d" % i), range(6)))
     assert made.count(True) == 1
     assert Storage(url).read("file") == b"%d" % made.index(True)
 
@@ -237,7 +237,7 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
 
 
 def test_a_store_that_is_down(url, proxy, monkeypatch):
-    monkeypatch.setattr(remote, "BUDGET_S", 0.7)
+    monkeypatch.setattr(remote, "BUDGET_S", 0.4)
     storage = Storage(url)
     storage.write("file", b"old")
     proxy.down = True
@@ -328,7 +328,7 @@ def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
 def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch):
     """Kill -9 in the middle of writes: one that returned is whole, and one that is under way outlives the restart."""
     monkeypatch.setattr(remote, "BUDGET_S", 60.0)
-    contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(12)]
+    contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(8)]
     done: list[int] = []
 
     def write_all() -> None:
@@ -340,18 +340,16 @@ def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch)
     writer = threading.Thread(target=write_all)
     writer.start()
     try:
-        for count in (1, 5):
-            while len(done) < count:
-                assert writer.is_alive()
-                time.sleep(0.001)
-            time.sleep(0.03)
-            seaweed.kill()
-            seaweed.start()
-            before = list(done)
-            assert all(Storage(url).read(f"{i}") == contents[i] for i in before)
+        while len(done) < 5:  # the next one is large
+            assert writer.is_alive()
+            time.sleep(0.001)
+        time.sleep(0.03)
+        seaweed.kill()
+        seaweed.start()
+        assert all(Storage(url).read(f"{i}") == contents[i] for i in list(done))
     finally:
         writer.join(120)
-    assert done == list(range(12))
+    assert done == list(range(8))
     assert all(Storage(url).read(f"{i}") == content for i, content in enumerate(contents))
     for i in done:
         Storage(url).delete(f"{i}")
