@@ -19,8 +19,8 @@ SETTINGS = [*TINY, "model.dropout=0.1", "model.n_embd=48", "data.block_size=64",
 SETTINGS += ["trainer.micro_batch_size=4", "trainer.eval_every=25", "snapshot.every_steps=8", "ddp.timeout_s=10"]
 USUAL = [*SETTINGS, "trainer.batch_size=24", f"trainer.max_steps={STEPS}"]
 # A host needs seconds to come back, and the others shall still be training when it does.
-LONG = [*SETTINGS, "trainer.batch_size=96", "trainer.max_steps=150"]
-QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+LONG = [*SETTINGS, "trainer.batch_size=96", "trainer.max_steps=90"]
+QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it no new agent can join those that have worked
 
 
@@ -147,9 +147,9 @@ def test_cable_cut_and_mended(hosts, tmp_path, undisturbed):
 
 def test_host_dies_and_comes_back_under_elastic_nodes(hosts, tmp_path):
     cluster = Cluster(hosts, tmp_path, LONG, nodes="1:2", **REPLACEABLE)
-    cluster.reach(20)
+    cluster.reach(10)
     cluster.jobs[1].kill_tree()
-    cluster.reach(30, ranks=2)
+    cluster.reach(12, ranks=2)
     cluster.start(1)
     cluster.end()
     sizes = [size for size, _ in groupby(cluster.world_sizes())]
