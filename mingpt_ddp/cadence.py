@@ -8,6 +8,9 @@ since the start of the last snapshot that was durable by then. A restart takes `
 from __future__ import annotations
 
 import math
+import time
+
+FIRST_S = 30.0  # of training before the first snapshot, which tells what one costs
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
@@ -79,3 +82,36 @@ def _check(mtbf_s: float, **times: float) -> None:
     for name, value in times.items():
         if not value >= 0:
             raise ValueError(f"{name}={value} must not be negative")
+
+
+class Cadence:
+    """When the clock says that it is time for the next snapshot."""
+
+    def __init__(self, every_minutes: float | None, mtbf_hours: float | None) -> None:
+        """
+        Args:
+            mtbf_hours: mean time between failures, to save as often as is best; None: that is not asked for.
+        """
+        self.every_minutes, self.mtbf_hours = every_minutes, mtbf_hours
+        self.interval_s = FIRST_S  # until there is a cost to reckon with
+        self._since = time.monotonic()
+        self._cost_s = 0.0
+
+    def stalled(self, seconds: float) -> None:
+        """Training has waited for a snapshot."""
+        self._cost_s += seconds
+
+    def begun(self, durable_s: float | None) -> None:
+        """A snapshot begins.
+
+        Args:
+            durable_s: what the one before took to be durable; None: there is none.
+        """
+        if self.mtbf_hours is not None and durable_s is not None:
+            self.interval_s = best_interval(self._cost_s, 3600 * self.mtbf_hours, durable_s)
+        self._since, self._cost_s = time.monotonic(), 0.0
+
+    def is_due(self) -> bool:
+        elapsed = time.monotonic() - self._since
+        by_minutes = self.every_minutes is not None and elapsed >= 60 * self.every_minutes
+        return by_minutes or (self.mtbf_hours is not None and elapsed >= self.interval_s)

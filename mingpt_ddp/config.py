@@ -180,7 +180,8 @@ class TrainerConfig:
     log_every: int  # steps
     eval_every: int | None  # steps; there is always a final evaluation
     sample_every: int | None  # steps
-    on_nonfinite: Literal["stop"]
+    on_nonfinite: Literal["stop", "skip", "rollback"]  # what to do about a step that must not be taken
+    spike_factor: float | None  # a loss so many times its running average is such a step too; null: none is
     deterministic: bool  # bit-identical results on a GPU too, slower there
 
     def __post_init__(self) -> None:
@@ -191,6 +192,8 @@ class TrainerConfig:
             _check(value is None or value >= 1, f"trainer.{key}={value} must be at least 1")
         every = self.sample_every
         _check(every is None or every >= 1, f"trainer.sample_every={every} must be at least 1")
+        spike = self.spike_factor
+        _check(spike is None or spike > 1, f"trainer.spike_factor={spike} must be greater than 1 or null")
         clip = self.grad_norm_clip
         _check(clip is None or clip > 0, f"trainer.grad_norm_clip={clip} must be greater than 0 or null")
         micro, batch = self.micro_batch_size, self.batch_size
@@ -203,21 +206,31 @@ class SnapshotConfig:
     """When the state is saved, where, and how much of it is kept (mingpt_ddp/snapshot.py)."""
 
     path: str | None  # a directory or any fsspec URL, to which the run's name is appended; null: in the run directory
-    every_steps: int | None
+    every_steps: int | Literal["auto"] | None  # auto: what loses least time, see mingpt_ddp/cadence.py
+    mtbf_hours: float  # auto: mean time between failures of the whole run
     every_epochs: int | None
-    every_minutes: float | None  # looked at whenever the losses are logged
+    every_minutes: float | None  # by rank 0's clock
     keep_last: int  # the newest snapshots that are kept
     keep_best: bool  # the one with the lowest validation loss as well
+    background: bool  # write beside training, which waits for the copy in memory alone
+    max_failures: int  # in a row, after which a snapshot that cannot be written ends the run
+    fallback_path: str | None  # where to write when `path` fails: a directory or URL, the run's name is appended
+    grace_seconds: float  # between a SIGTERM and the SIGKILL that follows
 
     def __post_init__(self) -> None:
         for key in ("every_steps", "every_epochs", "keep_last"):
             value = getattr(self, key)
-            _check(value is None or value >= 1, f"snapshot.{key}={value} must be at least 1")
+            _check(value in (None, "auto") or value >= 1, f"snapshot.{key}={value} must be at least 1")
+        _check(self.mtbf_hours > 0, f"snapshot.mtbf_hours={self.mtbf_hours} must be greater than 0")
+        _check(self.max_failures >= 0, f"snapshot.max_failures={self.max_failures} must not be negative")
+        _check(self.grace_seconds >= 0, f"snapshot.grace_seconds={self.grace_seconds} must not be negative")
         minutes = self.every_minutes
         _check(minutes is None or minutes > 0, f"snapshot.every_minutes={minutes} must be greater than 0")
-        _check(self.path is None or bool(self.path.strip()), "snapshot.path is empty; name a directory or URL, or null")
-        refuse_credentials("snapshot.path", self.path or "")
-        _check("::" not in (self.path or ""), f"snapshot.path={self.path} must be one URL, not a chain of them")
+        for key in ("path", "fallback_path"):
+            url = getattr(self, key)
+            _check(url is None or bool(url.strip()), f"snapshot.{key} is empty; name a directory or URL, or null")
+            refuse_credentials(f"snapshot.{key}", url or "")
+            _check("::" not in (url or ""), f"snapshot.{key}={url} must be one URL, not a chain of them")
 
 
 MODELS: dict[str, type] = {"gpt": GPTConfig}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,16 +22,25 @@ class Evaluator:
         self.block_size = block_size
         self.runtime = runtime
 
-    def run(self, model: nn.Module) -> float:
-        """A collective. The windows stand end to end: every character but the first is predicted exactly once."""
+    def run(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> float | None:
+        """A collective. The windows stand end to end: every character but the first is predicted exactly once.
+
+        Args:
+            stop: asked before every batch; when it says yes on one rank, the result is None on all.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        stopped = False
         with evaluating(model):
             for number, (x, y) in enumerate(self._batches()):
+                if stopped := stop():
+                    break
                 if number % self.runtime.world_size == self.runtime.rank:
+                    self.runtime.at("evaluating")
                     x, y = self.runtime.to_device(x), self.runtime.to_device(y)
                     with self.runtime.autocast():
                         total += model(x, y).double() * y.numel()
-        return float(self.runtime.sum(total.cpu().reshape(1))) / (len(self.tokens) - 1)
+        sums = self.runtime.sum(torch.stack([total.cpu(), torch.tensor(float(stopped), dtype=torch.float64)]))
+        return None if sums[1] else float(sums[0]) / (len(self.tokens) - 1)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Whole windows in batches (B, T), then what is left as one short window (1, rest)."""

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mingpt_ddp import logs
 from mingpt_ddp.config import Config, from_dictconfig, suggest
 from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.place import Place, die_with_parent, find_place
 from mingpt_ddp.schema import refuse_credentials
 from mingpt_ddp.storage import check_url
@@ -72,7 +73,11 @@ def train(cfg: DictConfig) -> float:
     place = _place_or_default()
     logs.to_console(place)
     runtime: Runtime | None = None
-    signal.signal(signal.SIGTERM, lambda *_: _leave_on_sigterm(place, runtime))
+    interrupt = Interrupt()
+    interrupt.leave = lambda number: _leave_on_signal(number, place, runtime)
+    interrupt.stalled = lambda reason: _leave(f"error: {reason}", FAILURE)
+    interrupt.pointless = lambda: runtime is not None and runtime.reported_failure(wait_s=0) is not None
+    interrupt.install()
     try:
         place = find_place()
         config = from_dictconfig(cfg)
@@ -83,17 +88,16 @@ def train(cfg: DictConfig) -> float:
         from mingpt_ddp.runtime import Runtime
 
         runtime = Runtime(config, place, _job_number())
-        loss = run(config, runtime, _hydra_files(cfg), _job_directory())
+        loss = run(config, runtime, _hydra_files(cfg), _job_directory(), interrupt)
         runtime.close()
+        if loss is None:  # preempted: a sweep must not go on with the next job
+            _leave(None, 0)
         logs.close()
         return loss
     except UserError as error:
         if runtime is not None:
             runtime.report_failure(str(error))
         _leave_with_user_error(error, place)
-    except KeyboardInterrupt:
-        told = "interrupted; the same command continues from the last snapshot"
-        _leave(told if place.is_main else None, 128 + signal.SIGINT)
     except SystemExit:
         raise
     except BaseException as error:
@@ -101,12 +105,13 @@ def train(cfg: DictConfig) -> float:
 
 
 def _check_urls(config: Config) -> None:
-    urls = {"data.path": config.data.path, "snapshot.path": config.snapshot.path}
+    saved = {f"snapshot.{key}": getattr(config.snapshot, key) for key in ("path", "fallback_path")}
+    urls = {"data.path": config.data.path, **saved}
     if config.run.resume not in ("auto", "never"):
         urls["run.resume"] = config.run.resume
     for key, url in urls.items():
         if url is not None and not url.startswith("builtin:"):
-            check_url(url, key, writable=key == "snapshot.path")
+            check_url(url, key, writable=key in saved)
 
 
 def _run_agent(config: Config) -> NoReturn:
@@ -118,7 +123,7 @@ def _run_agent(config: Config) -> NoReturn:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from mingpt_ddp.loader import plan_batches
-    from mingpt_ddp.rundir import fresh_directory, run_directory
+    from mingpt_ddp.rundir import PREEMPTED, fresh_directory, read_status, run_directory
     from mingpt_ddp.runtime import choose_device
 
     workers = config.ddp.nproc_per_node
@@ -129,14 +134,19 @@ def _run_agent(config: Config) -> NoReturn:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, os.environ.get("PYTHONPATH")]))
     plan_batches(config.trainer, workers)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell what went wrong
-    words = sys.argv[1:]
+    words, directory = sys.argv[1:], run_directory(config)
     if config.run.resume == "never":  # once, not at every restart
-        words += [f"run.name={fresh_directory(run_directory(config)).name}", "run.resume=auto"]
+        directory = fresh_directory(directory)
+        words += [f"run.name={directory.name}", "run.resume=auto"]
+    signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # that the agent hands on to its workers
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
     for restart in range(config.ddp.max_restarts + 1):
         if restart:
             log.warning("restart %d of %d", restart, config.ddp.max_restarts)
         launch = LaunchConfig(1, 1, workers, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
         launch.max_restarts = 0
+        launch.signals_to_handle = signals
+        launch.shutdown_timeout = round(config.snapshot.grace_seconds) + 5  # seconds; older versions of torch have 30
         try:
             elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *words)
             sys.exit(0)
@@ -147,7 +157,8 @@ def _run_agent(config: Config) -> NoReturn:
             if failure.exitcode == USER_ERROR:  # would come again
                 sys.exit(USER_ERROR)
         except SignalException as stop:
-            sys.exit(128 + stop.sigval)
+            preempted = read_status(directory) == PREEMPTED
+            sys.exit(0 if preempted else 128 + stop.sigval)
     sys.exit(FAILURE)
 
 
@@ -238,16 +249,16 @@ def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | N
     _leave(None, FAILURE)
 
 
-def _leave_on_sigterm(place: Place, runtime: Runtime | None) -> None:
+def _leave_on_signal(number: int, place: Place, runtime: Runtime | None) -> None:
     """An agent ends the ranks that are left when one has failed: they tell why, as far as they know."""
     try:
         reason = runtime.reported_failure(VICTIM_WAIT_S) if runtime is not None and place.world_size > 1 else None
         if reason:
             log.error("error: %s", reason)
         elif place.is_main:
-            log.error("ended by SIGTERM; the same command continues from the last snapshot")
+            log.error("ended by %s; the same command continues from the last snapshot", signal.Signals(number).name)
     finally:
-        os._exit(128 + signal.SIGTERM)
+        os._exit(128 + number)
 
 
 def _lost_peers(error: BaseException) -> bool:

@@ -95,8 +95,14 @@ class Board:
 
     def __init__(self, directory: Path, first_step: int, is_main: bool) -> None:
         """What was logged from `first_step` on belongs to an attempt that did not last: TensorBoard drops it."""
-        self._writer = SummaryWriter(str(directory), purge_step=first_step)
-        self._is_main = is_main
+        self._directory, self._is_main = str(directory), is_main
+        self._writer = SummaryWriter(self._directory, purge_step=first_step)
+
+    def go_back(self, first_step: int) -> None:
+        """Drop what was logged from `first_step` on: it will be logged anew."""
+        self._writer.close()
+        time.sleep(1.0)  # the name of an event file has the second in it, and readers go by the names
+        self._writer = SummaryWriter(self._directory, purge_step=first_step)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """What this rank measured."""

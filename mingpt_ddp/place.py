@@ -62,6 +62,14 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def started_at() -> float:
+    """When this process began, in seconds since 1970."""
+    try:
+        return os.stat("/proc/self").st_ctime
+    except OSError:  # no such system
+        return time.time()
+
+
 def die_with_parent() -> None:
     """Leave at once when the process that started this one is gone: an orphan must not train beside its successor."""
     parent = os.getppid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,33 +15,45 @@ from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.generate import generate_text
+from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.loader import Loader, plan_batches
 from mingpt_ddp.metrics import NATS_PER_BIT, Board
 from mingpt_ddp.model import GPT, build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, fresh_directory, run_directory
+from mingpt_ddp.place import started_at
+from mingpt_ddp.rundir import LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.saver import Position, Saver, check_state
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshot import SnapshotStore, load
+from mingpt_ddp.stepper import Stepper
 from mingpt_ddp.storage import Storage
 from mingpt_ddp.trainer import Trainer, count_steps
+from mingpt_ddp.watch import Watch
 
 log = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 400
 
 
-def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str | None = None) -> float:
+def run(
+    config: Config,
+    runtime: Runtime,
+    hydra_files: dict[str, str],
+    job: str | None = None,
+    interrupt: Interrupt | None = None,
+) -> float | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
     Args:
         hydra_files: what goes to `.hydra/`, by file name.
         job: the directory of a sweep's job below the sweep's own.
+        interrupt: the signals that may end the run early; None: there are none.
 
     Returns:
-        The validation loss in nats per character.
+        The validation loss in nats per character, or None where a signal has ended the run early.
     """
+    interrupt = interrupt or Interrupt()
     # Whatever can be refused is refused here, before anything is written.
     _check_same(runtime, config)
     encoded = Encoded(**runtime.first(lambda: asdict(prepare(config.data)), per_node=True))
@@ -53,8 +66,12 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
     runtime.first(lambda: _check_resume(config, job, encoded, runtime.world_size))
 
     owner, directory = _own_directory(config, runtime, job)
+    last_sign = owner.last_sign() if owner else 0.0
     logs.to_file(directory, runtime.place)
-    saver = Saver(config, runtime, snapshot_url(config, directory), encoded)
+    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
+    for store in stores:
+        store.lease = owner.leases.get(store.url) if owner else None
+    saver = Saver(config, runtime, stores, encoded)
     found = saver.find()
     kept = found.state["micro_batch_size"] if found else None
     plan = plan_batches(config.trainer, runtime.world_size, kept)
@@ -73,36 +90,45 @@ def run(config: Config, runtime: Runtime, hydra_files: dict[str, str], job: str 
 
     if position.step < steps:
         position.world_size = runtime.world_size
+        undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
+        position.lost_seconds += undone + time.time() - started_at()
         board = Board(
             directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
         )
-        trainer = Trainer(
-            config, runtime, loader, plan, model, optimizer, evaluator, saver, board, position, sample, steps
-        )
-        trainer.fit()
+        stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
+        trainer = Trainer(config, runtime, stepper, evaluator, saver, board, position, sample, interrupt)
+        watch = Watch(runtime, interrupt.stalled)
+        interrupt.heeded = True
+        complete = trainer.fit()
+        interrupt.heeded = False
+        watch.stop()
     else:
+        complete = True
         if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
             position.val_loss = evaluator.run(model)
         log.info("a sample:\n%s\n", sample(position.step))
 
-    result = _result(position, config, loader.steps_per_epoch)
     if owner:
-        owner.write_result(result)
-        log.info(
-            "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
-            *(result["val_loss"], result["bits_per_char"], position.step, directory),
-        )
+        owner.write_result(_result(position, config, loader.steps_per_epoch, complete))
+        if complete:
+            log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * position.goodput)
+            log.info(
+                "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
+                *(position.val_loss, (position.val_loss or 0) / NATS_PER_BIT, position.step, directory),
+            )
         owner.release()
-    return float(result["val_loss"])
+    return position.val_loss if complete else None
 
 
-def snapshot_url(config: Config, directory: Path) -> str:
-    """Where the run's snapshots are: below snapshot.path in a directory named like the run, or in the run directory."""
-    if config.snapshot.path is None:
-        return str(directory / "snapshots")
+def snapshot_urls(config: Config, directory: Path) -> list[str]:
+    """Where the run's snapshots are: below snapshot.path in a directory named like the run, or in the run directory.
+
+    Where there is a snapshot.fallback_path, a second place follows.
+    """
     name = directory.relative_to(config.run.root).as_posix()
-    path = config.snapshot.path
-    return f"{path}{name}" if path.endswith("/") else f"{path}/{name}"
+    paths = [config.snapshot.path, config.snapshot.fallback_path]
+    below = [f"{path}{name}" if path.endswith("/") else f"{path}/{name}" for path in paths if path is not None]
+    return below if config.snapshot.path is not None else [str(directory / "snapshots"), *below]
 
 
 def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[RunDirectory | None, Path]:
@@ -115,9 +141,8 @@ def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[R
         if config.run.resume == "never":
             wanted = Path(runtime.remember("directory", lambda: str(fresh_directory(wanted))))
         owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
-        snapshots = Storage(snapshot_url(config, wanted))
-        if config.snapshot.path is not None and snapshots.local:
-            owner.also_own(Path(snapshots.root))
+        for url in snapshot_urls(config, wanted):
+            owner.own_snapshots(Storage(url))
         return str(wanted)
 
     directory = Path(runtime.first(take))
@@ -135,7 +160,7 @@ def _check_same(runtime: Runtime, config: Config) -> None:
 
 def _check_resume(config: Config, job: str | None, corpus: Encoded, world_size: int) -> None:
     """The place of the snapshots can be read, and what run.resume names can be continued."""
-    own = SnapshotStore(snapshot_url(config, run_directory(config, job))).steps()
+    own = [step for url in snapshot_urls(config, run_directory(config, job)) for step in SnapshotStore(url).steps()]
     if config.run.resume not in ("auto", "never") and not own:
         source = load(config.run.resume)
         check_state(source.step, source.state, config, corpus)
@@ -182,17 +207,18 @@ def _sample(model: GPT, vocabulary: Vocabulary, seed: int, is_main: bool, step: 
     return texts[0]
 
 
-def _result(position: Position, config: Config, steps_per_epoch: int) -> dict[str, Any]:
-    assert position.val_loss is not None
+def _result(position: Position, config: Config, steps_per_epoch: int, complete: bool) -> dict[str, Any]:
+    val_loss = position.val_loss
     return {
-        "status": "complete",
+        "status": "complete" if complete else PREEMPTED,
         "step": position.step,
         "epoch": position.step / steps_per_epoch,
         "train_loss": position.train_loss,
-        "val_loss": position.val_loss,
-        "bits_per_char": position.val_loss / NATS_PER_BIT,
+        "val_loss": val_loss,
+        "bits_per_char": val_loss and val_loss / NATS_PER_BIT,
         "best_val_loss": position.best_val_loss,
         "tokens": position.step * config.trainer.batch_size * config.data.block_size,
         "wall_seconds": position.wall_seconds,
+        "goodput": position.goodput,
         "world_size": position.world_size,
     }

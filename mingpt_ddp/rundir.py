@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -17,12 +18,14 @@ import yaml
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage import publish
+from mingpt_ddp.lease import Lease
+from mingpt_ddp.storage import Storage, publish
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
 RESULT = "result.json"
+PREEMPTED = "preempted"  # the status of a run that a signal has ended early
 
 
 def run_directory(config: Config, job: str | None = None) -> Path:
@@ -57,22 +60,43 @@ class RunDirectory:
         self._lock = _open_lock(path, "the run directory", "run.root")
         _acquire(self._lock, path, time.monotonic() + wait_s)
         self._others: list[IO[str]] = []
+        self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
 
-    def also_own(self, path: Path) -> None:
-        """Lock a directory outside the run directory, that other runs could use as well.
+    def own_snapshots(self, place: Storage) -> None:
+        """Own a place outside the run directory, that other runs could use as well.
 
         Raises:
             RunError: another process group owns it, or it cannot be written.
         """
-        self._others.append(_open_lock(path, "the snapshots' directory", "snapshot.path"))
-        _acquire(self._others[-1], path, time.monotonic())
+        if place.local and self.path.absolute() not in (path := Path(place.root)).parents:
+            self._others.append(_open_lock(path, "the snapshots' directory", "snapshot.path"))
+            _acquire(self._others[-1], path, time.monotonic())
+        elif place.shared:
+            record = self.path / f".lease-{hashlib.sha256(place.url.encode()).hexdigest()[:8]}"
+            try:  # the last owner of this directory is dead: the directory is ours
+                dead = record.read_text() if record.exists() else None
+                self.leases[place.url] = Lease(place, dead)
+                publish(record, self.leases[place.url].id.encode())
+            except OSError as error:
+                raise RunError(f"cannot use {place.url}: {error}") from error
+
+    def last_sign(self) -> float:
+        """When the last attempt wrote to its log, in seconds since 1970; 0 if there was none."""
+        try:
+            return (self.path / "main.rank0.log").stat().st_mtime
+        except OSError:
+            return 0.0
 
     def release(self) -> None:
         for lock in (self._lock, *self._others):
             lock.close()
+        for lease in self.leases.values():
+            lease.release()
 
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
+        if read_status(self.path) == PREEMPTED:  # no longer: it goes on
+            (self.path / RESULT).unlink(missing_ok=True)
         for name, content in hydra_files.items():
             publish(self.path / ".hydra" / name, content.encode())
         previous = self._last_config()
@@ -101,6 +125,13 @@ class RunDirectory:
 
     def write_result(self, result: dict[str, Any]) -> None:
         publish(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
+
+
+def read_status(directory: Path) -> str | None:
+    """How the run in this directory ended the last time; None: not, or without a word."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return str(json.loads((directory / RESULT).read_text()).get("status"))
+    return None
 
 
 def _open_lock(path: Path, what: str, key: str) -> IO[str]:

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -57,6 +58,15 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
     return torch.device("cuda", place.local_rank)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Where the thread that trains is; `watch` finds out who keeps the others waiting."""
+
+    count: int  # grows whenever it gets on
+    what: str
+    waiting: bool  # for other ranks
+
+
 class Runtime:
     """What one rank computes on, and how it talks to the others."""
 
@@ -74,6 +84,8 @@ class Runtime:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.store: dist.Store | None = None  # of this attempt
         self._job_store: dist.Store | None = None  # of all attempts under one agent
+        self._side: dist.ProcessGroup | None = None  # for one thread beside the one that trains
+        self.mark = Mark(0, "starting", waiting=False)
         _set_determinism(config.trainer.deterministic)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -95,6 +107,8 @@ class Runtime:
             world_size=self.world_size,
             timeout=timedelta(seconds=self.ddp.timeout_s),
         )
+        # Whoever uses it may wait for a storage that is away; that a rank has died it notices all the same.
+        self._side = dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
     def close(self) -> None:
         """Leave the process group together: a rank that goes early would stall a launcher's exit."""
@@ -110,21 +124,44 @@ class Runtime:
     def sum(self, values: Tensor) -> Tensor:
         """The element-wise sum over all ranks of a CPU tensor, in place."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            with self._waiting():
+                dist.all_reduce(values)
         return values
 
-    def gather(self, value: T) -> list[T]:
-        """The JSON value of every rank, in rank order, on every rank."""
+    def gather_later(self, values: Tensor) -> Callable[[], Tensor]:
+        """A CPU tensor (n) of every rank as (world size, n), under way until the function returned is called."""
+        if self.world_size == 1:
+            return lambda: values[None]
+        parts = [torch.empty_like(values) for _ in range(self.world_size)]
+        work = dist.all_gather(parts, values, async_op=True)
+
+        def wait() -> Tensor:
+            with self._waiting():
+                work.wait()
+            return torch.stack(parts)
+
+        return wait
+
+    def gather(self, value: T, beside: bool = False) -> list[T]:
+        """The JSON value of every rank, in rank order, on every rank.
+
+        Args:
+            beside: called from the one thread that works beside training; it does not wait for that, nor that for it.
+        """
         if self.world_size == 1:
             return [value]
+        with nullcontext() if beside else self._waiting():
+            return self._gather(value, self._side if beside else None)
+
+    def _gather(self, value: T, group: dist.ProcessGroup | None) -> list[T]:
         content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(content)]))
+        dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
         longest = int(max(sizes))
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(content)] = content
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=group)
         return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
 
     def broadcast(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
@@ -136,7 +173,8 @@ class Runtime:
         received = {}
         for name, (shape, dtype) in self.gather(shapes)[0].items():
             tensor = tensors[name].contiguous() if tensors else torch.empty(shape, dtype=getattr(torch, dtype))
-            dist.broadcast(tensor, src=0)
+            with self._waiting():
+                dist.broadcast(tensor, src=0)
             received[name] = tensor
         return received
 
@@ -162,6 +200,32 @@ class Runtime:
             raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
         return values[0]
 
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Do something on all ranks from the thread beside training; every rank's JSON value, in rank order.
+
+        Raises:
+            UserError: of its kind, if that is what the first rank to fail met.
+            OSError: naming that rank and what it met.
+        """
+        outcome: dict[str, Any] = {}
+        try:
+            outcome["value"] = work()
+        except UserError as error:
+            outcome["error"] = [type(error).__name__, str(error.args[0])]
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            what = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{error or type(error).__name__}"
+            )
+            outcome["error"] = ["OSError", " ".join(what.split())]
+        outcomes = self.gather(outcome, beside=True)
+        for rank, other in enumerate(outcomes):
+            if "error" in other:
+                name, message = other["error"]
+                if name == "OSError":
+                    raise OSError(message if self.world_size == 1 else f"rank {rank}: {message}")
+                raise getattr(errors, name)(message)
+        return [other["value"] for other in outcomes]
+
     def remember(self, key: str, make: Callable[[], str]) -> str:
         """What `make` returned on the first attempt; restarts by the same agent get that value again."""
         if self._job_store is None:
@@ -169,6 +233,16 @@ class Runtime:
         if not self._job_store.check([key]):
             self._job_store.set(key, make())
         return self._job_store.get(key).decode()
+
+    def at(self, what: str, waiting: bool = False) -> None:
+        """Tell whoever watches that this rank gets on, what it does now, and whether it needs the others for that."""
+        self.mark = Mark(self.mark.count + 1, what, waiting)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.at(self.mark.what, waiting=True)
+        yield
+        self.at(self.mark.what)
 
     # The model's surroundings.
 
@@ -248,11 +322,13 @@ class Runtime:
     def reported_failure(self, wait_s: float) -> str | None:
         """What the failing rank reported, if it does within `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
-        while self.store is not None and time.monotonic() < deadline:
+        while self.store is not None:
             try:
                 if self.store.check(["failure"]):
                     return self.store.get("failure").decode()
             except Exception:  # the store died with its host: nobody is left to ask
+                return None
+            if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
         return None

@@ -1,24 +1,31 @@
-"""Capture the run into a snapshot and restore it: rank 0 reads and writes, the others receive."""
+"""Capture the run into snapshots and restore it: rank 0 reads, each rank that sees the same storage writes a share."""
 
 from __future__ import annotations
 
+import json
 import logging
 import platform
-from dataclasses import asdict, dataclass
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from mingpt_ddp import snapshot as format
+from mingpt_ddp.background import Keeper, Outcome, Save
 from mingpt_ddp.config import Config, from_mapping
 from mingpt_ddp.corpus import Encoded
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.schema import build
-from mingpt_ddp.snapshot import Snapshot, SnapshotStore
+from mingpt_ddp.snapshot import Snapshot, SnapshotStore, divide, load
+from mingpt_ddp.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 log = logging.getLogger(__name__)
+
+QUICK_S = 1.0  # a save that has been under way for less is waited for when the next is due
 
 
 @dataclass
@@ -35,6 +42,17 @@ class Position:
     wall_seconds: float = 0.0  # of all attempts, without the work that a kill undid
     loss_sum: float = 0.0  # of the log interval that is under way
     loss_steps: int = 0
+    stall_seconds: float = 0.0  # of those, waiting for snapshots
+    lost_seconds: float = 0.0  # starting, and work that a kill undid, of all attempts
+    saved_at: float = 0.0  # seconds since 1970, when this was put down
+    loss_average: float | None = None  # what the guard against spikes compares with
+    sick_in_a_row: int = 0  # the latest steps that were left out
+    passed_over: list[int] = field(default_factory=list)  # steps that are not to be trained, after going back
+
+    @property
+    def goodput(self) -> float:
+        """The share of the processes' time that became lasting progress, 0 to 1."""
+        return (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.lost_seconds, 1e-9)
 
 
 def identity(config: dict[str, Any], corpus_sha256: str) -> dict[str, Any]:
@@ -72,11 +90,21 @@ def check_state(step: int, state: Any, config: Config, corpus: Encoded) -> None:
 class Saver:
     """The snapshots of this run, as seen from one rank."""
 
-    def __init__(self, config: Config, runtime: Runtime, url: str, corpus: Encoded) -> None:
-        self.config = config
-        self.runtime = runtime
-        self.corpus = corpus
-        self.store = SnapshotStore(url)
+    def __init__(self, config: Config, runtime: Runtime, stores: list[SnapshotStore], corpus: Encoded) -> None:
+        """
+        Args:
+            stores: where to write; each is used when the one before has failed. They are read all.
+        """
+        self.config, self.runtime, self.corpus = config, runtime, corpus
+        self.store, self.stores = stores[0], stores
+        self.last_step: int | None = None  # of the newest snapshot that is whole
+        self.durable_s: float | None = None  # seconds that the last one took from copy to commit
+        self._failures = 0  # in a row
+        self._under_way: Save | None = None
+        self._keeper = Keeper()
+        self._writers: list[int] | None = None
+
+    # Reading.
 
     def find(self) -> Snapshot | None:
         """The snapshot to resume from, on every rank; the run's own, else that of run.resume. A collective.
@@ -88,35 +116,41 @@ class Saver:
 
         def look() -> dict[str, Any] | None:
             nonlocal found
-            found = self.store.newest()
+            own = [snapshot for store in self.stores if (snapshot := store.newest())]
+            found = max(own, key=lambda snapshot: snapshot.step, default=None)
             if found is None and self.config.run.resume not in ("auto", "never"):
-                found = format.load(self.config.run.resume)
+                found = load(self.config.run.resume)
             if found is None:
                 return None
             check_state(found.step, found.state, self.config, self.corpus)
-            return {"step": found.step, "state": found.state}
+            return {"step": found.step, "state": found.state, "own": bool(own)}
 
         meta = self.runtime.first(look)
         if meta is None:
             return None
         model = self.runtime.broadcast(found.model if found else None)
         optimizer = self.runtime.broadcast(found.optimizer if found else None)
+        self.last_step = meta["step"] if meta["own"] else None
         return Snapshot(meta["step"], model, optimizer, meta["state"])
 
     def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Put a snapshot's content into the live objects."""
-        format.load_model(model, found.model)
-        format.load_optimizer(model, optimizer, found.optimizer)
+        load_model(model, found.model)
+        load_optimizer(model, optimizer, found.optimizer)
         if found.state["scaler"] and self.runtime.scaler.is_enabled():
             self.runtime.scaler.load_state_dict(found.state["scaler"])
         return Position(**found.state["position"])
 
-    def save(
+    # Writing. All ranks call these at the same step.
+
+    def begin(
         self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int
     ) -> None:
-        """Commit the state after `position.step` steps, then delete what is no longer kept."""
-        if not self.runtime.is_main:
+        """Set out to save the state after `position.step` steps; nothing may be under way."""
+        assert self._under_way is None
+        if position.step == self.last_step:
             return
+        position.saved_at = time.time()
         state = {
             "position": asdict(position),
             "scaler": self.runtime.scaler.state_dict(),
@@ -126,21 +160,138 @@ class Saver:
             "config": self.config.to_dict(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        snapshot = Snapshot(
-            step=position.step,
-            model=format.model_tensors(model),
-            optimizer=format.optimizer_tensors(model, optimizer),
-            state=state,
-        )
-        best = position.best_step if self.config.snapshot.keep_best else None
+        tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
+        parts = divide(tensors, len(self._seeing_ranks()))
+        mine = dict(zip(self._seeing_ranks(), parts, strict=False)).get(self.runtime.rank, {})
+        step, best = position.step, position.best_step if self.config.snapshot.keep_best else None
+
+        def tidy(store: SnapshotStore) -> None:
+            store.prune(self.config.snapshot.keep_last, best, newest=step)
+            if store is self.store:  # what stands elsewhere was for the time without it
+                for other in self.stores[1:]:
+                    for old in other.steps():
+                        if old < step and old != best:
+                            other.clear(old)
+
+        encoded = json.dumps(state, indent=1).encode()
+        self._under_way = Save(self.runtime, self.stores, self._keeper, position.step, mine, encoded, tidy)
+        self._under_way.start()
+        if not self.config.snapshot.background:
+            self.finish()
+
+    def _seeing_ranks(self) -> list[int]:
+        """The ranks that see the same storage as rank 0: without a shared file system, those of its machine alone."""
+        if self._writers is None:
+            sees = [self._sees(store) for store in self.stores]
+            self._writers = [rank for rank, other in enumerate(self.runtime.gather(sees)) if all(other)]
+        return self._writers
+
+    def _sees(self, store: SnapshotStore) -> bool:
+        """Whether a file that rank 0 puts there arrives here. A collective."""
+        if store.storage.shared or self.runtime.world_size == 1:
+            return True
+        name = self.runtime.gather(f"probe-{uuid.uuid4().hex}")[0]
+        sees = self.runtime.is_main
+        if self.runtime.is_main:
+            self._try(lambda: store.storage.write(name, b""))
+        self.runtime.barrier()
+        if not self.runtime.is_main:
+            sees = bool(self._try(lambda: store.storage.size(name) is not None))
+        self.runtime.barrier()
+        if self.runtime.is_main:
+            self._try(lambda: store.storage.delete(name))
+        return sees
+
+    @staticmethod
+    def _try(work: Callable[[], Any]) -> Any:
+        """A storage that cannot be used is told of when a snapshot goes there."""
         try:
-            self.store.write(snapshot)
-            log.info("snapshot of step %d committed to %s", position.step, self.store.url, extra={"file_only": True})
-            self.store.prune(self.config.snapshot.keep_last, best, newest=position.step)
-        except OSError as error:
-            if not self.store.storage.local:
-                raise
+            return work()
+        except OSError:
+            return None
+
+    def wait_for_copy(self) -> None:
+        """Return when the weights may change."""
+        if self._under_way is not None:
+            self._under_way.copied.wait()
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still works on a snapshot."""
+        return self._under_way is not None and self._under_way.outcome is None
+
+    def is_free(self) -> bool:
+        """Whether the next may begin, on all ranks. A collective, which waits for one that is nearly done."""
+        if self._under_way is None:
+            return True
+        self._under_way.join(max(0.0, self._under_way.began + QUICK_S - time.monotonic()))
+        if self.runtime.sum(torch.tensor([float(self.busy)])).item():
+            return False
+        self.collect()
+        return True
+
+    def finish(self, until: float | None = None) -> bool:
+        """Wait for the one that is under way, at most until a time of time.monotonic(); whether it is done.
+
+        A collective. Raises as `collect` does.
+        """
+        if self._under_way is None:
+            return True
+        while self.busy and (until is None or time.monotonic() < until):
+            self._under_way.join(0.05)
+            self.runtime.at("waiting for a snapshot")
+        if self.runtime.sum(torch.tensor([float(self.busy)])).item():
+            return False
+        self.collect()
+        return True
+
+    def collect(self) -> None:
+        """Take note of what became of the one that was under way; no rank may be busy any more.
+
+        Raises:
+            RunError: it failed, and so often that the run should not go on, or this run has lost its place.
+        """
+        if self._under_way is None:
+            return
+        self._under_way.join()
+        outcome, self._under_way = self._under_way.outcome, None
+        assert outcome is not None
+        if outcome.fatal is not None:
+            raise outcome.fatal
+        if outcome.place is None:
+            self._count_failure(outcome)
+            return
+        self._failures = 0 if outcome.problem is None else self._failures
+        self.last_step, self.durable_s = outcome.step, outcome.seconds
+        if outcome.problem:
+            log.warning(
+                "snapshot of step %d committed to %s, because of %s", outcome.step, outcome.place, outcome.problem
+            )
+        else:
+            log.info("snapshot of step %d committed to %s", outcome.step, outcome.place, extra={"file_only": True})
+
+    def _count_failure(self, outcome: Outcome) -> None:
+        self._failures += 1
+        allowed = self.config.snapshot.max_failures
+        told = f"cannot write the snapshot of step {outcome.step}: {outcome.problem}"
+        if self._failures > allowed:
+            times = f", {self._failures} times in a row" if self._failures > 1 else ""
             raise RunError(
-                f"cannot write the snapshot of step {position.step} to {self.store.url}: {error.strerror or error}; "
-                "the older ones are whole: mend this and run again, or lower snapshot.keep_last"
-            ) from error
+                f"{told}{times}; the older ones are whole: mend this and run again, or set snapshot.fallback_path"
+            )
+        log.warning("%s; training goes on (failure %d of %d allowed)", told, self._failures, allowed)
+
+    def save(
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int
+    ) -> None:
+        """Save and wait for the commit.
+
+        Raises:
+            RunError: there is no such snapshot now.
+        """
+        self.finish()
+        self.begin(position, model, optimizer, micro_batch_size)
+        self.finish()
+        while self.last_step != position.step:  # a failure that was allowed
+            self.begin(position, model, optimizer, micro_batch_size)
+            self.finish()

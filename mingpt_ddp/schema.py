@@ -42,7 +42,8 @@ def build(cls: type[T], values: Any, where: str) -> T:
             meant = closest(str(key), fields)
             hint = f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(fields)}"
             raise ConfigError(f"{prefix}{key} is not a key; {hint}")
-    missing = [name for name, f in fields.items() if name not in values and f.default is dataclasses.MISSING]
+    required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in values]
     if missing:
         raise ConfigError(f"{prefix}{missing[0]} is missing; give it a value")
     return cls(**{key: convert(value, hints[key], prefix + str(key)) for key, value in values.items()})
@@ -61,6 +62,10 @@ def convert(value: Any, hint: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(args):
             raise ConfigError(f"{where}={value!r} must be a list of {len(args)} values")
         return tuple(convert(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, args, strict=True)))
+    if origin is list:
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{where}={value!r} must be a list")
+        return [convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value)]
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, where)
     return _convert_scalar(value, hint, where)
@@ -70,9 +75,16 @@ def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
     if value is None and type(None) in args:
         return None
     inner = [a for a in args if a is not type(None)]
-    if len(inner) == 1:
-        return convert(value, inner[0], where)
-    raise TypeError(f"{where}: a field has at most one type beside None")
+    words = [w for a in inner if typing.get_origin(a) is Literal for w in typing.get_args(a)]
+    if value in words and isinstance(value, str):
+        return value
+    kinds = [a for a in inner if typing.get_origin(a) is not Literal]
+    if len(kinds) != 1:
+        raise TypeError(f"{where}: a field has at most one type beside None and words")
+    try:
+        return convert(value, kinds[0], where)
+    except ConfigError as error:
+        raise ConfigError(" or ".join([error.args[0], *words])) from error
 
 
 def _convert_scalar(value: Any, hint: Any, where: str) -> Any:

@@ -63,7 +63,7 @@ class Storage:
         # An instance of our own, whose listings nobody else fills.
         fs, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **options)
         self.shared = base not in ("file", "local", "memory")  # all machines see the same files
-        self.local = isinstance(fs, LocalFileSystem)
+        self.local = isinstance(fs, LocalFileSystem)  # the operating system can lock them
         self._files: LocalFiles | RemoteFiles
         if self.local:
             self._files = LocalFiles()
@@ -75,11 +75,6 @@ class Storage:
         if name and any(part in ("", ".", "..") for part in parts):
             raise ValueError(f"{name!r} is not a name below {self.url}")
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
-
-    def child(self, name: str) -> Storage:
-        """The storage one directory further down."""
-        self._at(name)
-        return Storage(f"{self.url}/{name}")
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         """The whole file, or its first `limit` bytes.

@@ -1,4 +1,4 @@
-"""The training loop. It knows no rank and no GPT: a model is anything that turns (x, y) into a mean loss."""
+"""The training loop: steps, and what happens between them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
+from mingpt_ddp.cadence import Cadence
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.evaluate import Evaluator
-from mingpt_ddp.loader import BatchPlan, Loader
+from mingpt_ddp.guard import Guard
+from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.logs import Progress
 from mingpt_ddp.metrics import NATS_PER_BIT, Board, Meter, Readings
-from mingpt_ddp.optim import lr_at
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.saver import Position, Saver
-from mingpt_ddp.seeds import seed_everything
+from mingpt_ddp.stepper import Stepper
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:
@@ -32,95 +38,156 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
+@dataclass(frozen=True)
+class Votes:
+    """What the ranks told each other in a step; the same on all of them."""
+
+    interrupted: bool  # one is asked to stop
+    busy: bool  # one still works on a snapshot
+    due: bool  # rank 0's clock says that it is time for one
+    losses: Tensor  # (world size) their shares of the step's mean loss, float64
+
+
 class Trainer:
-    """One run of `steps` optimizer steps, from wherever `position` stands."""
+    """One run, from wherever `position` stands to its last step."""
 
     def __init__(
         self,
         config: Config,
         runtime: Runtime,
-        loader: Loader,
-        plan: BatchPlan,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        stepper: Stepper,
         evaluator: Evaluator,
         saver: Saver,
         board: Board,
         position: Position,
         sample: Callable[[int], str | None],
-        steps: int,
+        interrupt: Interrupt,
     ) -> None:
-        self.config, self.runtime, self.loader, self.plan = config, runtime, loader, plan
-        self.model, self.optimizer, self.evaluator = model, optimizer, evaluator
+        self.config, self.runtime, self.stepper = config, runtime, stepper
+        self.model, self.optimizer, self.evaluator = stepper.model, stepper.optimizer, evaluator
         self.saver, self.board, self.position, self.sample = saver, board, position, sample
-        self.steps = steps
+        self.steps, self.interrupt = stepper.steps, interrupt
+        self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self.meter.load_state(position.loss_sum, position.loss_steps)
         self.progress = Progress(runtime.place, position.step, self.steps)
-        self.wrapped = runtime.wrap(model)
+        wanted = config.snapshot
+        self.cadence = Cadence(wanted.every_minutes, wanted.mtbf_hours if wanted.every_steps == "auto" else None)
         self._clock = time.perf_counter()
-        self._saved_at = time.monotonic()
-        self._minutes_due = False
+        self._wanted = False  # a snapshot, as soon as the one before it is done
+        self._preempted = False
+        # On a GPU it costs a moment to look at a loss; without a policy for it that is done when it is logged.
+        self._looks = (
+            runtime.device.type == "cpu" or config.trainer.on_nonfinite != "stop" or config.trainer.spike_factor
+        )
+        self._lr = 0.0
 
-    def fit(self) -> None:
-        """Train to the last step; whatever happens, the newest snapshot is whole."""
+    def fit(self) -> bool:
+        """Train to the last step, or to where a signal ends it; whether the run is complete.
+
+        Whatever happens, the newest snapshot is whole.
+        """
         self.board.text(self.position.step + 1, "config", yaml.safe_dump(self.config.to_dict(), sort_keys=False))
-        self._settle()
+        self.stepper.settle()
         try:
-            for step in range(self.position.step + 1, self.steps + 1):
-                self._train_step(step)
-                self.position.step = step
-                self.progress.advance()
-                if self._due(step, self.config.trainer.log_every) or step == self.steps:
-                    self._log(step)
-                due = self._due(step, self.config.trainer.eval_every) or step == self.steps
-                improved = due and self._evaluate(step)
-                if self._due(step, self.config.trainer.sample_every) or step == self.steps:
-                    self._show_sample(step)
-                if improved or self._snapshot_due(step):
-                    self._save()
-            self.board.hparams(self.config.to_dict(), {"hparam/val_loss": self.position.val_loss or math.nan})
+            self._catch_up()
+            while self.position.step < self.steps and not self._preempted:
+                self._step(self.position.step + 1)
+            if not self._preempted:
+                self.board.hparams(self.config.to_dict(), {"hparam/val_loss": self.position.val_loss or math.nan})
         finally:
             self.progress.close()
             self.board.close()
+        return not self._preempted
 
-    def _settle(self) -> None:
-        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
-        self.runtime.settle(self.wrapped, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
+    def _step(self, step: int) -> None:
+        """One step and what is due behind it."""
+        if step in self.position.passed_over:
+            log.info("step %d is passed over", step)
+            votes = self._vote(torch.zeros(()))()
+        else:
+            loss = self.stepper.gradients(step)
+            self._stalled(self.saver.wait_for_copy)
+            votes_to_come = self._vote(loss)
+            norm = self.stepper.clip()
+            votes = votes_to_come()
+            if not self._take(step, loss, norm, votes):
+                return
+        self.position.step = step
+        self.progress.advance()
+        if not votes.busy:
+            self.saver.collect()
+        if self._due(step, self.config.trainer.log_every) or step == self.steps:
+            self._log(step)
+        self._preempted = votes.interrupted
+        improved = self._evaluate_if_due(step)
+        if self._due(step, self.config.trainer.sample_every) or step == self.steps:
+            self._show_sample(step)
+        self._wanted |= votes.due or self._snapshot_due(step)
+        if self._preempted:
+            self._save_in_time()
+        elif improved or step == self.steps:
+            self._save()
+        elif self._wanted and self._stalled(self.saver.is_free):
+            self._save(wait=False)
 
-    def _train_step(self, step: int) -> None:
-        lr = lr_at(step, self.config.optimizer, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        begin = time.perf_counter()
-        batch = self.loader.step(step, self.plan, self.runtime.rank)
-        data_s = time.perf_counter() - begin
-        loss = torch.zeros((), device=self.runtime.device)
-        for micro in batch:
-            seed_everything("dropout", self.config.run.seed, step, micro.number)
-            with self.runtime.share_gradients(self.wrapped, last=micro is batch[-1]):
-                loss += self._forward_backward(micro.x, micro.y)
-        self.meter.record(loss, self._update(), data_s)
+    def _vote(self, loss: Tensor) -> Callable[[], Votes]:
+        """Begin to tell the other ranks how this one stands."""
+        seen = float(loss) if self._looks else 0.0
+        due = self.runtime.is_main and self.cadence.is_due()
+        own = [self.interrupt.asked is not None, self.saver.busy, due, seen]
+        wait = self.runtime.gather_later(torch.tensor(own, dtype=torch.float64))
 
-    def _forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
-        """This micro-batch's share of the step's mean loss, its gradients added up."""
-        n_micro, world_size = self.plan.n_micro, self.runtime.world_size
-        with self.runtime.autocast():
-            loss = self.wrapped(self.runtime.to_device(x), self.runtime.to_device(y))
-        # DDP takes the mean over the ranks, the step wants the mean over the micro-batches.
-        self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
-        return loss.detach() / n_micro
+        def votes() -> Votes:
+            table = wait()
+            interrupted, busy, due, _ = (table != 0).any(dim=0).tolist()
+            return Votes(interrupted, busy, due, table[:, 3])
 
-    def _update(self) -> Tensor:
-        """One optimizer step; returns the norm of the gradients before clipping."""
-        scaler = self.runtime.scaler
-        scaler.unscale_(self.optimizer)
-        limit = self.config.trainer.grad_norm_clip or math.inf
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        scaler.step(self.optimizer)
-        scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return votes
+
+    # A step that must not be taken.
+
+    def _take(self, step: int, loss: Tensor, norm: Tensor, votes: Votes) -> bool:
+        """Take the step or leave it out; False where the run has gone back to a snapshot instead."""
+        mean = sum(votes.losses.tolist())
+        complaint = self.guard.complaint(mean, float(norm), self.position) if self._looks else None
+        if complaint is None:
+            self.guard.healthy(mean, self.position)
+            self._lr = self.stepper.update(step)
+            self.meter.record(loss, norm, self.stepper.data_s)
+            return True
+        self.stepper.leave_out()
+        told = f"step {step} has {complaint} ({self.stepper.diagnose(step)})"
+        self.position.sick_in_a_row += 1
+        policy = self.config.trainer.on_nonfinite
+        if policy == "stop" or self.guard.exhausted(self.position):
+            again = "" if policy == "stop" else f", as had the {self.position.sick_in_a_row - 1} before it"
+            raise TrainingError(
+                f"{told}{again}; lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from "
+                "the last snapshot"
+            )
+        if policy == "rollback" and self._go_back(step, told):
+            return False
+        log.warning("%s and is left out", told)
+        return True
+
+    def _go_back(self, step: int, told: str) -> bool:
+        """Continue from the last snapshot, without the step that was told about; whether there is one."""
+        self.saver.finish()
+        found = self.saver.find()
+        if found is None:
+            return False
+        sick = self.position.sick_in_a_row
+        restored = self.saver.restore(found, self.model, self.optimizer)
+        restored.passed_over = sorted({*restored.passed_over, *self.position.passed_over, step})
+        restored.sick_in_a_row = sick
+        log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
+        vars(self.position).update(vars(restored))
+        self.meter.load_state(restored.loss_sum, restored.loss_steps)
+        self.board.go_back(restored.step + 1)
+        return True
+
+    # What happens between the steps.
 
     @staticmethod
     def _due(step: int, every: int | None) -> bool:
@@ -128,63 +195,26 @@ class Trainer:
 
     def _snapshot_due(self, step: int) -> bool:
         wanted, epochs = self.config.snapshot, self.config.snapshot.every_epochs
-        by_epoch = self._due(step, epochs and epochs * self.loader.steps_per_epoch)
-        return self._minutes_due or by_epoch or self._due(step, wanted.every_steps) or step == self.steps
+        every = wanted.every_steps if isinstance(wanted.every_steps, int) else None
+        return self._due(step, every) or self._due(step, epochs and epochs * self.stepper.loader.steps_per_epoch)
 
-    def _log(self, step: int) -> None:
-        readings = self.meter.read()
-        self.position.train_loss = readings.loss
-        lr = self.optimizer.param_groups[0]["lr"]
-        communication, exposed = self.runtime.communication(self.wrapped)
-        self.board.scalars(
-            step,
-            {
-                "train/loss": readings.loss,
-                "train/lr": lr,
-                "train/grad_norm": readings.grad_norm,
-                "speed/tokens_per_s": readings.tokens_per_s,
-                "speed/step_ms": readings.step_s * 1e3,
-                "speed/data_ms": readings.data_s * 1e3,
-                "speed/communication_ms": communication * 1e3,
-                "speed/communication_exposed_ms": exposed * 1e3,
-                "memory/peak_mib": readings.peak_memory / 2**20,
-            },
-        )
-        self._describe(step, readings, lr)
-        self._stop_if_not_finite(step, readings.loss, readings.grad_norm)
-        self._look_at_clock()
+    def _catch_up(self) -> None:
+        """The evaluation that a signal cut short."""
+        step = self.position.step
+        if 0 < step < self.steps and self._evaluate_if_due(step):
+            self._save()
 
-    def _describe(self, step: int, readings: Readings, lr: float) -> None:
-        left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
-        brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
-        self.progress.describe(brief)
-        log.info(
-            "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
-            *(step, self.steps, brief, lr, readings.grad_norm, left),
-            extra={"file_only": self.progress.shown},
-        )
-
-    def _stop_if_not_finite(self, step: int, loss: float, grad_norm: float) -> None:
-        """Every rank sees the same numbers, so all of them stop, and before a snapshot is made of the wreck."""
-        scaled = self.runtime.scaler.is_enabled()  # the scaler passes over steps whose gradients overflow
-        if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
-            raise TrainingError(
-                f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}; "
-                "lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from the last snapshot"
-            )
-
-    def _look_at_clock(self) -> None:
-        """snapshot.every_minutes by rank 0's clock, so that all ranks agree."""
-        minutes = self.config.snapshot.every_minutes
-        if minutes is not None:
-            elapsed = time.monotonic() - self._saved_at
-            self._minutes_due = self.runtime.gather(elapsed >= 60 * minutes)[0]
-
-    def _evaluate(self, step: int) -> bool:
-        """Whether the validation loss is the lowest so far."""
+    def _evaluate_if_due(self, step: int) -> bool:
+        """Whether the validation loss is the lowest so far, and that is of interest."""
+        due = self._due(step, self.config.trainer.eval_every) or step == self.steps
+        if not due or self._preempted or self.position.val_step == step:
+            return False
         begin = time.perf_counter()
-        loss = self.evaluator.run(self.model)
+        loss = self.evaluator.run(self.model, stop=lambda: self.interrupt.asked is not None)
         self.meter.pause(time.perf_counter() - begin)
+        if loss is None:
+            self._preempted = True
+            return False
         position = self.position
         position.val_loss, position.val_step = loss, step
         improved = position.best_val_loss is None or loss < position.best_val_loss
@@ -195,19 +225,106 @@ class Trainer:
         return improved and self.config.snapshot.keep_best
 
     def _show_sample(self, step: int) -> None:
+        self.runtime.at("sampling")
         text = self.sample(step)
         if text is not None:
             self.board.text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)
 
-    def _save(self) -> None:
+    def _log(self, step: int) -> None:
+        readings = self.meter.read()
+        self.position.train_loss = readings.loss
+        communication, exposed = self.runtime.communication(self.stepper.wrapped)
+        self.board.scalars(
+            step,
+            {
+                "train/loss": readings.loss,
+                "train/lr": self._lr,
+                "train/grad_norm": readings.grad_norm,
+                "speed/tokens_per_s": readings.tokens_per_s,
+                "speed/step_ms": readings.step_s * 1e3,
+                "speed/data_ms": readings.data_s * 1e3,
+                "speed/communication_ms": communication * 1e3,
+                "speed/communication_exposed_ms": exposed * 1e3,
+                "memory/peak_mib": readings.peak_memory / 2**20,
+            },
+        )
+        self.board.results(step, {"speed/goodput": self._tick().goodput})
+        self._describe(step, readings)
+        self._stop_if_not_finite(step, readings.loss, readings.grad_norm)
+
+    def _describe(self, step: int, readings: Readings) -> None:
+        left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
+        brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
+        self.progress.describe(brief)
+        log.info(
+            "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
+            *(step, self.steps, brief, self._lr, readings.grad_norm, left),
+            extra={"file_only": self.progress.shown},
+        )
+
+    def _stop_if_not_finite(self, step: int, loss: float, grad_norm: float) -> None:
+        """Every rank sees the same numbers, so all of them stop, and before a snapshot is made of the wreck."""
+        if not self._looks and self.guard.complaint(loss, grad_norm, self.position):
+            raise TrainingError(
+                f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}; "
+                "lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from the last snapshot"
+            )
+
+    # Snapshots.
+
+    def _stalled(self, wait: Callable[[], Result]) -> Result:
+        """Do what training has to wait for, and take the time."""
         begin = time.perf_counter()
+        result = wait()
+        seconds = time.perf_counter() - begin
+        self.meter.pause(seconds)
+        self.position.stall_seconds += seconds
+        self.cadence.stalled(seconds)
+        return result
+
+    def _tick(self) -> Position:
+        """The position, with the time until now."""
+        now = time.perf_counter()
+        self.position.wall_seconds += now - self._clock
+        self._clock = now
+        return self.position
+
+    def _save(self, wait: bool = True) -> None:
+        """Put down the state; the next step does not wait until it is written.
+
+        Args:
+            wait: for the one before, which may not be done yet.
+        """
+        self._stalled(partial(self._begin_save, wait))
+
+    def _begin_save(self, wait: bool) -> None:
+        if wait:
+            self.saver.finish()
         self.board.flush()
-        position = self.position
-        position.wall_seconds += begin - self._clock
-        self._clock = begin
+        position = self._tick()
         position.loss_sum, position.loss_steps = self.meter.state()
         self._stop_if_not_finite(position.step, position.loss_sum, self.meter.grad_norm())
-        self.saver.save(position, self.model, self.optimizer, self.plan.micro_batch_size)
-        self._saved_at, self._minutes_due = time.monotonic(), False
-        self.meter.pause(time.perf_counter() - begin)
+        self._wanted = False
+        self.cadence.begun(self.saver.durable_s)
+        micro_batch_size = self.stepper.plan.micro_batch_size
+        if position.step == self.steps:
+            self.saver.save(position, self.model, self.optimizer, micro_batch_size)
+        else:
+            self.saver.begin(position, self.model, self.optimizer, micro_batch_size)
+
+    def _save_in_time(self) -> None:
+        """Before the process is killed: a new snapshot if there is time for it, else the one that is under way."""
+        elapsed = max(self.runtime.gather(self.interrupt.elapsed()))
+        until = time.monotonic() + self.config.snapshot.grace_seconds - elapsed
+        done = self.saver.finish(until)
+        needed = max(self.runtime.gather(self.saver.durable_s or 0.0))
+        if done and self.runtime.gather(until - time.monotonic() > needed)[0]:
+            self._begin_save(wait=True)
+            self.saver.finish(until)
+        step = self.saver.last_step
+        if step == self.position.step:
+            log.info("preempted at step %d; the same command goes on from there", step)
+        else:
+            last = "there is no snapshot yet" if step is None else f"the last one is that of step {step}"
+            log.warning("preempted at step %d without time for a snapshot: %s", self.position.step, last)

@@ -123,6 +123,11 @@ def wait_for(condition, timeout: float = 60, what: str = "the condition") -> Non
         time.sleep(0.005)
 
 
+def committed(run: Path) -> list[int]:
+    """The steps of the snapshots that are committed in a run directory."""
+    return sorted(int(manifest.parent.name[5:]) for manifest in run.glob("snapshots/step_*/manifest.json"))
+
+
 def last_step(run: Path) -> int:
     """The last step in rank 0's log, over all attempts: the one logged last."""
     try:

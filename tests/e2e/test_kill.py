@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from launching import TINY, Job, is_running, last_step, torchrun, wait_for
+from launching import TINY, Job, committed, is_running, last_step, torchrun, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS = 60
@@ -46,7 +46,8 @@ def two_steps(seed: str) -> list[int]:
 
 
 def reached(run: Path, step: int):
-    return lambda: last_step(run) >= step
+    """That step has been taken, and there is a snapshot to go on from."""
+    return lambda: last_step(run) >= step and committed(run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

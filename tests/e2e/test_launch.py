@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, environment, last_step, python_main, torchrun, wait_for
+from launching import ROOT, TINY, Job, call, committed, environment, last_step, python_main, torchrun, wait_for
 
 
 def weights(run: Path, step: int = 12) -> bytes:
@@ -305,7 +305,7 @@ def test_a_dead_worker_is_told_and_restarted_in_the_same_fresh_directory(tmp_pat
     (tmp_path / "outputs" / "a").mkdir(parents=True)
     options = ["run.name=a", "run.resume=never", "ddp.nproc_per_node=2", "trainer.max_steps=3000"]
     job = Job([*python_main(), *TINY, *options, "optimizer.schedule=constant"], tmp_path)
-    wait_for(lambda: last_step(tmp_path / "outputs" / "a-2") >= 5, what="step 5")
+    wait_for(lambda: committed(tmp_path / "outputs" / "a-2"), what="a snapshot")
     job.kill_worker(1)
     wait_for(lambda: "resuming from the snapshot" in job.text(), what="the resumption")
     job.kill_tree()

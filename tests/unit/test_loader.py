@@ -151,7 +151,7 @@ def test_no_window_crosses_the_split(tmp_path):
 
 @pytest.fixture
 def trainer() -> TrainerConfig:
-    return TrainerConfig(1, None, BATCH, None, "cpu", "fp32", False, None, 10, None, None, "stop", False)
+    return TrainerConfig(1, None, BATCH, None, "cpu", "fp32", False, None, 10, None, None, "stop", None, False)
 
 
 @pytest.mark.parametrize(

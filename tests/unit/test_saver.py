@@ -18,6 +18,7 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import Place
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.saver import Position, Saver, check_state
+from mingpt_ddp.snapshot import SnapshotStore
 
 VOCABULARY = "abcdefgh"
 CORPUS = Encoded(
@@ -163,7 +164,7 @@ def live(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def saver_at(path, config: Config) -> Saver:
-    return Saver(config, Runtime(config, Place()), str(path), CORPUS)
+    return Saver(config, Runtime(config, Place()), [SnapshotStore(str(path))], CORPUS)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -1,0 +1,48 @@
+"""Sick training: when a step must not be taken, and who is to blame."""
+
+from __future__ import annotations
+
+import math
+
+from mingpt_ddp.config import TrainerConfig
+from mingpt_ddp.saver import Position
+
+MEMORY = 0.98  # of the average loss, per step
+PATIENCE = 10  # steps left out in a row, after which the cause is no single batch
+
+
+class Guard:
+    """Judges a step by numbers that are the same on all ranks, so that all judge alike."""
+
+    def __init__(self, trainer: TrainerConfig, scaled: bool) -> None:
+        """
+        Args:
+            scaled: a gradient scaler passes over steps whose gradients overflow; that is no sickness.
+        """
+        self.trainer, self.scaled = trainer, scaled
+
+    def complaint(self, loss: float, grad_norm: float, position: Position) -> str | None:
+        """What is wrong with this step, before it is taken.
+
+        Args:
+            loss: the mean loss of the step over all ranks, nats per character.
+            grad_norm: of the gradients, before clipping.
+        """
+        if not math.isfinite(loss) or not (self.scaled or math.isfinite(grad_norm)):
+            return f"loss {loss} and gradient norm {grad_norm}"
+        factor, average = self.trainer.spike_factor, position.loss_average
+        if factor is not None and average is not None and loss > factor * average:
+            return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
+        return None
+
+    def healthy(self, loss: float, position: Position) -> None:
+        """This step is taken."""
+        position.sick_in_a_row = 0
+        if self.trainer.spike_factor is not None:
+            average = loss if position.loss_average is None else position.loss_average
+            position.loss_average = MEMORY * average + (1 - MEMORY) * loss
+
+    @staticmethod
+    def exhausted(position: Position) -> bool:
+        """Whether leaving out steps has not helped. `position` counts this one already."""
+        return position.sick_in_a_row > PATIENCE

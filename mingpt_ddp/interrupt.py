@@ -1,0 +1,43 @@
+"""What asks a run to stop: a scheduler's SIGTERM or SIGUSR1, the user's Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class Interrupt:
+    """While `heeded` someone looks at `asked` at every step; else a signal ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked: str | None = None  # the name of the first signal
+        self.at = 0.0  # time.monotonic() when it came
+        self.heeded = False
+        self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)
+        self.stalled: Callable[[str], None] = lambda reason: os._exit(1)  # a rank has: see `watch`
+        self.pointless: Callable[[], bool] = lambda: False  # nobody could answer: another rank has failed
+
+    def install(self) -> None:
+        """From now on this process handles the signals; only its main thread may call this."""
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        again = number == signal.SIGINT and self.asked is not None
+        if again or not self.heeded or self.pointless():
+            self.leave(number)
+        if self.asked is None:
+            self.asked, self.at = name, time.monotonic()
+
+    def elapsed(self) -> float:
+        """Seconds since the signal came; 0 where none did."""
+        return time.monotonic() - self.at if self.asked is not None else 0.0

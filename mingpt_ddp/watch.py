@@ -1,0 +1,99 @@
+"""Who keeps the others waiting? Every rank tells the job's store how far it is, and all of them look."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from mingpt_ddp.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.8  # of ddp.timeout_s: before the collectives give up, which would blame those that waited
+STALLED = "stalled"
+
+
+class Watch:
+    """A thread beside training that ends the process when a rank has stalled, as soon as all know which."""
+
+    def __init__(self, runtime: Runtime, leave: Callable[[str], None]) -> None:
+        """
+        Args:
+            leave: ends this process, telling why; called from the thread.
+        """
+        self.runtime, self.leave = runtime, leave
+        self.limit_s = SHARE * runtime.ddp.timeout_s
+        self._main = threading.get_ident()
+        self._moved: dict[int, tuple[int, float]] = {}  # by rank: the count that was seen last, and since when
+        self._beaten: dict[int, tuple[int, float]] = {}  # the same of its watch's own counter
+        self._stopped = threading.Event()
+        if runtime.store is not None:
+            self._store = runtime.store.clone()  # type: ignore[attr-defined]
+            threading.Thread(target=self._work, name="watch", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _work(self) -> None:
+        beat = 0
+        here = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
+        while not self._stopped.wait(min(1.0, self.limit_s / 10)):
+            beat += 1
+            with contextlib.suppress(Exception):  # the store dies with its host: then the collectives tell
+                told = json.dumps({**asdict(self.runtime.mark), "beat": beat, **here})
+                self._store.set(f"at/{self.runtime.rank}", told)
+                self._look()
+
+    def _look(self) -> None:
+        reason = self._store.get(STALLED).decode() if self._store.check([STALLED]) else None
+        if reason is None:
+            keys = [f"at/{rank}" for rank in range(self.runtime.world_size)]
+            if not self._store.check(keys):
+                return
+            ranks = {rank: json.loads(content) for rank, content in enumerate(self._store.multi_get(keys))}
+            reason = self._find(ranks, time.monotonic())
+            if reason is None:
+                return
+            reason = self._store.compare_set(STALLED, "", reason).decode()
+        if self._stopped.is_set():
+            return
+        if reason.startswith(f"rank {self.runtime.rank} "):
+            frame = sys._current_frames().get(self._main)
+            stack = "".join(traceback.format_stack(frame)) if frame else "gone"
+            log.error("rank %d stalled here:\n%s", self.runtime.rank, stack, extra={"file_only": True})
+        self.leave(reason)
+
+    def _find(self, ranks: dict[int, dict[str, Any]], now: float) -> str | None:
+        """Which rank has stalled, if one has."""
+        for rank, told in ranks.items():
+            for seen, counter in ((self._moved, "count"), (self._beaten, "beat")):
+                if seen.get(rank, (None, 0.0))[0] != told[counter]:
+                    seen[rank] = (told[counter], now)
+        still = {rank: now - self._moved[rank][1] for rank in ranks}
+        dumb = [rank for rank in ranks if now - self._beaten[rank][1] > self.limit_s]  # not even its watch moves
+        busy = [rank for rank in ranks if still[rank] > self.limit_s and not ranks[rank]["waiting"]]
+        for rank in dumb or busy:
+            if rank in dumb:
+                self._end(ranks[rank])
+            return f"rank {rank} has stalled for {still[rank]:.0f} s while {ranks[rank]['what']}"
+        if min(still.values()) > self.limit_s:
+            what = ranks[0]["what"]
+            return f"all ranks wait for each other for {min(still.values()):.0f} s while {what}: look at the network"
+        return None
+
+    def _end(self, told: dict[str, Any]) -> None:
+        """A stopped process does not react to an agent, which then waits: end a sibling at once."""
+        if (told["host"], told["agent"]) == (socket.gethostname(), os.getppid()):
+            with contextlib.suppress(OSError):
+                os.kill(told["pid"], signal.SIGKILL)
