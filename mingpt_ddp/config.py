@@ -203,7 +203,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class SnapshotConfig:
-    """When the state is saved, where, and how much of it is kept (mingpt_ddp/snapshot.py)."""
+    """When the state is saved, where, and how much of it is kept (mingpt_ddp/snapshots)."""
 
     path: str | None  # a directory or any fsspec URL, to which the run's name is appended; null: in the run directory
     every_steps: int | Literal["auto"] | None  # auto: what loses least time, see mingpt_ddp/cadence.py

@@ -18,7 +18,7 @@ import yaml
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.lease import Lease
+from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.storage import Storage, publish
 
 log = logging.getLogger(__name__)

@@ -105,9 +105,9 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     from mingpt_ddp.corpus import Vocabulary
     from mingpt_ddp.generate import generate_text
     from mingpt_ddp.model import build_model
-    from mingpt_ddp.snapshot import load
+    from mingpt_ddp.snapshots.store import load
+    from mingpt_ddp.snapshots.tensors import load_model
     from mingpt_ddp.storage import check_url
-    from mingpt_ddp.tensors import load_model
 
     check_url(config.snapshot, "snapshot")
     found = load(config.snapshot)

@@ -24,7 +24,7 @@ from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.logs import Progress
 from mingpt_ddp.metrics import NATS_PER_BIT, Board, Meter, Readings
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.saver import Position, Saver
+from mingpt_ddp.snapshots.saver import Position, Saver
 from mingpt_ddp.stepper import Stepper
 
 log = logging.getLogger(__name__)

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mingpt_ddp.background import Keeper, Outcome, Save
 from mingpt_ddp.config import Config, from_mapping
 from mingpt_ddp.corpus import Encoded
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.schema import build
-from mingpt_ddp.snapshot import Snapshot, SnapshotStore, divide, load
-from mingpt_ddp.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
+from mingpt_ddp.snapshots.background import Keeper, Outcome, Save
+from mingpt_ddp.snapshots.store import Snapshot, SnapshotStore, divide, load
+from mingpt_ddp.snapshots.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 log = logging.getLogger(__name__)
 

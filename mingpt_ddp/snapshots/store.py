@@ -22,8 +22,8 @@ import yaml
 from torch import Tensor
 
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.image import decode, encode
-from mingpt_ddp.lease import Lease
+from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.storage import Storage, StorageError
 
 log = logging.getLogger(__name__)

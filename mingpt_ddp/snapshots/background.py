@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.errors import UserError
-from mingpt_ddp.image import Image
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshot import STATE, SnapshotStore
+from mingpt_ddp.snapshots.image import Image
+from mingpt_ddp.snapshots.store import STATE, SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 
 import mingpt_ddp
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.snapshot import (
+from mingpt_ddp.snapshots.store import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
