@@ -36,12 +36,13 @@ log = logging.getLogger(__name__)
 
 USER_ERROR, FAILURE = 2, 1  # exit codes
 VICTIM_WAIT_S = 1.0  # how long a rank that lost the others waits for the reason
+STORE_S = 5.0  # how long the job's store may take to answer
 AGENT_S = 1.0  # within which an elastic agent notices that one worker is gone and ends the others
 
 
 def main() -> None:
     """The entry point of main.py and of `python -m mingpt_ddp`."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an elastic agent
         die_with_parent()
     # torch.distributed.launch passes the local rank as a flag that Hydra does not know; the environment has it as well.
     sys.argv = [arg for arg in sys.argv if not re.match(r"--local[-_]rank\b", arg)]
@@ -223,10 +224,10 @@ def _leave_with_user_error(error: UserError, place: Place) -> NoReturn:
 def _is_news(message: str, place: Place) -> bool:
     if not place.agent:
         return True
-    from mingpt_ddp.rendezvous import connect, tell_once
+    from mingpt_ddp.rendezvous import connect, tell_once, within
 
     try:
-        return tell_once(connect(place, _job_number(), timeout_s=5), message)
+        return within(STORE_S, lambda: tell_once(connect(place, _job_number(), timeout_s=STORE_S), message))
     except Exception:  # without the agent's store nobody can know: better twice than never
         return True
 

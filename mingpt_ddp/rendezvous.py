@@ -8,18 +8,21 @@ rank has found its own id in it. Its process group lives below a prefix of its o
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.place import Place
 
+T = TypeVar("T")
 POLL_S = 0.02
-
-
 FATAL = "fatal"
 
 
@@ -41,6 +44,31 @@ def connect(place: Place, job: int, timeout_s: float) -> Store:
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"rank {place.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
+
+
+def within(limit_s: float, work: Callable[[], T]) -> T:
+    """What `work` returns; behind a cut cable a store does not answer, and does not give up either.
+
+    Raises:
+        TimeoutError: it took longer than `limit_s` seconds.
+        Exception: what `work` raised.
+    """
+    answers: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue()
+
+    def ask() -> None:
+        try:
+            answers.put((work(), None))
+        except Exception as error:  # raised where the answer is waited for
+            answers.put((None, error))
+
+    threading.Thread(target=ask, name="store", daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {limit_s} s") from None
+    if error is not None:
+        raise error
+    return cast(T, answer)
 
 
 def tell_once(store: Store, message: str) -> bool:

@@ -25,9 +25,11 @@ from mingpt_ddp import errors
 from mingpt_ddp.config import Config, DDPConfig, TrainerConfig
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.place import Place
-from mingpt_ddp.rendezvous import connect, meet, stop_if_fatal
+from mingpt_ddp.rendezvous import connect, meet, stop_if_fatal, within
 
 T = TypeVar("T")
+FAILURE = "failure"  # the store's key of what the first rank to fail met
+ANSWER_S = 1.0  # that the store may take
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -316,22 +318,27 @@ class Runtime:
 
     def report_failure(self, message: str) -> None:
         if self.store is not None:
+            store, told = self.store, f"rank {self.rank}: {message}"
             with contextlib.suppress(Exception):
-                self.store.compare_set("failure", "", f"rank {self.rank}: {message}")
+                within(ANSWER_S, lambda: store.compare_set(FAILURE, "", told))
 
     def reported_failure(self, wait_s: float) -> str | None:
         """What the failing rank reported, if it does within `wait_s` seconds."""
-        deadline = time.monotonic() + wait_s
-        while self.store is not None:
-            try:
-                if self.store.check(["failure"]):
-                    return self.store.get("failure").decode()
-            except Exception:  # the store died with its host: nobody is left to ask
-                return None
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.05)
-        return None
+        if self.store is None:
+            return None
+        store, deadline = self.store, time.monotonic() + wait_s
+
+        def ask() -> str | None:
+            while not store.check([FAILURE]):
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(0.05)
+            return store.get(FAILURE).decode()
+
+        try:
+            return within(wait_s + ANSWER_S, ask)
+        except Exception:  # the store died with its host, or is cut off: nobody is left to ask
+            return None
 
 
 def _precision(wanted: str, device: torch.device) -> str:
