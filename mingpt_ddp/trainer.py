@@ -161,6 +161,7 @@ class Trainer:
         self.position.sick_in_a_row += 1
         policy = self.config.trainer.on_nonfinite
         if policy == "stop" or self.guard.exhausted(self.position):
+            self.saver.finish()
             again = "" if policy == "stop" else f", as had the {self.position.sick_in_a_row - 1} before it"
             raise TrainingError(
                 f"{told}{again}; lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from "
@@ -307,6 +308,8 @@ class Trainer:
         self._stop_if_not_finite(position.step, position.loss_sum, self.meter.grad_norm())
         self._wanted = False
         self.cadence.begun(self.saver.durable_s)
+        if self.config.snapshot.every_steps == "auto":
+            log.info("the next snapshot is due in %.1f s", self.cadence.interval_s, extra={"file_only": True})
         micro_batch_size = self.stepper.plan.micro_batch_size
         if position.step == self.steps:
             self.saver.save(position, self.model, self.optimizer, micro_batch_size)

@@ -106,6 +106,7 @@ class Save(threading.Thread):
         if self._ready is None:
             self._fill(images)
         else:
+            torch.cuda.set_device(self.runtime.device)  # of this thread
             stream = torch.cuda.Stream(self.runtime.device)
             stream.wait_event(self._ready)
             with torch.cuda.stream(stream):

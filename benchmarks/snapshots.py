@@ -1,0 +1,189 @@
+"""What a snapshot of a 124M-parameter model costs: the stall of training, the time until it is durable, the way back.
+
+GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU, saved to a local disk.
+Side by side, A, B, A, B in one process:
+
+A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
+B. the package's own Saver: training waits in `begin`, runs the next forward and backward pass, and waits in
+   `wait_for_copy` before it may change the weights. The stall is what those two take. The forward and backward passes
+   are timed with and without a copy beside them, because on a CPU both want the same memory.
+
+Then the time from `begin` to the commit (copy, SHA-256, write, sync, manifest), on one rank and with the tensors divided
+over several, on the same disk, and the time to read, verify and restore.
+
+    python benchmarks/snapshots.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, cell, compare, parser, report, say, spread
+
+MICRO_BATCH, CONTEXT = 4, 256  # of the forward and backward pass that hides the copy
+VOCABULARY = 50_257
+START_S = 25  # of a restart: noticing the failure, starting the processes; a round figure, not measured here
+
+
+def build(root: str) -> tuple[Any, Any, Any, Any]:
+    """Saver, model, optimizer and runtime of this rank, after one step, so that there are moments to save."""
+    import torch
+    from hydra import compose, initialize_config_dir
+
+    from mingpt_ddp.config import from_dictconfig
+    from mingpt_ddp.corpus import Encoded
+    from mingpt_ddp.model import build_model
+    from mingpt_ddp.optim import build_optimizer
+    from mingpt_ddp.place import find_place
+    from mingpt_ddp.runtime import Runtime
+    from mingpt_ddp.snapshots.saver import Saver
+    from mingpt_ddp.snapshots.store import SnapshotStore
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
+    words = [
+        "model=gpt2",
+        "data.block_size=1024",
+        "trainer.device=cpu",
+        "snapshot.keep_last=1",
+        "trainer.precision=fp32",
+    ]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = from_dictconfig(compose("config", words))
+    runtime = Runtime(config, find_place())
+    model = build_model(config.model, VOCABULARY, config.data.block_size)
+    optimizer = build_optimizer(model, config.optimizer)
+    tokens = torch.randint(VOCABULARY, (1, 9))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    optimizer.step()
+    corpus = Encoded("nowhere", "0" * 64, 1, "ab", "uint8", "0" * 64)
+    return Saver(config, runtime, [SnapshotStore(root)], corpus), model, optimizer, runtime
+
+
+def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
+    """Seconds, by repetition."""
+    import torch
+
+    from mingpt_ddp.snapshots.saver import Position
+
+    saver, model, optimizer, _ = build(f"{root}/ours")
+    tokens = torch.randint(VOCABULARY, (MICRO_BATCH, CONTEXT + 1))
+
+    def forward_backward() -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.zero_grad(set_to_none=False)
+
+    figures: dict[str, list[float]] = {name: [] for name in ("sync", "stall", "alone", "beside", "durable")}
+    forward_backward()
+    saver.save(Position(step=1), model, optimizer, 1)  # takes the memory of the copy, once in a run
+    for step in range(2, repetitions + 2):
+        clock = Clock()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{root}/theirs.pt")
+        figures["sync"].append(clock.lap())
+        forward_backward()
+        figures["alone"].append(clock.lap())
+        saver.begin(Position(step=step), model, optimizer, 1)
+        stall = clock.lap()
+        forward_backward()
+        figures["beside"].append(clock.lap())
+        saver.wait_for_copy()
+        figures["stall"].append(stall + clock.lap())
+        saver.finish()
+        figures["durable"].append(saver.durable_s)
+        say(f"repetition {step - 1}: " + ", ".join(f"{name} {values[-1]:.3f} s" for name, values in figures.items()))
+    return figures
+
+
+class Clock:
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self._since = now - self._since, now
+        return seconds
+
+
+def be_rank(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
+    """Save and restore on one of several ranks; rank 0 hands back (durable, restore) in seconds."""
+    from mingpt_ddp.snapshots.saver import Position
+
+    os.environ.update(environment)
+    saver, model, optimizer, runtime = build(root)
+    saver.save(Position(step=1), model, optimizer, 1)
+    times = []
+    for step in range(2, repetitions + 2):
+        runtime.barrier()
+        clock = Clock()
+        saver.save(Position(step=step), model, optimizer, 1)
+        durable = clock.lap()
+        saver.restore(saver.find(), model, optimizer)
+        times.append((durable, clock.lap()))
+    if runtime.is_main:
+        results.put(times)
+    runtime.close()
+
+
+def on_ranks(root: str, ranks: int, repetitions: int) -> list[tuple[float, float]]:
+    spawn = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    results = spawn.Queue()
+    places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    workers = [spawn.Process(target=be_rank, args=(place, root, repetitions, results)) for place in places]
+    for worker in workers:
+        worker.start()
+    times: list[tuple[float, float]] = results.get(timeout=600)
+    for worker in workers:
+        worker.join()
+    return times
+
+
+def main() -> None:
+    command = parser(__doc__, "snapshots")
+    command.add_argument("--repetitions", type=int, default=5)
+    command.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    arguments = command.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        figures = compare_stalls(root, arguments.repetitions)
+    divided = {}
+    for ranks in arguments.ranks:
+        say(f"{ranks} ranks")
+        with tempfile.TemporaryDirectory() as root:
+            divided[ranks] = on_ranks(root, ranks, arguments.repetitions)
+    write(arguments.out, figures, divided)
+
+
+def write(out: Path, figures: dict[str, list[float]], divided: dict[int, list[tuple[float, float]]]) -> None:
+    shorter = compare(figures["sync"], figures["stall"])
+    results: dict[str, Any] = {f"{name}_s": spread(values) for name, values in figures.items()}
+    results["sync_save_s"] = results.pop("sync_s")
+    results["stall_shorter"] = shorter
+    results["ranks"] = {
+        n: {"durable_s": spread([d for d, _ in times]), "restore_s": spread([r for _, r in times])}
+        for n, times in divided.items()
+    }
+    results["restart_s"] = results["ranks"][min(divided)]["restore_s"]["median"] + START_S
+    rows = [
+        ["torch.save while training waits", cell(results["sync_save_s"], ".2f"), "s"],
+        ["stall of a snapshot in the background", cell(results["stall_s"], ".4f"), "s"],
+        ["so many times shorter", cell(shorter, ",.0f"), ""],
+        ["forward and backward pass alone", cell(results["alone_s"], ".2f"), "s"],
+        ["the same beside the copy and the writing", cell(results["beside_s"], ".2f"), "s"],
+        ["until the snapshot is durable, beside training", cell(results["durable_s"], ".2f"), "s"],
+    ]
+    for n, times in results["ranks"].items():
+        rows.append([f"until it is durable, {n} ranks, no training", cell(times["durable_s"], ".2f"), "s"])
+        rows.append([f"found, verified and restored, {n} ranks", cell(times["restore_s"], ".2f"), "s"])
+    report(out, results, ["what", "median (range)", "unit"], rows)
+
+
+if __name__ == "__main__":
+    main()
