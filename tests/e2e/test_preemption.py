@@ -1,0 +1,360 @@
+"""A scheduler's SIGTERM or SIGUSR1 and the user's Ctrl-C: a snapshot of the very step, and the run goes on from there.
+
+The signals are real. That they come at a known moment is the doing of a module on PYTHONPATH, which holds a process at
+a named point until it is let go, and tells when a signal has been handled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import TINY, Job, children, committed, is_running, python_main, torchrun, wait_for
+from multiprocess.ranks import configure, run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mingpt_ddp import logs
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.place import find_place
+from mingpt_ddp.run import run
+from mingpt_ddp.runtime import Runtime
+
+STEPS = 24
+SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "trainer.device=cpu"]
+SETTINGS += ["trainer.precision=fp32", "snapshot.every_steps=null", "snapshot.keep_best=false", "run.name=run"]
+
+# Patches a module of the package as soon as it has been imported: `PATCHES` has a function of each.
+SITE = '''
+import importlib.abc, importlib.util, os, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RANK = os.environ.get("RANK", "0")
+
+def touch(name):
+    (HERE / name).touch()
+
+def hold(name):
+    """Tell that this rank has come here, and wait; once only, over all attempts."""
+    if not (HERE / f"{name}.{RANK}").exists():
+        touch(f"{name}.{RANK}")
+        while not (HERE / "go").exists():
+            time.sleep(0.01)
+
+PATCHES = {}
+exec((HERE / "patches.py").read_text())
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in PATCHES:
+            return None
+        patch = PATCHES.pop(name)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            patch(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+'''
+
+TELL_SIGNALS = """
+def tell_signals(interrupt):
+    handle = interrupt.Interrupt._handle
+    def told(self, number, frame):
+        handle(self, number, frame)
+        touch(f"signal.{RANK}")
+    interrupt.Interrupt._handle = told
+PATCHES["mingpt_ddp.interrupt"] = tell_signals
+"""
+
+HOLD_AT_STEP = """
+def patch(loader):
+    step_of = loader.Loader.step
+    settling = [True]
+    def step(self, number, plan, rank):
+        if number == <step> and not settling[0]:
+            hold("step<step>")
+        settling[0] = False
+        return step_of(self, number, plan, rank)
+    loader.Loader.step = step
+PATCHES["mingpt_ddp.loader"] = patch
+"""
+
+
+def patches(text: str, **values: Any) -> str:
+    for name, value in values.items():
+        text = text.replace(f"<{name}>", str(value))
+    return TELL_SIGNALS + text
+
+
+class Held:
+    """A launch that is held at a point which `patches` names with `hold`."""
+
+    def __init__(self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str) -> None:
+        self.site = cwd / f"site-{time.monotonic_ns()}"
+        self.site.mkdir()
+        (self.site / "sitecustomize.py").write_text(SITE)
+        (self.site / "patches.py").write_text(patches)
+        self.job = Job([*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra)
+
+    def wait_until(self, point: str, *ranks: int) -> None:
+        """All of these ranks, by default rank 0, have come there."""
+        for rank in ranks or (0,):
+            marker = self.site / f"{point}.{rank}"
+            wait_for(lambda: marker.exists() or self.job.process.poll() is not None, what=marker.name)  # noqa: B023
+            assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
+
+    def go(self) -> None:
+        (self.site / "go").touch()
+
+    def end(self, timeout: float = 60) -> int:
+        return self.job.wait(timeout)
+
+
+def worker(job: Job, rank: int) -> int:
+    """The process of a rank."""
+    ranks = {}
+    for pid in children(job.process.pid):
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        ranks.update({word.removeprefix("RANK="): pid for word in words if word.startswith("RANK=")})
+    return ranks[str(rank)]
+
+
+def result(run: Path) -> dict[str, Any]:
+    return json.loads((run / "result.json").read_text())
+
+
+def weights(run: Path, step: int = STEPS) -> bytes:
+    return (run / "snapshots" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+
+
+def points(run: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
+    """A curve as TensorBoard reads it."""
+    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def train(values: dict[str, Any]) -> float | None:
+    config = from_mapping(values)
+    logs.to_console(find_place())
+    runtime = Runtime(config, find_place())
+    loss = run(config, runtime, {})
+    runtime.close()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The directory of the run that nobody disturbed, by number of ranks."""
+    done: dict[int, Path] = {}
+
+    def get(ranks: int) -> Path:
+        if ranks not in done:
+            root = tmp_path_factory.mktemp("undisturbed")
+            run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, f"run.root={root}"))
+            done[ranks] = root / "run"
+        return done[ranks]
+
+    return get
+
+
+def check_stopped(held: Held, run: Path, step: int) -> None:
+    assert committed(run)[-1] == step, held.job.text()
+    assert result(run)["status"] == "preempted"
+    assert result(run)["step"] == step
+    assert f"preempted at step {step}; the same command goes on from there" in held.job.text()
+
+
+def finish(command: list[str], cwd: Path, step: int, reference: Path, *options: str) -> Path:
+    """The same command again: from exactly that step to the very end of the undisturbed run."""
+    run = cwd / "outputs" / "run"
+    job = Job([*command, *SETTINGS, *options], cwd)
+    assert job.wait(60) == 0, job.text()
+    assert f"resuming from the snapshot of step {step} of {STEPS}" in job.text()
+    check_same(run, reference)
+    return run
+
+
+def check_same(run: Path, reference: Path) -> None:
+    assert result(run)["status"] == "complete"
+    assert weights(run) == weights(reference)
+    for key in ("step", "train_loss", "val_loss", "best_val_loss"):
+        assert result(run)[key] == result(reference)[key], key
+    assert points(run, "val/loss") == points(reference, "val/loss")
+    for rank in range(len(list(reference.glob("tensorboard/rank*")))):
+        assert points(run, "train/loss", rank) == points(reference, "train/loss", rank)
+
+
+def test_one_process(tmp_path, undisturbed):
+    """Twice; one Ctrl-C is like a SIGTERM."""
+    run = tmp_path / "outputs" / "run"
+    for number, step in ((signal.SIGTERM, 7), (signal.SIGINT, 13)):
+        held = Held(python_main(), tmp_path, patches(HOLD_AT_STEP, step=step))
+        held.wait_until(f"step{step}")
+        os.kill(held.job.process.pid, number)
+        held.wait_until("signal")
+        held.go()
+        assert held.end() == 0, held.job.text()
+        check_stopped(held, run, step)
+    finish(python_main(), tmp_path, 13, undisturbed(1))
+
+
+def test_own_agent_hands_signals_on(tmp_path, undisturbed):
+    """A Ctrl-C goes to all processes of the terminal, and still counts once."""
+    run, two = tmp_path / "outputs" / "run", "ddp.nproc_per_node=2"
+    for number, step, send in (
+        (signal.SIGUSR1, 7, os.kill),
+        (signal.SIGTERM, 10, os.kill),
+        (signal.SIGINT, 13, os.killpg),
+    ):
+        held = Held(python_main(), tmp_path, patches(HOLD_AT_STEP, step=step), two)
+        held.wait_until(f"step{step}", 0, 1)
+        send(held.job.process.pid, number)
+        held.wait_until("signal", 0, 1)
+        held.go()
+        assert held.end() == 0, held.job.text()
+        check_stopped(held, run, step)
+        assert "Traceback" not in held.job.text()
+    finish(python_main(), tmp_path, 13, undisturbed(2), two)
+
+
+def test_torchrun(tmp_path, undisturbed):
+    """One worker that is told is enough; a torchrun that is told says that it failed, but nothing is lost."""
+    run = tmp_path / "outputs" / "run"
+    held = Held(torchrun(2), tmp_path, patches(HOLD_AT_STEP, step=7))
+    held.wait_until("step7", 0, 1)
+    os.kill(worker(held.job, 1), signal.SIGUSR1)
+    held.wait_until("signal", 1)
+    held.go()
+    assert held.end() == 0, held.job.text()
+    check_stopped(held, run, 7)
+    assert not (held.site / "signal.0").exists()
+
+    held = Held(torchrun(2), tmp_path, patches(HOLD_AT_STEP, step=13))
+    held.wait_until("step13", 0, 1)
+    workers = held.job.workers()
+    held.job.process.terminate()
+    held.wait_until("signal", 0, 1)
+    held.go()
+    assert held.end() != 0
+    check_stopped(held, run, 13)
+    assert not any(map(is_running, workers))
+    finish(torchrun(2), tmp_path, 13, undisturbed(2))
+
+
+# In the middle of other things.
+
+HOLD_IN_EVALUATION = """
+def patch(evaluate):
+    batches, run = evaluate.Evaluator._batches, evaluate.Evaluator.run
+    evaluations = [0]
+    def counted(self):
+        for number, batch in enumerate(batches(self)):
+            if number == 3 and evaluations[0] == <evaluation>:
+                hold("evaluation")
+            elif evaluations[0] == <evaluation>:
+                with open(HERE / "batches", "a") as out:
+                    print(number, file=out)
+            yield batch
+    def counted_run(self, *arguments, **named):
+        evaluations[0] += 1
+        return run(self, *arguments, **named)
+    evaluate.Evaluator._batches, evaluate.Evaluator.run = counted, counted_run
+    evaluate.TOKENS_PER_BATCH = 16
+PATCHES["mingpt_ddp.evaluate"] = patch
+"""
+
+
+@pytest.mark.parametrize(("evaluation", "step"), [(1, 10), (3, STEPS)])
+def test_an_evaluation_is_broken_off_and_made_up_for(evaluation, step, tmp_path, undisturbed):
+    run = tmp_path / "outputs" / "run"
+    held = Held(python_main(), tmp_path, patches(HOLD_IN_EVALUATION, evaluation=evaluation))
+    held.wait_until("evaluation")
+    os.kill(held.job.process.pid, signal.SIGTERM)
+    held.wait_until("signal")
+    held.go()
+    assert held.end() == 0, held.job.text()
+    check_stopped(held, run, step)
+    assert (held.site / "batches").read_text().split() == ["0", "1", "2"], "it went on"
+    if step == STEPS:
+        job = Job([*python_main(), *SETTINGS], tmp_path)
+        assert job.wait(60) == 0, job.text()
+        check_same(run, undisturbed(1))
+    else:
+        finish(python_main(), tmp_path, step, undisturbed(1))
+
+
+def test_a_start_just_ends(tmp_path):
+    hold_at_import = 'PATCHES["mingpt_ddp.corpus"] = lambda module: hold("start")'
+    held = Held(python_main(), tmp_path, hold_at_import)
+    held.wait_until("start")
+    os.kill(held.job.process.pid, signal.SIGTERM)
+    assert held.end(5) == 128 + signal.SIGTERM
+    assert "Traceback" not in held.job.text()
+    assert not (tmp_path / "outputs" / "run" / "result.json").exists()
+
+
+def test_the_second_ctrl_c_leaves_at_once(tmp_path):
+    held = Held(python_main(), tmp_path, patches(HOLD_AT_STEP, step=5))
+    held.wait_until("step5")
+    os.kill(held.job.process.pid, signal.SIGINT)
+    held.wait_until("signal")
+    os.kill(held.job.process.pid, signal.SIGINT)
+    assert held.end(5) == 128 + signal.SIGINT
+    assert committed(tmp_path / "outputs" / "run") == []
+    assert "Traceback" not in held.job.text()
+
+
+# Without time for a snapshot.
+
+SLOW_WRITES = """
+def slow(store):
+    put = store.SnapshotStore.put
+    def slowly(self, step, contents):
+        if step >= <first>:
+            time.sleep(<seconds>)
+        return put(self, step, contents)
+    store.SnapshotStore.put = slowly
+PATCHES["mingpt_ddp.snapshots.store"] = slow
+"""
+
+
+def seconds_to_end(held: Held) -> float:
+    """From a SIGTERM at step 8."""
+    held.wait_until("step8")
+    wait_for(lambda: committed(held.job.output.parent / "outputs" / "run") == [5], what="the snapshot")
+    os.kill(held.job.process.pid, signal.SIGTERM)
+    begin = time.monotonic()
+    held.wait_until("signal")
+    held.go()
+    assert held.end() == 0, held.job.text()
+    return time.monotonic() - begin
+
+
+def test_the_older_snapshot_stays_where_there_is_no_time(tmp_path, undisturbed):
+    run = tmp_path / "outputs" / "run"
+    slow = patches(HOLD_AT_STEP + SLOW_WRITES, step=8, first=6, seconds=60)
+    held = Held(python_main(), tmp_path, slow, "snapshot.every_steps=5", "snapshot.grace_seconds=2")
+    assert 1.5 < seconds_to_end(held) < 4
+    assert committed(run) == [5]
+    assert result(run)["status"] == "preempted"
+    assert "preempted at step 8 without time for a snapshot: the last one is that of step 5" in held.job.text()
+    finish(python_main(), tmp_path, 5, undisturbed(1))
+
+
+def test_what_would_take_too_long_is_not_begun(tmp_path):
+    slow = patches(HOLD_AT_STEP + SLOW_WRITES, step=8, first=1, seconds=2.5)
+    held = Held(python_main(), tmp_path, slow, "snapshot.every_steps=5", "snapshot.grace_seconds=2")
+    assert seconds_to_end(held) < 1.5
+    run = tmp_path / "outputs" / "run"
+    assert committed(run) == [5]
+    assert not (run / "snapshots" / "step_00000008").exists()
+    assert "without time for a snapshot: the last one is that of step 5" in held.job.text()
