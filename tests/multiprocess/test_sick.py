@@ -1,0 +1,249 @@
+"""Steps that must not be taken: found by all ranks alike, blamed on the right one, left out or gone back from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from launching import TINY, committed
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mingpt_ddp import logs, metrics, stepper
+from mingpt_ddp import run as composition
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.model import GPT
+from mingpt_ddp.place import find_place
+from mingpt_ddp.run import run
+from mingpt_ddp.runtime import Runtime
+from multiprocess.ranks import configure, run_ranks
+
+SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=3", "trainer.max_steps=14", "trainer.eval_every=null"]
+SETTINGS += ["snapshot.keep_last=100", "snapshot.keep_best=false"]
+
+# Name -> settings, and what happens in micro-batch 1 (of rank 1, where there are two) at which steps.
+JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "healthy": ([], {}),
+    "stop": ([], {"kind": "loss", "steps": [6]}),
+    "gradient": ([], {"kind": "gradient", "steps": [6]}),
+    "once": ([], {"kind": "loss", "steps": [6], "once": True}),
+    "skip": (["trainer.on_nonfinite=skip"], {"kind": "loss", "steps": [6]}),
+    "skip gradient": (["trainer.on_nonfinite=skip"], {"kind": "gradient", "steps": [6]}),
+    "rollback": (["trainer.on_nonfinite=rollback"], {"kind": "loss", "steps": [6]}),
+    "rollback without a snapshot": (["trainer.on_nonfinite=rollback"], {"kind": "loss", "steps": [2]}),
+    "spike": (["trainer.on_nonfinite=skip", "trainer.spike_factor=3"], {"kind": "spike", "steps": [6]}),
+    "skip, all sick": (
+        ["trainer.on_nonfinite=skip", "trainer.max_steps=30"],
+        {"kind": "loss", "steps": [*range(6, 31)]},
+    ),
+    "skip, ten sick": (
+        ["trainer.on_nonfinite=skip", "trainer.max_steps=20"],
+        {"kind": "loss", "steps": [*range(4, 14), *range(15, 20)]},
+    ),
+    "rollback, all sick": (
+        ["trainer.on_nonfinite=rollback", "trainer.max_steps=22"],
+        {"kind": "loss", "steps": [*range(6, 23)]},
+    ),
+}
+
+
+def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
+    """Micro-batch 1 of these steps."""
+    at = {"step": 0, "micro": 0}
+    forward_backward, forward = stepper.Stepper._forward_backward, GPT.forward
+
+    def locate(self, step, micro, shares):
+        at.update(step=step, micro=micro.number)
+        return forward_backward(self, step, micro, shares)
+
+    def sick(self, x, y=None):
+        loss = forward(self, x, y)
+        if not self.training or at["micro"] != 1 or at["step"] not in steps:
+            return loss
+        if once:
+            steps.remove(at["step"])
+        if kind == "loss":
+            return loss * torch.nan
+        if kind == "spike":
+            return loss * 50
+        parameter = next(p for name, p in self.named_parameters() if name == sick_parameter(self))
+        return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
+
+    stepper.Stepper._forward_backward, GPT.forward = locate, sick
+
+
+def sick_parameter(model: GPT) -> str:
+    return [name for name, p in model.named_parameters() if p.ndim > 1][-2]
+
+
+def digest(model: torch.nn.Module) -> str:
+    values = [tensor.detach().numpy().tobytes() for tensor in model.state_dict().values()]
+    return hashlib.sha256(b"".join(values)).hexdigest()
+
+
+def train_all(configs: dict[str, dict[str, Any]], sickness: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One run after the other; of each the error, or the weights that this rank has in the end."""
+    # It would keep the store of a run that failed, whose port the next one needs.
+    composition.Watch = lambda *words: types.SimpleNamespace(stop=lambda: None)
+    originals = stepper.Stepper._forward_backward, GPT.forward
+    build, models = composition.build_model, []
+    composition.build_model = lambda *words: models.append(build(*words)) or models[-1]
+    outcomes: dict[str, Any] = {}
+    for job, (name, values) in enumerate(configs.items()):
+        if sickness[name]:
+            make_sick(**sickness[name])
+        # It waits for a second so that its event files have another name; these are too many, and nobody reads them.
+        impatient = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)
+        metrics.time = impatient if name == "rollback, all sick" else time
+        config = from_mapping(values)
+        logs.to_console(find_place())
+        runtime = Runtime(config, find_place(), job)
+        try:
+            run(config, runtime, {})
+            outcomes[name] = {"weights": digest(models[-1])}
+        except Exception as error:
+            outcomes[name] = {"error": f"{type(error).__name__}: {error}"}
+        runtime.close()
+        del runtime
+        stepper.Stepper._forward_backward, GPT.forward = originals
+    return {**outcomes, "parameter": sick_parameter(models[-1])}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """For a number of ranks: what came of all runs on every rank, and the directory that they are in."""
+    top = tmp_path_factory.mktemp("sick")
+
+    @functools.cache
+    def start(ranks: int) -> tuple[list[dict[str, Any]], Path]:
+        root = top / f"ranks{ranks}"
+        configs = {n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}") for n, (o, _) in JOBS.items()}
+        sickness = {name: what for name, (_, what) in JOBS.items()}
+        return run_ranks(ranks, train_all, root / "ranks", configs=configs, sickness=sickness), root
+
+    return start
+
+
+def slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "_")
+
+
+@pytest.fixture(params=[1, 2])
+def ranks(request) -> int:
+    return request.param
+
+
+def errors(trained, ranks: int, name: str) -> str:
+    """The error, which is the same on all ranks."""
+    told = [outcomes[name].get("error") for outcomes in trained(ranks)[0]]
+    assert told == [told[0]] * ranks
+    assert told[0] is not None, "there was none"
+    return told[0]
+
+
+def weights(trained, ranks: int, name: str, step: int = 14) -> dict[str, torch.Tensor]:
+    file = trained(ranks)[1] / slug(name) / "snapshots" / f"step_{step:08d}" / "model.safetensors"
+    return safetensors.torch.load_file(file)
+
+
+def log_of(trained, ranks: int, name: str) -> str:
+    return (trained(ranks)[1] / slug(name) / "main.rank0.log").read_text()
+
+
+def check_equal_on_all_ranks(trained, ranks: int, name: str) -> None:
+    outcomes = [outcomes[name] for outcomes in trained(ranks)[0]]
+    assert outcomes == [outcomes[0]] * ranks
+    assert "weights" in outcomes[0], outcomes
+
+
+def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def curve(trained, ranks: int, name: str) -> dict[int, float]:
+    directory = trained(ranks)[1] / slug(name) / "tensorboard" / "rank0"
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
+    steps = [event.step for event in events]
+    assert steps == sorted(set(steps)), "a step is doubled"
+    return {event.step: event.value for event in events}
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks(trained, ranks):
+    error = errors(trained, ranks, "stop")
+    assert error.startswith("TrainingError: training error: step 6 has loss nan and gradient norm nan ")
+    assert f"(rank {ranks - 1}: the loss of micro-batch 1)" in error
+    assert committed(trained(ranks)[1] / "stop") == [4]
+    assert farthest(weights(trained, ranks, "stop", 4), weights(trained, ranks, "healthy", 4)) == 0
+
+
+def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter(trained, ranks):
+    error, parameter = errors(trained, ranks, "gradient"), trained(ranks)[0][0]["parameter"]
+    assert "gradient norm nan" in error
+    assert "loss nan" not in error
+    assert f"(rank {ranks - 1}: the gradient of {parameter} in micro-batch 1)" in error
+    assert committed(trained(ranks)[1] / "gradient") == [4]
+
+
+def test_what_does_not_come_again_is_blamed_on_the_hardware(trained, ranks):
+    error = errors(trained, ranks, "once")
+    assert "step 6 has loss nan" in error
+    assert "suspect the hardware" in error
+
+
+@pytest.mark.parametrize("name", ["skip", "skip gradient", "spike", "rollback", "rollback without a snapshot"])
+def test_a_step_that_is_left_out_leaves_all_ranks_equal(trained, name):
+    for ranks in (1, 2):
+        check_equal_on_all_ranks(trained, ranks, name)
+    assert farthest(weights(trained, 1, name), weights(trained, 2, name)) < 1e-6
+    assert farthest(weights(trained, 1, name), weights(trained, 1, "healthy")) > 1e-5, "it was taken"
+    assert all(tensor.isfinite().all() for tensor in weights(trained, 2, name).values())
+
+
+def test_whatever_leaves_a_step_out_leaves_the_same_weights(trained, ranks):
+    """Going back and over the same steps again is the same as not to take the one."""
+    for name in ("skip gradient", "spike", "rollback"):
+        assert farthest(weights(trained, ranks, name), weights(trained, ranks, "skip")) == 0, name
+
+
+def test_going_back(trained, ranks):
+    log = log_of(trained, ranks, "rollback")
+    assert "back to the snapshot of step 4, to pass over step 6" in log
+    assert "step 6 is passed over" in log
+    state = trained(ranks)[1] / "rollback" / "snapshots" / "step_00000008" / "state.json"
+    assert json.loads(state.read_text())["position"]["passed_over"] == [6]
+    assert "step 2 has loss nan" in (log := log_of(trained, ranks, "rollback without a snapshot"))
+    assert "and is left out" in log
+
+
+@pytest.mark.parametrize("name", ["skip", "rollback"])
+def test_the_curve_has_every_step_once(trained, ranks, name):
+    """But for the one that was not taken, which has no loss: certainly not 0."""
+    points = curve(trained, ranks, name)
+    assert [step for step in range(1, 15) if step not in points] in ([], [6])
+    assert 0.0 not in points.values()
+    healthy = curve(trained, ranks, "healthy")
+    assert all(points[step] == healthy[step] for step in range(1, 6))
+
+
+def test_a_finite_spike_is_caught(trained, ranks):
+    assert "more than 3 times the average of" in log_of(trained, ranks, "spike")
+
+
+def test_more_than_ten_in_a_row_stop(trained, ranks):
+    error = errors(trained, ranks, "skip, all sick")
+    assert "step 16 has loss nan" in error
+    assert "as had the 10 before it" in error
+    assert committed(trained(ranks)[1] / "skip-all_sick")[-1] < 16
+    check_equal_on_all_ranks(trained, ranks, "skip, ten sick")
+
+
+def test_more_than_ten_in_a_row_stop_a_run_that_goes_back(trained, ranks):
+    error = errors(trained, ranks, "rollback, all sick")
+    assert "step 16 has loss nan" in error
