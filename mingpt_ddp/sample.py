@@ -12,15 +12,27 @@ seed, samples   another seed gives another text; how many texts
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import ConfigError, DataError, UserError
+from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.place import Place
 from mingpt_ddp.schema import build, refuse_credentials
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mingpt_ddp.config import Config
+    from mingpt_ddp.model import GPT
+
+LARGEST_CONFIG = 1 << 16  # characters of a snapshot's configuration as JSON
+LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,14 @@ def main() -> None:
     try:
         config = parse(sys.argv[1:])
         prompt = _read_prompt() if config.prompt == "-" else config.prompt
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         for number, text in enumerate(sample(config, prompt)):
+            text = printable(text) if sys.stdout.isatty() else text
             print(f"{'-' * 80}\n{text}" if number else text, flush=True)
     except BrokenPipeError:  # the reader has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(printable(str(error))[:LONGEST_LINE], file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -77,20 +91,38 @@ def _read_prompt() -> str:
         raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
 
 
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: C0 and C1 control characters other than newline and tab."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
 def parse(arguments: list[str]) -> SampleConfig:
     """`key=value` words; a prompt is taken literally, whatever it looks like."""
+    return build(SampleConfig, values_of(arguments, literal=("snapshot", "prompt")), "")
+
+
+def values_of(arguments: list[str], literal: Collection[str]) -> dict[str, Any]:
+    """The values of `key=value` words, by key.
+
+    Args:
+        literal: keys whose values are text, whatever they look like.
+
+    Raises:
+        ConfigError: a word is of another form.
+    """
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals:
             raise ConfigError(f"{argument} is not of the form key=value")
-        values[key] = text if key in ("snapshot", "prompt") else _number_or_text(text)
-    return build(SampleConfig, values, "")
+        values[key] = text if key in literal else _plain_value(text)
+    return values
 
 
-def _number_or_text(text: str) -> Any:
-    if text in ("null", "None"):
-        return None
+def _plain_value(text: str) -> Any:
+    words = {"null": None, "None": None, "true": True, "false": False}
+    if text in words:
+        return words[text]
     for kind in (int, float):
         try:
             return kind(text)
@@ -100,33 +132,84 @@ def _number_or_text(text: str) -> Any:
 
 
 def sample(config: SampleConfig, prompt: str) -> list[str]:
-    """The prompt and its continuations."""
-    from mingpt_ddp.config import from_mapping  # torch is needed from here on, not for a mistyped key
-    from mingpt_ddp.corpus import Vocabulary
+    """The prompt and its continuations.
+
+    Raises:
+        SnapshotError: there is no snapshot, or none that a model can be made of.
+        DataError: the prompt has characters that the model does not know.
+    """
+    from mingpt_ddp.corpus import Vocabulary  # torch is needed from here on, not for a mistyped key
     from mingpt_ddp.generate import generate_text
-    from mingpt_ddp.model import build_model
     from mingpt_ddp.snapshots.store import load
-    from mingpt_ddp.snapshots.tensors import load_model
     from mingpt_ddp.storage import check_url
 
     check_url(config.snapshot, "snapshot")
-    found = load(config.snapshot)
-    trained = from_mapping(found.state["config"])
-    vocabulary = Vocabulary(found.state["vocabulary"])
-    model = build_model(trained.model, len(vocabulary.characters), trained.data.block_size)
-    load_model(model, found.model)
-    texts = generate_text(
-        model,
-        vocabulary,
-        prompt,
-        config.max_new_tokens,
-        config.seed,
-        config.samples,
-        config.temperature,
-        config.top_k,
-        config.top_p,
-    )
+    found = load(config.snapshot, kinds=("model",))
+    trained, characters = described(found.state)
+    model = rebuild(trained, len(characters), found.model)
+    try:
+        texts = generate_text(
+            model,
+            Vocabulary(characters),
+            prompt,
+            config.max_new_tokens,
+            config.seed,
+            config.samples,
+            config.temperature,
+            config.top_k,
+            config.top_p,
+        )
+    except RuntimeError as error:  # weights that are no numbers, a context too long for the memory
+        raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error
     return [prompt + text for text in texts]
+
+
+def described(state: Any) -> tuple[Config, str]:
+    """The configuration and the vocabulary that a snapshot's state holds, whoever wrote it.
+
+    Raises:
+        SnapshotError: it does not hold them.
+    """
+    from mingpt_ddp.config import from_mapping
+
+    try:
+        characters, values = state["vocabulary"], state["config"]
+        if not isinstance(characters, str) or len(json.dumps(values)) > LARGEST_CONFIG:
+            raise ValueError("a vocabulary and a configuration were expected")
+        return from_mapping(values), characters
+    except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
+
+
+def rebuild(trained: Config, vocab_size: int, tensors: dict[str, Tensor]) -> GPT:
+    """The model of a snapshot around its own tensors: no number of the configuration makes it larger than they are.
+
+    Raises:
+        SnapshotError: the tensors are not those of this configuration.
+    """
+    import torch
+
+    from mingpt_ddp.model import build_model
+
+    def blank(layers: int) -> GPT:
+        with torch.device("meta"):  # shapes alone
+            return build_model(replace(trained.model, n_layer=layers), vocab_size, trained.data.block_size)
+
+    layers = trained.model.n_layer
+    try:
+        one, two = (len(blank(n).state_dict()) for n in (1, 2))
+        if one + (layers - 1) * (two - one) != len(tensors):  # before so many blocks are made
+            raise SnapshotError(f"the snapshot's {len(tensors)} tensors are not those of {layers} layers")
+        model = blank(layers)
+    except RuntimeError as error:  # more bytes than can be counted
+        raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
+    own = model.state_dict()
+    wrong = sorted(own.keys() ^ tensors.keys())
+    wrong = wrong or [k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)]
+    if wrong:
+        raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
+    model.load_state_dict(tensors, assign=True)
+    return model
 
 
 if __name__ == "__main__":

@@ -3,20 +3,24 @@
 A snapshot is a directory `step_00001000` with model.safetensors, optimizer.safetensors, state.json and, written last,
 manifest.json with the size and SHA-256 of the others. Where several ranks write, the tensors are divided over files
 model-00001-of-00002.safetensors and so on. Without a manifest that fits, it does not exist. Nothing in it can run code:
-tensors are safetensors, the rest is JSON.
+tensors are safetensors, the rest is JSON. What a stranger made can be read as safely: names are ours or refused, sizes
+are known before anything is read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
 import yaml
 from torch import Tensor
@@ -30,11 +34,14 @@ log = logging.getLogger(__name__)
 
 Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
 
-FORMAT = 1
+FORMAT = 1  # a newer one has to write its manifest in another form: a flipped bit in this digit is damage
 MANIFEST, STATE = "manifest.json", "state.json"
 KINDS = ("model", "optimizer")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-SMALL = 1 << 24  # bytes: no JSON of ours is larger
+SMALL = 1 << 24  # bytes: no state of ours is larger, not even with every character there is
+LARGEST_MANIFEST = 1 << 22  # bytes: that of 10,000 parts is smaller
+DEEPEST = 20  # JSON within JSON
+LARGEST_CONFIG = 1 << 16  # bytes of a run's config.yaml
 SMALLEST_PART = 1 << 24  # bytes: dividing less than this costs more in files than it gains
 PARALLEL = 4  # files written to or read from an object store at the same time
 
@@ -84,8 +91,8 @@ def divide(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[di
     return files
 
 
-def manifest_of(step: int, files: Files) -> bytes:
-    return json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1).encode()
+def manifest_of(step: int, files: Files, version: int = FORMAT) -> bytes:
+    return json.dumps({"format": version, "step": step, "files": files}, indent=1).encode()
 
 
 class SnapshotStore:
@@ -111,7 +118,16 @@ class SnapshotStore:
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def is_committed(self, step: int) -> bool:
-        return self.storage.size(f"{directory_name(step)}/{MANIFEST}") is not None
+        return self._size(f"{directory_name(step)}/{MANIFEST}") is not None
+
+    def _size(self, path: str) -> int | None:
+        """Bytes of a regular file that can be reached, else None: links may lead in a circle, disks may be broken."""
+        try:
+            return self.storage.size(path)
+        except StorageError:
+            raise
+        except OSError:
+            return None
 
     # Writing, in three stages, of which several ranks may share the second.
 
@@ -160,33 +176,86 @@ class SnapshotStore:
 
     def _remove(self, step: int) -> None:
         """The manifest goes first, so that a snapshot which is deleted half-way does not exist."""
-        self.storage.delete(f"{directory_name(step)}/{MANIFEST}")
-        self.storage.delete(directory_name(step))
+        if not (self.storage.local and Path(self.storage.root, directory_name(step)).is_symlink()):
+            self.storage.delete(f"{directory_name(step)}/{MANIFEST}")
+        self.storage.delete(directory_name(step))  # a link alone, and not what it leads to
 
     # Reading.
 
-    def read(self, step: int) -> Snapshot:
-        """A snapshot, every byte checked against the manifest.
+    def read(self, step: int, kinds: Sequence[str] = KINDS) -> Snapshot:
+        """A snapshot, every byte that is read checked against the manifest.
+
+        Args:
+            kinds: which tensors are wanted; there are none of the others.
 
         Raises:
             Damaged: it is not whole.
             SnapshotError: the storage does not answer, or the snapshot is of a newer format.
         """
         try:
-            files = self.files(step)
+            wanted = (STATE, *kinds)
+            files = {name: file for name, file in self.files(step).items() if name.startswith(wanted)}
+            # As bytes and as tensors, some of them at the same time.
+            if 2 * sum(file["bytes"] for file in files.values()) > _memory():
+                raise Damaged("it is larger than the memory of this machine")
             with self._pool() as pool:
                 read = pool.map(lambda name: self._verified(step, name, files[name]), files)
                 contents = dict(zip(files, read, strict=True))
         except StorageError as error:  # that says nothing about the snapshot
             raise SnapshotError(f"cannot read the snapshot of step {step}: {error}") from error
+        except MemoryError as error:
+            raise Damaged("it is larger than the memory of this machine") from error
         try:
-            model, optimizer = (
-                {k: t for name in files if name.startswith(kind) for k, t in decode(contents[name]).items()}
-                for kind in KINDS
-            )
-            return Snapshot(step, model, optimizer, json.loads(contents[STATE]))
-        except (ValueError, RecursionError) as error:  # the bytes are those of the manifest, but nothing that we wrote
-            raise Damaged(f"cannot be parsed: {error}") from error
+            state = plain(contents.pop(STATE))
+            tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+            for name in list(contents):  # a file goes when its tensors are there
+                tensors[re.split("[.-]", name)[0]].update(decode(contents.pop(name)))
+            return Snapshot(step, tensors["model"], tensors["optimizer"], state)
+        except (ValueError, RecursionError, MemoryError) as error:  # as in the manifest, but nothing that we wrote
+            raise Damaged(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
+
+    def verify(self, step: int, progress: Callable[[int], None] = lambda _: None) -> Files:
+        """Compare every byte with the manifest, a piece at a time, however large the snapshot is.
+
+        Args:
+            progress: is told how many bytes more have been read.
+
+        Returns:
+            What the manifest lists.
+
+        Raises:
+            Damaged: it is not whole.
+            StorageError: the storage does not answer.
+        """
+        files = self.files(step)
+        for name, expected in files.items():
+            self._check_size(step, name, expected)
+            digest = hashlib.sha256()
+            try:
+                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}"):
+                    digest.update(chunk)
+                    progress(len(chunk))
+            except StorageError:
+                raise
+            except OSError as error:
+                raise Damaged(f"{name} cannot be read: {error}") from error
+            self._check_digest(name, digest.hexdigest(), expected)
+        return files
+
+    def glance(self, step: int) -> tuple[Files, Any]:
+        """What the manifest lists, and the state; of the tensors only the sizes are compared.
+
+        Raises:
+            Damaged: that much shows that it is not whole.
+            StorageError: the storage does not answer.
+        """
+        files = self.files(step)
+        for name, expected in files.items():
+            self._check_size(step, name, expected)
+        try:
+            return files, plain(self._verified(step, STATE, files[STATE]))
+        except (ValueError, RecursionError) as error:
+            raise Damaged(f"{STATE} cannot be parsed") from error
 
     def files(self, step: int) -> Files:
         """What the manifest lists.
@@ -194,43 +263,52 @@ class SnapshotStore:
         Raises:
             Damaged: it is missing, or not as we write it.
         """
+        if not self.is_committed(step):  # a pipe of this name could be read for ever
+            raise Damaged("it was never finished")
         try:
-            content = self.storage.read(f"{directory_name(step)}/{MANIFEST}", limit=SMALL)
-            manifest = json.loads(content)
-            files: Files = manifest["files"]
-            version = manifest["format"]
-            sound = manifest["step"] == step and version == FORMAT and manifest_of(step, files) == content
+            content = self.storage.read(f"{directory_name(step)}/{MANIFEST}", limit=LARGEST_MANIFEST)
+            manifest = plain(content)
+            version, files = manifest["format"], manifest.get("files")
+            newer = isinstance(version, int) and version > FORMAT
+            if newer and content != manifest_of(manifest.get("step"), files, version):
+                raise SnapshotError(
+                    f"{self.url} has snapshots of format {version}, written by a newer version; upgrade"
+                )
+            sound = manifest["step"] == step and manifest_of(step, files) == content
             sound &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
-        except FileNotFoundError as error:
-            raise Damaged("it was never finished") from error
         except StorageError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{MANIFEST} is damaged") from error
-        if isinstance(version, int) and version > FORMAT:
-            raise SnapshotError(f"{self.url} has snapshots of format {version}, written by a newer version; upgrade")
-        if not sound or not _is_complete(files):
+        if not sound or not _is_complete(files) or files[STATE]["bytes"] > SMALL:
             raise Damaged(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
-        if sum(file["bytes"] for file in files.values()) > _physical_memory():
-            raise Damaged("it is larger than the memory of this machine")
         return files
 
     def _verified(self, step: int, name: str, expected: dict[str, Any]) -> bytes:
-        path = f"{directory_name(step)}/{name}"
-        if self.storage.size(path) != expected["bytes"]:
-            raise Damaged(f"{name} is missing or has another size")
+        self._check_size(step, name, expected)
         try:
-            content = self.storage.read(path)
+            content = self.storage.read(f"{directory_name(step)}/{name}", limit=expected["bytes"])
         except StorageError:
             raise
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error}") from error
-        if hashlib.sha256(content).hexdigest() != expected["sha256"]:
-            raise Damaged(f"{name} has other content than was written")
+        self._check_digest(name, hashlib.sha256(content).hexdigest(), expected)
         return content
 
-    def newest(self) -> Snapshot | None:
+    def _check_size(self, step: int, name: str, expected: dict[str, Any]) -> None:
+        if self._size(f"{directory_name(step)}/{name}") != expected["bytes"]:
+            raise Damaged(f"{name} is missing or has another size")
+
+    @staticmethod
+    def _check_digest(name: str, digest: str, expected: dict[str, Any]) -> None:
+        if digest != expected["sha256"]:
+            raise Damaged(f"{name} has other content than was written")
+
+    def newest(self, kinds: Sequence[str] = KINDS) -> Snapshot | None:
         """The newest whole snapshot; each damaged one that is newer is reported in one line.
+
+        Args:
+            kinds: which tensors are wanted.
 
         Raises:
             SnapshotError: all that were committed are damaged, or the storage does not answer.
@@ -238,7 +316,7 @@ class SnapshotStore:
         for step in reversed(self.steps()):
             try:
                 if self.is_committed(step):
-                    return self.read(step)
+                    return self.read(step, kinds)
                 log.info("%s/%s was never finished and is ignored", self.url, directory_name(step))
             except Damaged as damage:
                 self.damaged.add(step)
@@ -249,8 +327,8 @@ class SnapshotStore:
             raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
 
-    def prune(self, keep_last: int, best: int | None, newest: int) -> list[int]:
-        """Delete all but the last `keep_last` committed snapshots up to `newest` and the `best` one; which went.
+    def surplus(self, keep_last: int, best: int | None, newest: int) -> list[int]:
+        """All but the last `keep_last` committed snapshots up to `newest` and the `best` one.
 
         Directories beyond `newest` belong to a future that this run left behind by resuming from an older snapshot;
         they stay until it writes them anew.
@@ -258,7 +336,11 @@ class SnapshotStore:
         past = [step for step in self.steps() if step <= newest]
         committed = [step for step in past if step not in self.damaged and self.is_committed(step)]
         kept = {*committed[-keep_last:], newest, best}
-        gone = [step for step in past if step not in kept]
+        return [step for step in past if step not in kept]
+
+    def prune(self, keep_last: int, best: int | None, newest: int) -> list[int]:
+        """Delete what is `surplus`; which went."""
+        gone = self.surplus(keep_last, best, newest)
         for step in gone:
             self._remove(step)
         return gone
@@ -270,42 +352,95 @@ def _is_complete(files: Files) -> bool:
     return files.keys() == {STATE, *(part_name(kind, i, parts) for kind in KINDS for i in range(parts))}
 
 
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def plain(content: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is none, has numbers that JSON does not know, or is nested deeper than anything of ours.
+        RecursionError: likewise.
+    """
+
+    def refuse(word: str) -> NoReturn:
+        raise ValueError(f"{word} is not a number")
+
+    value = json.loads(content, parse_constant=refuse)
+    level = [value]
+    for _ in range(DEEPEST):
+        groups = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
+        level = [inner for group in groups for inner in group]
+    if level:
+        raise ValueError("it is nested deeply")
+    return value
+
+
+def _memory() -> int:
+    """Bytes that this process may use at most."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resource.getrlimit(resource.RLIMIT_AS)[0]]
+    with contextlib.suppress(OSError, ValueError):  # "max"
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # of a container
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def places(url: str) -> Iterator[SnapshotStore]:
-    """Where the snapshots of a run directory may be, or of a directory of snapshots."""
-    for candidate in (f"{url}/snapshots", url, _recorded_place(url)):
-        if candidate:
+    """Where the snapshots of a run directory may be, or of a directory of snapshots.
+
+    Raises:
+        SnapshotError: one of the places cannot be reached from here.
+    """
+    for candidate in (f"{url}/snapshots", url, *_recorded_places(url)):
+        try:
             yield SnapshotStore(candidate)
+        except (ImportError, ValueError) as error:  # the protocol of another machine
+            raise SnapshotError(f"cannot look for snapshots at {candidate}: {error}") from error
 
 
-def load(url: str) -> Snapshot:
+def step_in(url: str) -> tuple[SnapshotStore, int] | None:
+    """The store and the step that a URL names, if it names one snapshot."""
+    parent, _, last = url.rstrip("/").rpartition("/")
+    step = step_of(last)
+    return None if step is None else (SnapshotStore(parent or "."), step)
+
+
+def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
     """The newest snapshot at a run directory, a directory of snapshots or one snapshot.
+
+    Args:
+        kinds: which tensors are wanted; there are none of the others.
 
     Raises:
         SnapshotError: there is none.
     """
     url = url.rstrip("/")
-    parent, _, last = url.rpartition("/")
-    step = step_of(last)
-    if step is not None:
+    named = step_in(url)
+    if named is not None:
         try:
-            return SnapshotStore(parent or ".").read(step)
+            return named[0].read(named[1], kinds)
         except Damaged as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
-    for store in places(url):
-        found = store.newest()
-        if found is not None:
-            return found
-    raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
+    found: Snapshot | None = None
+    try:
+        for store in places(url):
+            if found is None or max(store.steps(), default=0) > found.step:
+                found = max(found, store.newest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
+    except SnapshotError as error:
+        if found is None:
+            raise
+        log.warning("%s", error)
+    if found is None:
+        raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
+    return found
 
 
-def _recorded_place(run: str) -> str | None:
+def _recorded_places(run: str) -> list[str]:
     """Where a run directory says that it keeps its snapshots, if that is somewhere else."""
     try:
-        path = yaml.safe_load(Storage(run).read("config.yaml", limit=SMALL))["snapshot"]["path"]
+        text = Storage(run).read("config.yaml", limit=LARGEST_CONFIG)
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make gigabytes
+            return []
+        recorded = yaml.safe_load(text)["snapshot"]
+        paths = [recorded.get("path"), recorded.get("fallback_path")]
     except Exception:  # it is no run directory of ours
-        return None
-    return f"{path.rstrip('/')}/{run.rsplit('/', 1)[-1]}" if isinstance(path, str) else None
+        return []
+    # A chain of URLs could name a file system that runs what it reads, or writes; snapshot.path is never one.
+    paths = [path for path in paths if isinstance(path, str) and "::" not in path]
+    return [f"{path.rstrip('/')}/{run.rsplit('/', 1)[-1]}" for path in paths]

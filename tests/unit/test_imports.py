@@ -84,17 +84,11 @@ ALLOWED: dict[str, set[str]] = {
         "storage",
     },
     "sample": {
-        "config",
-        "corpus",
-        "errors",
-        "generate",
-        "logs",
-        "model",
-        "place",
-        "schema",
-        "snapshots.store",
-        "storage",
-        "snapshots.tensors",
+        *("config", "corpus", "errors", "generate", "logs", "model", "place", "schema", "snapshots.store", "storage"),
+    },
+    "snapshots.__main__": {
+        *("errors", "logs", "place", "rundir", "sample", "schema", "snapshots.image", "snapshots.lease"),
+        *("snapshots.store", "storage"),
     },
     "__main__": {"launch"},
 }
