@@ -36,6 +36,12 @@ class RunError(UserError):
     kind = "run error"
 
 
+class AwayError(UserError):
+    """A storage does not answer now; the same start may succeed later."""
+
+    kind = "storage error"
+
+
 class TrainingError(UserError):
     """The training went wrong on all ranks alike, and would again."""
 

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import logs
 from mingpt_ddp.config import Config, from_dictconfig, suggest
-from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.errors import AwayError, ConfigError, UserError
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.place import Place, die_with_parent, find_place
 from mingpt_ddp.schema import refuse_credentials
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 USER_ERROR, FAILURE = 2, 1  # exit codes
+TRY_AGAIN = 75  # of a worker to its agent: EX_TEMPFAIL of <sysexits.h>
 VICTIM_WAIT_S = 1.0  # how long a rank that lost the others waits for the reason
 STORE_S = 5.0  # how long the job's store may take to answer
 AGENT_S = 1.0  # within which an elastic agent notices that one worker is gone and ends the others
@@ -141,6 +142,7 @@ def _run_agent(config: Config) -> NoReturn:
         words += [f"run.name={directory.name}", "run.resume=auto"]
     signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # that the agent hands on to its workers
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals
+    code = FAILURE
     for restart in range(config.ddp.max_restarts + 1):
         if restart:
             log.warning("restart %d of %d", restart, config.ddp.max_restarts)
@@ -155,12 +157,13 @@ def _run_agent(config: Config) -> NoReturn:
             rank, failure = error.get_first_failure()
             if failure.exitcode < 0:  # it could not tell itself
                 log.error("error: rank %d was ended by %s", rank, signal.Signals(-failure.exitcode).name)
+            code = USER_ERROR if failure.exitcode in (USER_ERROR, TRY_AGAIN) else FAILURE
             if failure.exitcode == USER_ERROR:  # would come again
-                sys.exit(USER_ERROR)
+                break
         except SignalException as stop:
             preempted = read_status(directory) == PREEMPTED
             sys.exit(0 if preempted else 128 + stop.sigval)
-    sys.exit(FAILURE)
+    sys.exit(code)
 
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
@@ -218,6 +221,8 @@ def _leave_with_user_error(error: UserError, place: Place) -> NoReturn:
         logs.to_console(place)
     if place.agent and not place.is_main:
         time.sleep(AGENT_S)
+    if isinstance(error, AwayError):  # every rank has met it, and the next attempt may not
+        _leave(str(error) if place.is_main else None, TRY_AGAIN if place.agent else USER_ERROR)
     _leave(str(error) if _is_news(str(error), place) else None, USER_ERROR)
 
 

@@ -88,7 +88,7 @@ def run(
     sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed, runtime.is_main)
     _introduce(config, runtime, corpus, model, directory, position.step, steps)
 
-    if position.step < steps:
+    if position.step < steps or (position.step == steps and position.val_step != steps):
         position.world_size = runtime.world_size
         undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
         position.lost_seconds += undone + time.time() - started_at()

@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from mingpt_ddp.config import Config
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import AwayError, RunError
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.storage import Storage, publish
 
@@ -78,7 +78,7 @@ class RunDirectory:
                 self.leases[place.url] = Lease(place, dead)
                 publish(record, self.leases[place.url].id.encode())
             except OSError as error:
-                raise RunError(f"cannot use {place.url}: {error}") from error
+                raise AwayError(f"cannot use {place.url}: {error}") from error
 
     def last_sign(self) -> float:
         """When the last attempt wrote to its log, in seconds since 1970; 0 if there was none."""

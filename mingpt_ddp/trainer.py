@@ -121,7 +121,7 @@ class Trainer:
             self._log(step)
         self._preempted = votes.interrupted
         improved = self._evaluate_if_due(step)
-        if self._due(step, self.config.trainer.sample_every) or step == self.steps:
+        if not self._preempted and (self._due(step, self.config.trainer.sample_every) or step == self.steps):
             self._show_sample(step)
         self._wanted |= votes.due or self._snapshot_due(step)
         if self._preempted:
@@ -202,8 +202,10 @@ class Trainer:
     def _catch_up(self) -> None:
         """The evaluation that a signal cut short."""
         step = self.position.step
-        if 0 < step < self.steps and self._evaluate_if_due(step):
+        if step > 0 and self._evaluate_if_due(step):
             self._save()
+        if step == self.steps:
+            self._show_sample(step)
 
     def _evaluate_if_due(self, step: int) -> bool:
         """Whether the validation loss is the lowest so far, and that is of interest."""
@@ -216,6 +218,8 @@ class Trainer:
         if loss is None:
             self._preempted = True
             return False
+        if not math.isfinite(loss):
+            raise TrainingError(f"the validation loss of step {step} is {loss}; lower optimizer.lr and start anew")
         position = self.position
         position.val_loss, position.val_step = loss, step
         improved = position.best_val_loss is None or loss < position.best_val_loss
@@ -302,6 +306,13 @@ class Trainer:
     def _begin_save(self, wait: bool) -> None:
         if wait:
             self.saver.finish()
+        self._put_down()
+        if self.position.step == self.steps:
+            self.saver.insist(self.steps, self._put_down)
+        elif not self.config.snapshot.background:
+            self.saver.finish()
+
+    def _put_down(self) -> None:
         self.board.flush()
         position = self._tick()
         position.loss_sum, position.loss_steps = self.meter.state()
@@ -310,11 +321,7 @@ class Trainer:
         self.cadence.begun(self.saver.durable_s)
         if self.config.snapshot.every_steps == "auto":
             log.info("the next snapshot is due in %.1f s", self.cadence.interval_s, extra={"file_only": True})
-        micro_batch_size = self.stepper.plan.micro_batch_size
-        if position.step == self.steps:
-            self.saver.save(position, self.model, self.optimizer, micro_batch_size)
-        else:
-            self.saver.begin(position, self.model, self.optimizer, micro_batch_size)
+        self.saver.begin(position, self.model, self.optimizer, self.stepper.plan.micro_batch_size)
 
     def _save_in_time(self) -> None:
         """Before the process is killed: a new snapshot if there is time for it, else the one that is under way."""
@@ -323,7 +330,7 @@ class Trainer:
         done = self.saver.finish(until)
         needed = max(self.runtime.gather(self.saver.durable_s or 0.0))
         if done and self.runtime.gather(until - time.monotonic() > needed)[0]:
-            self._begin_save(wait=True)
+            self._put_down()
             self.saver.finish(until)
         step = self.saver.last_step
         if step == self.position.step:

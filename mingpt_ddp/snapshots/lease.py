@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
 BEAT_S = 5.0  # between two counts
-DEAD_S = 3 * BEAT_S  # without a count
+DEAD_S = 60.0  # without a count, which may take as long as a request that has to be repeated
 SETTLE_S = 1.0  # after which the last of several that took the place at the same time has it
 SMALL = 1 << 16  # bytes
 
@@ -45,7 +45,8 @@ class Lease:
         self._lost_to: str | None = None
         self._stopped = threading.Event()
         self._take(dead)
-        threading.Thread(target=self._count, name="lease", daemon=True).start()
+        self._counting = threading.Thread(target=self._count, name="lease", daemon=True)
+        self._counting.start()
 
     def _take(self, dead: str | None) -> None:
         owner = self._read()
@@ -62,14 +63,16 @@ class Lease:
 
     def _await_death(self, owner: dict[str, Any]) -> None:
         log.info("%s belongs to %s; waiting %.0f s for a sign of life", self.storage.url, _who(owner), DEAD_S)
-        deadline = time.monotonic() + DEAD_S
-        while time.monotonic() < deadline:
+        still, seen = 0.0, time.monotonic()
+        while still < DEAD_S:
             time.sleep(BEAT_S / 4)
             now = self._read()
             if now is None:
                 return
             if now != owner:
                 raise self._refusal(now)
+            still += min(time.monotonic() - seen, BEAT_S / 2)  # a storage that does not answer shows nothing
+            seen = time.monotonic()
 
     def _refusal(self, owner: dict[str, Any]) -> RunError:
         return RunError(
@@ -117,6 +120,7 @@ class Lease:
     def release(self) -> None:
         """Leave the place to whoever comes next."""
         self._stopped.set()
+        self._counting.join(BEAT_S)
         try:
             self.check()
             self.storage.delete(OWNER)

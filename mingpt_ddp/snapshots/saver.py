@@ -16,7 +16,7 @@ from torch import nn
 
 from mingpt_ddp.config import Config, from_mapping
 from mingpt_ddp.corpus import Encoded
-from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
+from mingpt_ddp.errors import AwayError, ConfigError, SnapshotError
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.schema import build
 from mingpt_ddp.snapshots.background import Keeper, Outcome, Save
@@ -176,8 +176,6 @@ class Saver:
         encoded = json.dumps(state, indent=1).encode()
         self._under_way = Save(self.runtime, self.stores, self._keeper, position.step, mine, encoded, tidy)
         self._under_way.start()
-        if not self.config.snapshot.background:
-            self.finish()
 
     def _seeing_ranks(self) -> list[int]:
         """The ranks that see the same storage as rank 0: without a shared file system, those of its machine alone."""
@@ -249,7 +247,8 @@ class Saver:
         """Take note of what became of the one that was under way; no rank may be busy any more.
 
         Raises:
-            RunError: it failed, and so often that the run should not go on, or this run has lost its place.
+            AwayError: it failed, and so often that the run should not go on.
+            RunError: this run has lost its place.
         """
         if self._under_way is None:
             return
@@ -276,22 +275,24 @@ class Saver:
         told = f"cannot write the snapshot of step {outcome.step}: {outcome.problem}"
         if self._failures > allowed:
             times = f", {self._failures} times in a row" if self._failures > 1 else ""
-            raise RunError(
+            raise AwayError(
                 f"{told}{times}; the older ones are whole: mend this and run again, or set snapshot.fallback_path"
             )
         log.warning("%s; training goes on (failure %d of %d allowed)", told, self._failures, allowed)
 
+    def insist(self, step: int, begin: Callable[[], None]) -> None:
+        """Wait for the snapshot of `step`, and begin again as often as failures are allowed.
+
+        Raises:
+            AwayError: there is no such snapshot now.
+        """
+        self.finish()
+        while self.last_step != step:
+            begin()
+            self.finish()
+
     def save(
         self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int
     ) -> None:
-        """Save and wait for the commit.
-
-        Raises:
-            RunError: there is no such snapshot now.
-        """
-        self.finish()
-        self.begin(position, model, optimizer, micro_batch_size)
-        self.finish()
-        while self.last_step != position.step:  # a failure that was allowed
-            self.begin(position, model, optimizer, micro_batch_size)
-            self.finish()
+        """Begin, and wait for the commit. Raises as `insist` does."""
+        self.insist(position.step, lambda: self.begin(position, model, optimizer, micro_batch_size))

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeAlias
 import yaml
 from torch import Tensor
 
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import AwayError, SnapshotError
 from mingpt_ddp.snapshots.image import decode, encode
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.storage import Storage, StorageError
@@ -108,13 +108,14 @@ class SnapshotStore:
         """The steps that have a directory, whole or not, in ascending order.
 
         Raises:
-            SnapshotError: the place cannot be read.
+            AwayError, SnapshotError: the place cannot be read.
         """
         try:
             names = self.storage.list()
         except Exception as error:  # every protocol fails in its own way
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise SnapshotError(f"cannot look for snapshots at {self.url}: {reason[:300]}") from error
+            kind = AwayError if isinstance(error, StorageError) else SnapshotError
+            raise kind(f"cannot look for snapshots at {self.url}: {reason[:300]}") from error
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def is_committed(self, step: int) -> bool:
@@ -190,7 +191,8 @@ class SnapshotStore:
 
         Raises:
             Damaged: it is not whole.
-            SnapshotError: the storage does not answer, or the snapshot is of a newer format.
+            AwayError: the storage does not answer.
+            SnapshotError: the snapshot is of a newer format.
         """
         try:
             wanted = (STATE, *kinds)
@@ -202,7 +204,7 @@ class SnapshotStore:
                 read = pool.map(lambda name: self._verified(step, name, files[name]), files)
                 contents = dict(zip(files, read, strict=True))
         except StorageError as error:  # that says nothing about the snapshot
-            raise SnapshotError(f"cannot read the snapshot of step {step}: {error}") from error
+            raise AwayError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:
             raise Damaged("it is larger than the memory of this machine") from error
         try:
@@ -311,7 +313,8 @@ class SnapshotStore:
             kinds: which tensors are wanted.
 
         Raises:
-            SnapshotError: all that were committed are damaged, or the storage does not answer.
+            AwayError: the storage does not answer.
+            SnapshotError: all that were committed are damaged.
         """
         for step in reversed(self.steps()):
             try:
@@ -322,7 +325,7 @@ class SnapshotStore:
                 self.damaged.add(step)
                 log.warning("damaged snapshot %s/%s is ignored: %s", self.url, directory_name(step), damage)
             except StorageError as error:
-                raise SnapshotError(f"cannot read the snapshot of step {step}: {error}") from error
+                raise AwayError(f"cannot read the snapshot of step {step}: {error}") from error
         if self.damaged:
             raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
@@ -422,7 +425,7 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
         for store in places(url):
             if found is None or max(store.steps(), default=0) > found.step:
                 found = max(found, store.newest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
-    except SnapshotError as error:
+    except (AwayError, SnapshotError) as error:
         if found is None:
             raise
         log.warning("%s", error)
