@@ -35,9 +35,10 @@ class Guard:
             return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
         return None
 
-    def healthy(self, loss: float, position: Position) -> None:
+    def healthy(self, step: int, loss: float, position: Position) -> None:
         """This step is taken."""
-        position.sick_in_a_row = 0
+        if step > max(position.passed_over, default=0):  # those before it have only been repeated
+            position.sick_in_a_row = 0
         if self.trainer.spike_factor is not None:
             average = loss if position.loss_average is None else position.loss_average
             position.loss_average = MEMORY * average + (1 - MEMORY) * loss

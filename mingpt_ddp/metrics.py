@@ -76,6 +76,11 @@ class Meter:
         self._start_clock()
         return readings
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step has been recorded since the last reading."""
+        return self._steps_of_loss == 0
+
     def grad_norm(self) -> float:
         """Of the last step."""
         return float(self._grad_norm)

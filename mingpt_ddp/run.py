@@ -99,9 +99,11 @@ def run(
         trainer = Trainer(config, runtime, stepper, evaluator, saver, board, position, sample, interrupt)
         watch = Watch(runtime, interrupt.stalled)
         interrupt.heeded = True
-        complete = trainer.fit()
-        interrupt.heeded = False
-        watch.stop()
+        try:
+            complete = trainer.fit()
+        finally:
+            interrupt.heeded = False
+            watch.stop()
     else:
         complete = True
         if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations

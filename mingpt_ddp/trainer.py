@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from mingpt_ddp.cadence import Cadence
 from mingpt_ddp.config import Config
-from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.errors import AwayError, TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.guard import Guard
 from mingpt_ddp.interrupt import Interrupt
@@ -152,7 +153,7 @@ class Trainer:
         mean = sum(votes.losses.tolist())
         complaint = self.guard.complaint(mean, float(norm), self.position) if self._looks else None
         if complaint is None:
-            self.guard.healthy(mean, self.position)
+            self.guard.healthy(step, mean, self.position)
             self._lr = self.stepper.update(step)
             self.meter.record(loss, norm, self.stepper.data_s)
             return True
@@ -178,10 +179,11 @@ class Trainer:
         found = self.saver.find()
         if found is None:
             return False
-        sick = self.position.sick_in_a_row
+        left = self._tick()
         restored = self.saver.restore(found, self.model, self.optimizer)
-        restored.passed_over = sorted({*restored.passed_over, *self.position.passed_over, step})
-        restored.sick_in_a_row = sick
+        restored.passed_over = sorted({*restored.passed_over, *left.passed_over, step})
+        restored.sick_in_a_row, restored.world_size = left.sick_in_a_row, left.world_size
+        restored.lost_seconds = left.lost_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))
         self.meter.load_state(restored.loss_sum, restored.loss_steps)
@@ -237,6 +239,8 @@ class Trainer:
             log.info("step %d, a sample:\n%s\n", step, text)
 
     def _log(self, step: int) -> None:
+        if self.meter.is_empty:  # all steps since the last time were left out
+            return
         readings = self.meter.read()
         self.position.train_loss = readings.loss
         communication, exposed = self.runtime.communication(self.stepper.wrapped)
@@ -327,11 +331,12 @@ class Trainer:
         """Before the process is killed: a new snapshot if there is time for it, else the one that is under way."""
         elapsed = max(self.runtime.gather(self.interrupt.elapsed()))
         until = time.monotonic() + self.config.snapshot.grace_seconds - elapsed
-        done = self.saver.finish(until)
         needed = max(self.runtime.gather(self.saver.durable_s or 0.0))
-        if done and self.runtime.gather(until - time.monotonic() > needed)[0]:
-            self._put_down()
-            self.saver.finish(until)
+        with contextlib.suppress(AwayError):  # it has failed too often: then the older one has to do
+            while self.saver.finish(until) and self.saver.last_step != self.position.step:
+                if not self.runtime.gather(until - time.monotonic() > needed)[0]:
+                    break
+                self._put_down()
         step = self.saver.last_step
         if step == self.position.step:
             log.info("preempted at step %d; the same command goes on from there", step)

@@ -40,6 +40,7 @@ class Watch:
         self._stopped = threading.Event()
         if runtime.store is not None:
             self._store = runtime.store.clone()  # type: ignore[attr-defined]
+            self._tell(beat=0)  # also of a rank that will be stopped before the thread runs there is something to see
             threading.Thread(target=self._work, name="watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -47,13 +48,16 @@ class Watch:
 
     def _work(self) -> None:
         beat = 0
-        here = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
         while not self._stopped.wait(min(1.0, self.limit_s / 10)):
             beat += 1
             with contextlib.suppress(Exception):  # the store dies with its host: then the collectives tell
-                told = json.dumps({**asdict(self.runtime.mark), "beat": beat, **here})
-                self._store.set(f"at/{self.runtime.rank}", told)
+                self._tell(beat)
                 self._look()
+
+    def _tell(self, beat: int) -> None:
+        here = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
+        told = {**asdict(self.runtime.mark), "beat": beat, **here}
+        self._store.set(f"at/{self.runtime.rank}", json.dumps(told))
 
     def _look(self) -> None:
         reason = self._store.get(STALLED).decode() if self._store.check([STALLED]) else None

@@ -92,7 +92,11 @@ class FaultProxy:
             left = asyncio.all_tasks(self.loop)
             for task in left:
                 task.cancel()
-            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+
+            async def wait() -> None:
+                await asyncio.gather(*left, return_exceptions=True)
+
+            self.loop.run_until_complete(wait())
         finally:
             self.loop.close()
 
@@ -198,7 +202,8 @@ async def _refuse(status: int, request: Header, reader: asyncio.StreamReader, wr
         await _copy(request, reader, None)
     text = f"<Error><Code>{CODES[status]}</Code><Message>injected {status}</Message></Error>"
     head = f"HTTP/1.1 {status} {CODES[status]}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n{text}".encode())
+    content = "" if request.first.startswith("HEAD") else text
+    writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n{content}".encode())
     await writer.drain()
     await asyncio.sleep(0.05)
 

@@ -118,13 +118,18 @@ class Lease:
             raise RunError(f"{self.storage.url} was taken over by {self._lost_to}, because this run seemed to be dead")
 
     def release(self) -> None:
-        """Leave the place to whoever comes next."""
+        """Leave the place to whoever comes next; if the storage does not answer soon, they wait for a sign of life."""
         self._stopped.set()
-        self._counting.join(BEAT_S)
+        leaving = threading.Thread(target=self._leave, name="lease", daemon=True)
+        leaving.start()
+        leaving.join(BEAT_S)
+
+    def _leave(self) -> None:
+        self._counting.join()
         try:
             self.check()
             self.storage.delete(OWNER)
-        except Exception as error:  # then they wait for a sign of life
+        except Exception as error:
             log.info("cannot release %s: %s", self.storage.url, error, extra={"file_only": True})
 
 
