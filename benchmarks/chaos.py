@@ -1,0 +1,103 @@
+"""Disturb a run for a long time, at random but from a seed, and count what it survives and what it loses.
+
+The run keeps its snapshots on a SeaweedFS server behind a proxy. Processes are killed, stopped and asked to stop; the
+server is killed and comes back; the proxy injects errors 503, resets, stalls and lost answers. With one number of ranks
+the weights must be those of an undisturbed run, byte for byte; where every start has another number, the validation
+loss within 0.0001. Every step must be in the lasting history once. What is not so ends the script with an error.
+
+Needs what the tests need: pip install -e .[test].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, parser, report, say
+
+sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
+
+from chaos import Chaos, undisturbed  # noqa: E402
+from s3 import SeaweedServer  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+
+from mingpt_ddp.storage import Storage  # noqa: E402
+
+
+def main() -> None:
+    args = parser(__doc__, "chaos")
+    args.add_argument("--minutes", type=float, default=30, help="of faults, for each variant (default: %(default)s)")
+    args.add_argument("--ranks", nargs="+", default=["2", "1,2,3"], help="a variant each: 2, or 1,2,3 to choose from")
+    args.add_argument("--seed", type=int, default=1)
+    args.add_argument("--keep", type=Path, help="where to leave logs and data; by default they are deleted")
+    given = args.parse_args()
+    results = []
+    for ranks in given.ranks:
+        with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
+            place = (given.keep or Path(directory)) / f"ranks-{ranks}"
+            results.append(one(place, given.minutes, tuple(map(int, ranks.split(","))), given.seed))
+            say(json.dumps(results[-1], indent=1))
+    rows = [[key, *(str(result[key]) for result in results)] for key in results[0] if key not in ("faults", "lost")]
+    for part in ("faults", "lost"):
+        for kind in sorted({kind for result in results for kind in result[part]}):
+            rows.append([f"{part}: {kind}", *(told(result[part].get(kind, 0)) for result in results)])
+    report(given.out, {"runs": results}, ["", *(f"ranks {ranks}" for ranks in given.ranks)], rows)
+
+
+def one(place: Path, minutes: float, ranks: tuple[int, ...], seed: int) -> dict[str, Any]:
+    """One variant; what the result says has been checked."""
+    (place / "undisturbed").mkdir(parents=True)
+    server = SeaweedServer(place / "s3")
+    try:
+        server.start()
+        chaos = Chaos(place, server, server.make_bucket("runs"), seed, ranks)
+        survived = chaos.go(60 * minutes)
+        say("the same without faults")
+        reference = undisturbed(place / "undisturbed", survived.steps, max(ranks))
+        os.environ.update(server.environment())
+        model = f"step_{survived.steps:08d}/model.safetensors"
+        same = Storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
+    finally:
+        server.kill()
+    losses = [json.loads((run / "result.json").read_text())["val_loss"] for run in (chaos.run, reference)]
+    if (len(ranks) == 1 and not same) or abs(losses[0] - losses[1]) > 1e-4:
+        sys.exit(f"the weights differ from those of an undisturbed run: validation loss {losses[0]} and {losses[1]}")
+    events = EventAccumulator(str(chaos.run / "tensorboard" / "rank0"), size_guidance={"scalars": 0}).Reload()
+    if [event.step for event in events.Scalars("train/loss")] != list(range(1, survived.steps + 1)):
+        sys.exit("TensorBoard shows a step twice or not at all")
+    lost = {kind: summary(steps) for kind, steps in survived.lost.items()}
+    return {
+        "ranks": ",".join(map(str, ranks)),
+        "seed": seed,
+        "minutes": round(survived.seconds / 60, 1),
+        "steps": survived.steps,
+        "attempts": survived.attempts,
+        "faults in all": sum(survived.faults.values()),
+        "ended attempts": sum(len(steps) for steps in survived.lost.values()),
+        "steps trained again": sum(sum(steps) for steps in survived.lost.values()),
+        "snapshots committed": survived.committed,
+        "saves that failed, training went on": survived.failed_saves,
+        "gave up: the store was away": len(survived.gave_up),
+        "byte-identical": same,
+        "difference of validation losses": abs(losses[0] - losses[1]),
+        "faults": survived.faults,
+        "lost": lost,
+    }
+
+
+def summary(steps: list[int]) -> dict[str, float]:
+    return {"times": len(steps), "most": max(steps), "mean": round(sum(steps) / len(steps), 1)}
+
+
+def told(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['mean']} steps on average, at most {value['most']}, {value['times']} times"
+    return str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""A user's run with its snapshots in a real S3 server: killed, cut off, started twice, and resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from chaos import AWAY, impatient
+from faults import Fault, FaultProxy, Rule
+from launching import TINY, Job, call, last_step, python_main, torchrun, wait_for
+
+from mingpt_ddp.snapshots.lease import DEAD_S
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+STEPS = 60
+SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
+# Slow enough to be hit in the middle: one step takes 10 ms or more.
+SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24", "run.name=run"]
+ENDLESS = [*TINY, "trainer.max_steps=10000000", "trainer.eval_every=null", "snapshot.every_steps=20", "run.name=run"]
+LAUNCHERS = {"torchrun": torchrun(2), "nproc_per_node": [*python_main(), "ddp.nproc_per_node=2"]}
+ONE_S = {"CALL_S": 0.5, "BUDGET_S": 1.0, "FIRST_PAUSE_S": 0.05}
+ALWAYS = float("inf")
+
+
+@pytest.fixture(scope="module")
+def bucket(seaweed):
+    return seaweed.make_bucket("training")
+
+
+@pytest.fixture
+def path(bucket):
+    """What the user gives as snapshot.path; the run's snapshots are in `run` below it."""
+    return f"s3://{bucket}/{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def aws(seaweed, monkeypatch, tmp_path):
+    """The environment of a user of this server alone."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("CONFIG", "SHARED_CREDENTIALS"):
+        monkeypatch.setenv(f"AWS_{name}_FILE", str(tmp_path / "none"))
+    for name, value in seaweed.environment().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def proxy(aws, seaweed, monkeypatch):
+    """Between the run and the server."""
+    proxy = FaultProxy(seaweed.port, seed=1)
+    yield proxy
+    proxy.close()
+
+
+def through(proxy: FaultProxy) -> dict[str, str]:
+    return {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
+
+
+def hasty(tmp_path: Path, **lease: float) -> dict[str, str]:
+    """Processes that do not wait as long as users would."""
+    return {"PYTHONPATH": impatient(tmp_path / "site", ONE_S, lease)}
+
+
+@pytest.fixture(scope="module")
+def local_weights(tmp_path_factory):
+    """What two ranks arrive at on a local disk, undisturbed."""
+    cwd = tmp_path_factory.mktemp("local")
+    done = call([*torchrun(2), *SETTINGS], cwd)
+    assert done.returncode == 0, done.stdout
+    return (cwd / "outputs/run/snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
+
+
+def remote_weights(path: str, step: int = STEPS) -> bytes:
+    return SnapshotStore(f"{path}/run").storage.read(f"step_{step:08d}/model.safetensors")
+
+
+def log_of(cwd: Path, root: str = "outputs") -> str:
+    try:
+        return (cwd / root / "run" / "main.rank0.log").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def committed(cwd: Path, root: str = "outputs") -> list[tuple[int, str]]:
+    """The snapshots that the log tells of, in its order: step and place."""
+    found = re.findall(r"snapshot of step (\d+) committed to (\S+?),?(?: |$)", log_of(cwd, root), flags=re.MULTILINE)
+    return [(int(step), place) for step, place in found]
+
+
+def all_whole(path: str) -> list[int]:
+    """The committed steps, every byte of which has been compared with its digest."""
+    store = SnapshotStore(f"{path}/run")
+    steps = [step for step in store.steps() if store.is_committed(step)]
+    for step in steps:
+        assert store.read(step).step == step
+    return steps
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_killed_run_resumes_and_tells_nobody_the_secret(launcher, aws, seaweed, path, tmp_path, local_weights):
+    command = [*LAUNCHERS[launcher], *SETTINGS, f"snapshot.path={path}"]
+    job = Job(command, tmp_path)
+    wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
+    job.kill_tree()
+    assert last_step(tmp_path / "outputs/run") < STEPS
+    begin = time.monotonic()
+    done = call(command, tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot" in done.stdout
+    assert "waiting" not in done.stdout, f"the owner is known to be dead, but it took {time.monotonic() - begin} s"
+    assert remote_weights(path) == local_weights
+    assert not (tmp_path / "outputs/run/snapshots").exists()
+    objects = SnapshotStore(f"{path}/run").storage
+    names = [f"{step}/{name}" for step in objects.list() for name in SnapshotStore(f"{path}/run/{step}").storage.list()]
+    contents = {name: objects.read(name) for name in names}
+    contents |= {str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert len(contents) > 10
+    for name, content in contents.items():
+        assert seaweed.secret.encode() not in content, name
+        assert seaweed.key.encode() not in content, name
+
+
+def test_faulty_network(proxy, path, tmp_path, local_weights):
+    proxy.rules = [
+        Rule(".", Fault.STATUS, times=ALWAYS, probability=0.2),
+        Rule("^PUT", Fault.RESET_SENDING, times=ALWAYS, probability=0.1, after=10_000),
+        Rule("^GET", Fault.RESET_ANSWERING, times=ALWAYS, probability=0.1, after=1000),
+        Rule("^PUT", Fault.RESET_UNANSWERED, times=ALWAYS, probability=0.1),
+        Rule(".", Fault.DELAY, times=4, probability=0.05, seconds=2),
+    ]
+    command = [*torchrun(2), *SETTINGS, f"snapshot.path={path}"]
+    job = Job(command, tmp_path, **through(proxy))
+    wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
+    job.kill_tree()
+    done = call(command, tmp_path, **through(proxy))
+    assert done.returncode == 0, done.stdout
+    assert sum(rule.hits for rule in proxy.rules) > 10
+    assert STEPS in all_whole(path)
+    assert remote_weights(path) == local_weights
+
+
+def test_store_killed_and_back(aws, seaweed, path, tmp_path):
+    """Training does not wait for it; what was lost of a snapshot on its way is never taken for one."""
+    job = Job(
+        [*torchrun(2), *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"], tmp_path, **hasty(tmp_path)
+    )
+    try:
+        wait_for(lambda: len(committed(tmp_path)) >= 3, what="three snapshots")
+        seaweed.kill()
+        wait_for(lambda: "training goes on (failure 1 of 1000 allowed)" in log_of(tmp_path), what="the first failure")
+        step = last_step(tmp_path / "outputs/run")
+        wait_for(lambda: last_step(tmp_path / "outputs/run") > step + 5, what="training without the store")
+    finally:
+        if seaweed.process is None:
+            seaweed.start()
+    before = len(committed(tmp_path))
+    whole = all_whole(path)
+    assert whole, "what was committed is gone"
+    wait_for(lambda: len(committed(tmp_path)) >= before + 3, what="snapshots after the store came back")
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    last = int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path))[0])
+    assert all_whole(path)[-1] == last
+    assert len(all_whole(path)) <= 2, "the older ones were not deleted"
+    assert "Traceback" not in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", ["one process", "nproc_per_node"])
+def test_store_away_for_too_long(launcher, proxy, path, tmp_path):
+    command = LAUNCHERS.get(launcher, python_main())
+    options = [f"snapshot.path={path}", "snapshot.max_failures=1"]
+    job = Job([*command, *ENDLESS, *options], tmp_path, **through(proxy), **hasty(tmp_path))
+    wait_for(lambda: committed(tmp_path), what="the first snapshot")
+    proxy.down = True
+    assert job.wait() == 2, job.text()
+    told = [line for line in job.text().splitlines() if not re.match(r"step \d+/|trying again", line)]
+    assert re.match(
+        r"run error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", told[-1]
+    )
+    assert len([line for line in told if "error: " in line]) == 1
+    assert re.search(r"training goes on \(failure 1 of 1 allowed\)", job.text())
+    assert "Traceback" not in job.text() + log_of(tmp_path)
+    proxy.down = False
+    newest = committed(tmp_path)[-1][0]
+    done = call([*command, *ENDLESS, *options, f"trainer.max_steps={newest + 5}"], tmp_path, **through(proxy))
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from the snapshot of step {newest} " in done.stdout
+
+
+def test_fallback(proxy, path, tmp_path):
+    other = tmp_path / "other"
+    command = [*torchrun(2), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
+    limits = {**through(proxy), **hasty(tmp_path)}
+    job = Job([*command, "snapshot.max_failures=0"], tmp_path, **limits)
+    wait_for(lambda: len(committed(tmp_path)) >= 2, what="two snapshots")
+    proxy.down = True
+    wait_for(lambda: committed(tmp_path)[-1][1] == str(other / "run"), what="a snapshot at the other place")
+    job.kill_tree()
+    step = committed(tmp_path)[-1][0]
+    text = log_of(tmp_path)
+    assert re.search(
+        rf"WARNING snapshot of step {step} committed to {other}/run, because of s3://\S+/run: rank 0: cannot", text
+    )
+    proxy.down = False
+    done = call([*command, f"trainer.max_steps={step + 50}"], tmp_path, **limits)
+    assert done.returncode == 0, done.stdout
+    assert f"resuming from the snapshot of step {step} " in done.stdout
+    assert committed(tmp_path)[-1] == (step + 50, f"{path}/run")
+    assert not list(other.glob("run/step_*")), "what stood there was for the time without the store"
+
+
+def test_store_away_at_resume(proxy, path, tmp_path):
+    """That is no reason to begin anew."""
+    command = [*python_main(), *TINY, "run.name=run", f"snapshot.path={path}"]
+    assert call(command, tmp_path, **through(proxy)).returncode == 0
+    before = log_of(tmp_path)
+    proxy.down = True
+    for options in ([], [f"snapshot.fallback_path={tmp_path / 'other'}"]):
+        done = call([*command, "trainer.max_steps=24", *options], tmp_path, **through(proxy), **hasty(tmp_path))
+        assert done.returncode == 2
+        [line] = [line for line in done.stdout.splitlines() if not line.startswith("trying again")]
+        assert re.match(rf"(snapshot|run) error: {AWAY}", line)
+    assert "step 13/" not in log_of(tmp_path)
+    assert log_of(tmp_path).count("\n") - before.count("\n") <= 2
+    proxy.down = False
+    done = call([*command, "trainer.max_steps=24"], tmp_path, **through(proxy))
+    assert "resuming from the snapshot of step 12 of 24" in done.stdout
+
+
+def test_two_runs_of_one_name(aws, path, tmp_path):
+    """Another run directory, perhaps on another machine: the object store is all that they have in common."""
+    command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
+    first = Job([*command, "run.root=first"], tmp_path)
+    try:
+        wait_for(lambda: committed(tmp_path, "first"), what="a snapshot of the first")
+        begin = time.monotonic()
+        done = call([*command, "run.root=second"], tmp_path)
+        assert time.monotonic() - begin < 60
+        assert done.returncode == 2
+        [line] = [line for line in done.stdout.splitlines() if "waiting" not in line]
+        assert re.match(rf"run error: {path}/run belongs to process {first.process.pid} on .*still running", line)
+        assert first.process.poll() is None
+        step = committed(tmp_path, "first")[-1][0]
+        wait_for(lambda: committed(tmp_path, "first")[-1][0] > step, what="the first, unimpressed")
+    finally:
+        first.kill_tree()
+    newest = committed(tmp_path, "first")[-1][0]
+    begin = time.monotonic()
+    second = Job([*command, "run.root=second"], tmp_path)
+    wait_for(lambda: committed(tmp_path, "second"), what="the take-over")
+    second.kill_tree()
+    assert time.monotonic() - begin > DEAD_S
+    resumed = int(re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0])
+    assert resumed >= newest
+    third = Job([*command, "run.root=second"], tmp_path)  # here it is known who is dead
+    wait_for(lambda: log_of(tmp_path, "second").count("resuming") == 2, what="the same run again")
+    third.kill_tree()
+    assert "waiting" not in third.text()
+
+
+def test_a_run_that_slept_leaves_its_place_to_its_successor(aws, path, tmp_path):
+    command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
+    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"BEAT_S": 0.5, "DEAD_S": 1.5})}
+    first = Job([*command, "run.root=first"], tmp_path, **limits)
+    second = None
+    try:
+        wait_for(lambda: committed(tmp_path, "first"), what="a snapshot of the first")
+        first.process.send_signal(signal.SIGSTOP)
+        second = Job([*command, "run.root=second"], tmp_path, **limits)
+        wait_for(lambda: committed(tmp_path, "second"), what="a snapshot of the second")
+        first.process.send_signal(signal.SIGCONT)
+        assert first.wait() == 2
+        assert re.search(rf"run error: {path}/run was taken over by process {second.process.pid} on", first.text())
+        step = committed(tmp_path, "second")[-1][0]
+        wait_for(lambda: committed(tmp_path, "second")[-1][0] > step, what="the second, undisturbed")
+        second.process.send_signal(signal.SIGTERM)
+        second.wait()
+        assert all_whole(path)[-1] == int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path, "second"))[0])
+    finally:
+        for job in (first, second):
+            if job is not None and job.process.poll() is None:
+                job.kill_tree()
