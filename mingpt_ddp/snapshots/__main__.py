@@ -270,7 +270,7 @@ def check(store: SnapshotStore, step: int) -> str | None:
         leave=False,
     )
     try:
-        store.verify(step, lambda count: bar.update(count) and None)
+        store.verify(step, bar.update)
         return None
     except Damaged as damage:
         store.damaged.add(step)

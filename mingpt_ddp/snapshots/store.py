@@ -216,7 +216,7 @@ class SnapshotStore:
         except (ValueError, RecursionError, MemoryError) as error:  # as in the manifest, but nothing that we wrote
             raise Damaged(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
 
-    def verify(self, step: int, progress: Callable[[int], None] = lambda _: None) -> Files:
+    def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
         """Compare every byte with the manifest, a piece at a time, however large the snapshot is.
 
         Args:

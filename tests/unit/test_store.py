@@ -13,9 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 import mingpt_ddp
 from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshots import store as store_module
+from mingpt_ddp.snapshots.__main__ import check
+from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.store import (
     MANIFEST,
     MODEL,
@@ -25,6 +30,7 @@ from mingpt_ddp.snapshots.store import (
     Snapshot,
     SnapshotStore,
     directory_name,
+    divide,
     load,
     step_of,
 )
@@ -380,6 +386,16 @@ def test_a_newer_format_is_not_damage(store):
         store.newest()
 
 
+@pytest.mark.parametrize("digit", [b"3", b"5", b"9"])
+def test_a_flipped_bit_in_the_format_is_damage(digit, store):
+    """A newer format would not write its manifest as this one does."""
+    store.write(content(4))
+    store.write(content(8))
+    path = f"{directory_name(8)}/{MANIFEST}"
+    store.storage.write(path, store.storage.read(path).replace(b'"format": 1', b'"format": ' + digit))
+    assert store.newest().step == 4
+
+
 def test_damaged_snapshots_do_not_count_as_kept(store):
     for step in (4, 8, 12):
         store.write(content(step))
@@ -388,6 +404,107 @@ def test_damaged_snapshots_do_not_count_as_kept(store):
     store.write(content(16))
     store.prune(keep_last=2, best=None, newest=16)
     assert [step for step in store.steps() if step != 12] == [8, 16]
+
+
+# Any single damage, at the level of bytes. Every part of a divided snapshot is a file of its own.
+
+Bytes = dict[str, bytes]  # by file name
+
+
+def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
+    """Write a snapshot as `parts` ranks do; its files."""
+    generator = torch.Generator().manual_seed(seed)
+    named = {f"w{i}": torch.randn(4, generator=generator) for i in range(4)}
+    tensors = {"model": named, "optimizer": {f"{name}:exp_avg": tensor * 2 for name, tensor in named.items()}}
+    store = SnapshotStore(str(directory))
+    files = {}
+    for share in divide(tensors, parts):
+        files |= store.put(step, {name: encode(tensors) for name, tensors in share.items()})
+    files |= store.put(step, {STATE: json.dumps({"position": {"step": step}, "seed": seed}).encode()})
+    store.commit(step, files)
+    assert len(files) == 2 * parts + 1
+    return {path.name: path.read_bytes() for path in sorted((directory / directory_name(step)).iterdir())}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def snapshots(request, tmp_path_factory):
+    """A directory with the steps 4 and 8, the files of both, and the files of step 8 in another run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "SMALLEST_PART", 1)
+        directory, other = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("other")
+        old, new = (bytes_of(directory, step, request.param, seed=step) for step in (4, 8))
+        return directory, old, new, bytes_of(other, 8, request.param, seed=99)
+
+
+def damaged_somehow(data: st.DataObject, new: Bytes, old: Bytes, foreign: Bytes) -> Bytes:
+    """The files of `new`, of which one is not as it was, or two are in each other's place."""
+    files = dict(new)
+    name = data.draw(st.sampled_from(sorted(new)), "file")
+    content = new[name]
+    what = data.draw(st.sampled_from(["flip", "cut", "append", "delete", "swap", "older", "foreign"]), "damage")
+    if what == "flip":
+        bit = data.draw(st.integers(0, 8 * len(content) - 1), "bit")
+        files[name] = content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+    elif what == "cut":
+        files[name] = content[: data.draw(st.integers(0, len(content) - 1), "at")]
+    elif what == "append":
+        files[name] = content + data.draw(st.binary(min_size=1, max_size=20) | st.sampled_from([b"\n", b" "]))
+    elif what == "delete":
+        del files[name]
+    elif what == "swap":
+        other = data.draw(st.sampled_from(sorted(set(new) - {name})), "other")
+        files[name], files[other] = files[other], files[name]
+    else:
+        files[name] = (old if what == "older" else foreign)[name]
+    assume(files != new)
+    return files
+
+
+def lay(directory: Path, files: Bytes) -> None:
+    """Make `directory` hold exactly these files."""
+    for path in directory.iterdir():
+        if path.name not in files:
+            path.unlink()
+    for name, content in files.items():
+        if not (directory / name).exists() or (directory / name).read_bytes() != content:
+            (directory / name).write_bytes(content)
+
+
+def assert_noticed(directory: Path) -> None:
+    """The snapshot of step 8 does not pass for whole, and that of step 4 takes its place."""
+    store = SnapshotStore(str(directory))
+    with pytest.raises(Damaged):
+        store.read(8)
+    assert check(store, 8) is not None
+    found = SnapshotStore(str(directory)).newest()
+    assert found.step == 4
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_any_single_damage_is_noticed(snapshots, data):
+    directory, old, new, foreign = snapshots
+    lay(directory / directory_name(8), damaged_somehow(data, new, old, foreign))
+    try:
+        assert_noticed(directory)
+    finally:
+        lay(directory / directory_name(8), new)
+    assert SnapshotStore(str(directory)).read(8).step == 8
+    assert check(SnapshotStore(str(directory)), 8) is None
+
+
+def test_every_bit_of_the_manifest_counts(snapshots):
+    directory, _, new, _ = snapshots
+    store, path = SnapshotStore(str(directory)), directory / directory_name(8) / MANIFEST
+    content = new[MANIFEST]
+    try:
+        for bit in range(8 * len(content)):
+            flipped = bytes([content[bit // 8] ^ 1 << bit % 8])
+            path.write_bytes(content[: bit // 8] + flipped + content[bit // 8 + 1 :])
+            with pytest.raises(Damaged):
+                store.verify(8)
+    finally:
+        path.write_bytes(content)
 
 
 # By URL
