@@ -1,0 +1,424 @@
+"""A stranger's snapshot runs no code, writes nothing outside its directory and cannot exhaust the memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+
+from mingpt_ddp import sample as sample_module
+from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.launch import config_directory
+from mingpt_ddp.model import build_model
+from mingpt_ddp.sample import SampleConfig, printable, sample
+from mingpt_ddp.snapshots.__main__ import check, look
+from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.store import (
+    LARGEST_MANIFEST,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    SMALL,
+    STATE,
+    Damaged,
+    SnapshotStore,
+    directory_name,
+    load,
+    manifest_of,
+    plain,
+)
+from mingpt_ddp.snapshots.tensors import model_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+VOCABULARY = "\n abc\x1b]0;x\x07\x9b"
+LIMIT = 6 << 30  # bytes of address space: torch takes some of them
+PEAK = 1500  # MiB in memory, of which torch takes some hundred
+
+
+@pytest.fixture(scope="module")
+def genuine() -> dict[str, bytes]:
+    """The files of an honest snapshot, without its manifest."""
+    words = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        config = from_dictconfig(compose("config", words))
+    torch.manual_seed(0)
+    model = build_model(config.model, len(VOCABULARY), config.data.block_size)
+    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": {"step": 8}}
+    return {
+        MODEL: bytes(encode(model_tensors(model))),
+        OPTIMIZER: bytes(encode({"w:step": torch.tensor(8.0)})),
+        STATE: json.dumps(state).encode(),
+    }
+
+
+def lay(place: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8) -> str:
+    """Put the files there with a manifest that fits them, or with another; the URL of the snapshot."""
+    directory = place / directory_name(step)
+    directory.mkdir(parents=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    listed = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()}
+    (directory / MANIFEST).write_bytes(manifest_of(step, listed) if manifest is None else manifest)
+    return str(directory)
+
+
+def changed(genuine: dict[str, bytes], group: str, **values: object) -> dict[str, bytes]:
+    """With other values in the configuration of its state."""
+    state = json.loads(genuine[STATE])
+    state["config"][group].update(values)
+    return {**genuine, STATE: json.dumps(state).encode()}
+
+
+def refused(url: str) -> str:
+    """The line with which sample.py refuses."""
+    with pytest.raises(SnapshotError) as error:
+        sample(SampleConfig(url, max_new_tokens=1), "a")
+    return str(error.value)
+
+
+def limited(*urls: str) -> list[str]:
+    """What sample.py says of each, in one process that may not have much memory; the last line is its peak in MiB."""
+    program = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
+from mingpt_ddp.errors import UserError
+from mingpt_ddp.sample import SampleConfig, sample
+for url in sys.argv[1:]:
+    try:
+        sample(SampleConfig(url, max_new_tokens=1), "a")
+        print("accepted")
+    except UserError as error:
+        print(error)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+    command = [sys.executable, "-c", program, *urls]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *lines, peak = done.stdout.splitlines()
+    assert int(peak) < PEAK
+    return lines
+
+
+def test_the_honest_one_is_accepted(tmp_path, genuine):
+    url = lay(tmp_path, genuine)
+    assert check(SnapshotStore(str(tmp_path)), 8) is None
+    assert sample(SampleConfig(url, max_new_tokens=3), "a")[0].startswith("a")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/etc/passwd", "model.pkl", "a/b", "", ".", "..", "model-00001-of-00002.safetensors"],
+)
+@pytest.mark.parametrize("replaced", [MODEL, STATE])
+def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuine):
+    listed = {name if n == replaced else n: {"bytes": 1, "sha256": "0" * 64} for n in genuine}
+    lay(tmp_path, genuine, manifest_of(8, listed))
+    store = SnapshotStore(str(tmp_path))
+    with pytest.raises(Damaged, match="does not describe"):
+        store.read(8)
+    assert "does not describe" in check(store, 8)
+    assert look(store, 8).status == "damaged"
+
+
+def test_more_names_than_ours_are_refused(tmp_path, genuine):
+    listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*genuine, "../../victim"]}
+    lay(tmp_path, genuine, manifest_of(8, listed))
+    with pytest.raises(Damaged, match="does not describe"):
+        SnapshotStore(str(tmp_path)).read(8)
+
+
+# Code
+
+
+class Bomb:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE, "model.pkl", "pytorch_model.bin"])
+def test_a_pickle_is_never_run(name, tmp_path, genuine):
+    bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
+    url = lay(tmp_path / "a", {**genuine, name: bomb} if name in genuine else genuine)
+    (Path(url) / name).write_bytes(bomb)
+    if name in genuine:
+        assert "cannot be parsed" in refused(url)
+    else:  # nobody looks at it
+        assert sample(SampleConfig(url, max_new_tokens=1), "a")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [RAN]]",
+        "snapshot: {path: 'reference::RAN'}",
+        "a: &a {x: 1}\nsnapshot: {path: *a}",
+    ],
+)
+def test_a_config_yaml_leads_nowhere_it_should_not(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text.replace("RAN", str(tmp_path / "ran")))
+    with pytest.raises(SnapshotError, match="there is no whole snapshot"):
+        load(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
+# JSON
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity"])
+def test_numbers_that_json_does_not_know(number, tmp_path, genuine):
+    state = genuine[STATE].replace(b'"step": 8', b'"step": ' + number)
+    assert "cannot be parsed" in refused(lay(tmp_path, {**genuine, STATE: state}))
+
+
+@pytest.mark.parametrize("depth", [25, 900, 100_000])
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_json_that_is_nested_deeply(opening, closing, depth, tmp_path, genuine):
+    nested = opening * depth + b"1" + closing * depth
+    with pytest.raises((ValueError, RecursionError)):
+        plain(nested)
+    assert "cannot be parsed" in refused(lay(tmp_path / "a", {**genuine, STATE: nested}))
+    assert "manifest.json is damaged" in refused(lay(tmp_path / "b", genuine, nested))
+
+
+def test_a_giant_number(tmp_path, genuine):
+    state = genuine[STATE].replace(b'"step": 8', b'"step": ' + b"9" * 100_000)
+    lay(tmp_path, {**genuine, STATE: state})
+    assert look(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")  # older versions of Python read it
+
+
+@pytest.mark.parametrize("content", [b"[]", b"7", b"null", b'"text"', b"{}", b'{"config": {}, "vocabulary": "a"}'])
+def test_a_state_of_another_kind(content, tmp_path, genuine):
+    message = refused(lay(tmp_path, {**genuine, STATE: content}))
+    assert "does not hold what it should" in message
+    assert look(SnapshotStore(str(tmp_path)), 8).status == "whole"  # a table can be made of it all the same
+
+
+@pytest.mark.parametrize("vocabulary", [["a" * 9] * 14, 7, None, {"a": 1}])
+def test_a_vocabulary_that_is_no_text(vocabulary, tmp_path, genuine):
+    state = {**json.loads(genuine[STATE]), "vocabulary": vocabulary}
+    assert "does not hold" in refused(lay(tmp_path, {**genuine, STATE: json.dumps(state).encode()}))
+
+
+# Tensors
+
+
+def header(text: bytes, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 8,
+        (2**63).to_bytes(8, "little") + b"{}",
+        (1 << 24).to_bytes(8, "little") + b"{}",
+        header(b"{"),
+        header(b'{"a":' * 10_000 + b"1" + b"}" * 10_000),
+        header(b'{"w":{"dtype":"F32","shape":[1000000000,1000000000],"data_offsets":[0,4]}}', b"\0" * 4),
+        header(b'{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'),
+        header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,99]}}', b"\0" * 4),
+        header(b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"\0" * 4),
+        header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}', b"\0" * 4),
+        header(b'{"w":{"dtype":"\\u001b[2J","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
+        pickle.dumps({"w": 1}),
+    ],
+)
+def test_forged_tensors_are_refused(content, tmp_path, genuine):
+    with pytest.raises(ValueError):
+        decode(content)
+    message = refused(lay(tmp_path, {**genuine, MODEL: content}))
+    assert "cannot be parsed" in message
+    assert printable(message) == message
+
+
+def test_weights_that_are_no_numbers(tmp_path, genuine):
+    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in decode(genuine[MODEL]).items()}
+    assert "cannot be used" in refused(lay(tmp_path, {**genuine, MODEL: bytes(encode(tensors))}))
+
+
+def test_a_configuration_of_another_model_is_refused(tmp_path, genuine):
+    for i, values in enumerate([{"n_layer": 1}, {"n_layer": 3}, {"n_embd": 24}, {"bias": True}]):
+        assert "not" in refused(lay(tmp_path / str(i), changed(genuine, "model", **values)))
+    for i, size in enumerate([9, 10**9, 2**62]):
+        assert "do not fit" in refused(lay(tmp_path / f"b{i}", changed(genuine, "data", block_size=size)))
+
+
+# Memory
+
+
+def test_no_number_makes_the_model_larger_than_its_tensors(tmp_path, genuine):
+    forged = [
+        changed(genuine, "model", n_layer=10**9),
+        changed(genuine, "model", n_layer=2**62),
+        changed(genuine, "model", n_embd=12 * 10**8),
+        changed(genuine, "model", n_embd=2**62, n_head=1),
+        changed(genuine, "data", block_size=10**12),
+        changed(genuine, "model", name="x" * 10**7),
+        {**genuine, STATE: json.dumps({**json.loads(genuine[STATE]), "vocabulary": "a" * 10**7}).encode()},
+    ]
+    lines = limited(*(lay(tmp_path / str(i), files) for i, files in enumerate(forged)))
+    assert len(lines) == len(forged)
+    assert all(line.startswith("snapshot error: the snapshot's ") and len(line) < 1000 for line in lines), lines
+
+
+def sparse(path: Path, size: int) -> None:
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
+def test_giant_files_are_not_read(tmp_path, genuine):
+    giant = 1 << 40  # bytes, none of which is on the disk
+    urls = [lay(tmp_path / str(i), genuine) for i in range(5)]
+    sparse(Path(urls[0]) / MANIFEST, giant)
+    sparse(Path(urls[1]) / MODEL, giant)
+    for url, name, size in ((urls[2], MODEL, giant), (urls[3], STATE, giant), (urls[4], STATE, SMALL + 1)):
+        sparse(Path(url) / name, size)
+        listed = json.loads((Path(url) / MANIFEST).read_bytes())["files"]
+        listed[name]["bytes"] = size
+        (Path(url) / MANIFEST).write_bytes(manifest_of(8, listed))
+    (tmp_path / "run").mkdir()
+    sparse(tmp_path / "run" / "config.yaml", giant)
+    expected = [
+        "is damaged",
+        "another size",
+        "larger than the memory",
+        "does not describe",
+        "does not describe",
+        "no whole",
+    ]
+    for line, part in zip(limited(*urls, str(tmp_path / "run")), expected, strict=True):
+        assert part in line
+
+
+def test_json_of_many_small_things_is_limited(tmp_path, genuine):
+    """A list of a million empty lists takes thirty times its text."""
+    many = b"[" + b"[]," * (SMALL // 3 - 2) + b"[]]"
+    assert LARGEST_MANIFEST < len(many) <= SMALL
+    urls = [lay(tmp_path / "a", {**genuine, STATE: many}), lay(tmp_path / "b", genuine, many)]
+    assert all(line.startswith("snapshot error: ") for line in limited(*urls))
+
+
+def test_a_yaml_that_grows_is_refused(tmp_path):
+    """Ten times ten times ten ... keys from a few lines, by merging."""
+    lines = ["a0: &a0 {k: 1}"]
+    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
+    (tmp_path / "config.yaml").write_text("\n".join(lines))
+    assert "no whole snapshot" in limited(str(tmp_path))[0]
+    assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, "it would be read otherwise"
+
+
+# Links and things that are no files
+
+
+@pytest.mark.parametrize("name", [MODEL, STATE, MANIFEST])
+@pytest.mark.parametrize("target", ["/dev/zero", "loop", "nowhere", "/", "pipe"])
+def test_links_to_what_is_no_file(name, target, tmp_path, genuine):
+    url = lay(tmp_path, genuine)
+    path = Path(url) / name
+    path.unlink()
+    if target == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(name if target == "loop" else target)
+    assert "cannot be used" in refused(url)
+    store = SnapshotStore(str(tmp_path))
+    assert check(store, 8) is not None
+    assert look(store, 8).status == ("unfinished" if name == MANIFEST else "damaged")
+
+
+def test_a_link_shows_nothing_of_another_file(tmp_path, genuine):
+    (tmp_path / "secret").write_bytes(b"x" * len(genuine[STATE]))
+    url = lay(tmp_path, genuine)
+    (Path(url) / STATE).unlink()
+    (Path(url) / STATE).symlink_to(tmp_path / "secret")
+    message = refused(url)
+    assert "other content" in message and "xx" not in message
+
+
+def test_deleting_does_not_follow_links(tmp_path, genuine):
+    victim = Path(lay(tmp_path / "victim", genuine))
+    lay(tmp_path / "run", genuine, step=9)
+    (tmp_path / "run" / directory_name(8)).symlink_to(victim)
+    inner = Path(lay(tmp_path / "run", genuine, step=7))
+    (inner / "more").symlink_to(victim)
+    store = SnapshotStore(str(tmp_path / "run"))
+    assert store.prune(keep_last=1, best=None, newest=9) == [7, 8]
+    assert store.steps() == [9]
+    assert sorted(path.name for path in victim.iterdir()) == sorted([*genuine, MANIFEST])
+    (tmp_path / "run" / directory_name(9) / MANIFEST).unlink()
+    (tmp_path / "run" / directory_name(9) / MANIFEST).symlink_to(victim / MANIFEST)
+    store.clear(9)
+    assert (victim / MANIFEST).exists()
+
+
+# Terminals
+
+
+def test_control_characters_are_escaped():
+    raw = "".join(map(chr, range(0xA1)))
+    shown = printable(raw)
+    assert {c for c in shown if not c.isprintable()} == {"\n", "\t", "\xa0"}
+    assert printable("\x1b[2J\x9b\x7f\r") == r"\x1b[2J\x9b\x7f\x0d"
+    assert printable("ä€😀\n\t") == "ä€😀\n\t"
+
+
+def words(url: str) -> list[str]:
+    return [sys.executable, "-m", "mingpt_ddp.sample", f"snapshot={url}", "prompt=-", "max_new_tokens=1"]
+
+
+def test_a_terminal_gets_no_escape_sequences(tmp_path, genuine):
+    url = lay(tmp_path, genuine)
+    main, terminal = pty.openpty()
+    done = subprocess.run(words(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60)
+    os.close(terminal)
+    shown = os.read(main, 1000)
+    os.close(main)
+    assert done.returncode == 0
+    assert shown.startswith(rb"a\x1b]0;x\x07")
+    assert b"\x1b" not in shown and b"\x07" not in shown
+
+
+def test_a_pipe_gets_the_text_as_it_is(tmp_path, genuine):
+    done = subprocess.run(
+        words(lay(tmp_path, genuine)), cwd=ROOT, input=b"a\x1b]0;x\x07", capture_output=True, timeout=60
+    )
+    assert done.stdout.startswith(b"a\x1b]0;x\x07")
+
+
+@pytest.mark.parametrize("key", ["\x1b[2J", "\x9b2J", "k" * 50_000])
+def test_an_error_is_one_printable_line(key, tmp_path, genuine, monkeypatch, capsys):
+    url = lay(tmp_path, changed(genuine, "model", **{key: 1}))
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}"])
+    with pytest.raises(SystemExit) as left:
+        sample_module.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert left.value.code == 2
+    assert line.isprintable() and len(line) <= 1000
+
+
+def test_half_a_character_can_be_printed(tmp_path, genuine, monkeypatch, capsys):
+    """JSON can hold a surrogate, which UTF-8 cannot."""
+    state = {**json.loads(genuine[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
+    url = lay(tmp_path, {**genuine, STATE: json.dumps(state).encode()})
+    monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}", "max_new_tokens=2"])
+    sample_module.main()
+    assert capsys.readouterr().out == "\\ud800" * 2 + "\n"
