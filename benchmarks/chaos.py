@@ -21,11 +21,11 @@ from common import ROOT, parser, report, say
 
 sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
 
-from chaos import Chaos, undisturbed  # noqa: E402
-from s3 import SeaweedServer  # noqa: E402
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
+from chaos import Chaos, undisturbed
+from s3 import SeaweedServer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mingpt_ddp.storage import Storage  # noqa: E402
+from mingpt_ddp.storage import Storage
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import ClassVar
 
 from faults import Fault, FaultProxy, Rule
 from launching import ROOT, TINY, Job, is_running, torchrun
@@ -64,7 +65,7 @@ class Line:
 class Log:
     """Rank 0's log over all attempts, read as it grows."""
 
-    KINDS = {
+    KINDS: ClassVar = {
         "begin": r"run (?!error).*",
         "resumed": r"resuming from the snapshot of step (\d+) of",
         "complete": r"complete: the snapshot of step (\d+)",

@@ -14,7 +14,6 @@ from chaos import AWAY, impatient
 from faults import Fault, FaultProxy, Rule
 from launching import TINY, Job, call, last_step, python_main, torchrun, wait_for
 
-from mingpt_ddp.snapshots.lease import DEAD_S
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 STEPS = 60
@@ -108,11 +107,10 @@ def test_killed_run_resumes_and_tells_nobody_the_secret(launcher, aws, seaweed, 
     wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
     job.kill_tree()
     assert last_step(tmp_path / "outputs/run") < STEPS
-    begin = time.monotonic()
     done = call(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
-    assert "waiting" not in done.stdout, f"the owner is known to be dead, but it took {time.monotonic() - begin} s"
+    assert "waiting" not in done.stdout, "the owner is known to be dead"
     assert remote_weights(path) == local_weights
     assert not (tmp_path / "outputs/run/snapshots").exists()
     objects = SnapshotStore(f"{path}/run").storage
@@ -180,7 +178,7 @@ def test_store_away_for_too_long(launcher, proxy, path, tmp_path):
     assert job.wait() == 2, job.text()
     told = [line for line in job.text().splitlines() if not re.match(r"step \d+/|trying again", line)]
     assert re.match(
-        r"run error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", told[-1]
+        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", told[-1]
     )
     assert len([line for line in told if "error: " in line]) == 1
     assert re.search(r"training goes on \(failure 1 of 1 allowed\)", job.text())
@@ -224,7 +222,7 @@ def test_store_away_at_resume(proxy, path, tmp_path):
         done = call([*command, "trainer.max_steps=24", *options], tmp_path, **through(proxy), **hasty(tmp_path))
         assert done.returncode == 2
         [line] = [line for line in done.stdout.splitlines() if not line.startswith("trying again")]
-        assert re.match(rf"(snapshot|run) error: {AWAY}", line)
+        assert re.match(rf"storage error: {AWAY}", line)
     assert "step 13/" not in log_of(tmp_path)
     assert log_of(tmp_path).count("\n") - before.count("\n") <= 2
     proxy.down = False
@@ -235,12 +233,11 @@ def test_store_away_at_resume(proxy, path, tmp_path):
 def test_two_runs_of_one_name(aws, path, tmp_path):
     """Another run directory, perhaps on another machine: the object store is all that they have in common."""
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    first = Job([*command, "run.root=first"], tmp_path)
+    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"BEAT_S": 1.0, "DEAD_S": 8.0})}
+    first = Job([*command, "run.root=first"], tmp_path, **limits)
     try:
         wait_for(lambda: committed(tmp_path, "first"), what="a snapshot of the first")
-        begin = time.monotonic()
-        done = call([*command, "run.root=second"], tmp_path)
-        assert time.monotonic() - begin < 60
+        done = call([*command, "run.root=second"], tmp_path, **limits)
         assert done.returncode == 2
         [line] = [line for line in done.stdout.splitlines() if "waiting" not in line]
         assert re.match(rf"run error: {path}/run belongs to process {first.process.pid} on .*still running", line)
@@ -251,13 +248,13 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
         first.kill_tree()
     newest = committed(tmp_path, "first")[-1][0]
     begin = time.monotonic()
-    second = Job([*command, "run.root=second"], tmp_path)
+    second = Job([*command, "run.root=second"], tmp_path, **limits)
     wait_for(lambda: committed(tmp_path, "second"), what="the take-over")
     second.kill_tree()
-    assert time.monotonic() - begin > DEAD_S
+    assert time.monotonic() - begin > 8
     resumed = int(re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0])
     assert resumed >= newest
-    third = Job([*command, "run.root=second"], tmp_path)  # here it is known who is dead
+    third = Job([*command, "run.root=second"], tmp_path, **limits)  # here it is known who is dead
     wait_for(lambda: log_of(tmp_path, "second").count("resuming") == 2, what="the same run again")
     third.kill_tree()
     assert "waiting" not in third.text()

@@ -1,0 +1,198 @@
+"""Write 200 snapshots to a real S3 server over a network that fails, and look at each one afterwards.
+
+Every save meets one to three faults at random moments, from a seed: errors 503 and 500, resets before, in the middle
+and instead of the answer, uploads and connections that stall. Of two saves one is divided into two parts that two
+threads write, as two ranks would. After a commit was reported, every byte is read back without faults and compared;
+after a failure was reported, a reader must not find a snapshot there, or find what was written.
+
+Needs what the tests need: pip install -e .[test].
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, parser, report, say
+
+sys.path.insert(0, str(ROOT / "tests"))  # server and proxy are theirs
+
+import torch
+from faults import Fault, FaultProxy, Rule
+from s3 import SeaweedServer
+
+from mingpt_ddp import remote
+from mingpt_ddp.snapshots.image import encode
+from mingpt_ddp.snapshots.store import Damaged, SnapshotStore, part_name
+
+MIB = 1 << 20
+# A user waits for 60 s and sends parts of 16 MiB. This keeps the proportions, and takes minutes instead of hours.
+LIMITS = {"CALL_S": 1.0, "BUDGET_S": 4.0, "LEAST_BANDWIDTH": 32 * MIB, "FIRST_PAUSE_S": 0.05, "LONGEST_PAUSE_S": 0.5}
+LIMITS["PART"] = 5 * MIB  # no server takes smaller ones
+KINDS = {
+    "503": {"fault": Fault.STATUS, "status": 503},
+    "500": {"fault": Fault.STATUS, "status": 500},
+    "reset before the request": {"fault": Fault.RESET_BEFORE},
+    "reset in the middle of the request": {"fault": Fault.RESET_SENDING},
+    "reset instead of the answer": {"fault": Fault.RESET_UNANSWERED},
+    "stall before the content": {"fault": Fault.STALL},
+    "stall in the middle of the content": {"fault": Fault.STALL_SENDING},
+}
+LASTING = {  # longer than a save takes
+    "503 for a whole save": {"fault": Fault.STATUS, "status": 503, "match": "^(PUT|POST)"},
+    "no connection for the manifest": {"fault": Fault.RESET_BEFORE, "match": "PUT.*manifest"},
+    "no answer for the manifest": {"fault": Fault.RESET_UNANSWERED, "match": "PUT.*manifest"},
+}
+MATCHES = [
+    ".",
+    ".",
+    "^PUT",
+    "^PUT",
+    "^(PUT|POST)",
+    "model",
+    "optimizer",
+    "state",
+    "manifest",
+    "partNumber",
+    r"\?upload",
+    "DELETE",
+]
+
+
+def main() -> None:
+    args = parser(__doc__, "faulted_saves")
+    args.add_argument("--saves", type=int, default=200)
+    args.add_argument("--seed", type=int, default=1)
+    given = args.parse_args()
+    for name, value in LIMITS.items():
+        setattr(remote, name, value)
+    logging.getLogger("mingpt_ddp").setLevel(logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="faulted-saves-") as directory:
+        server = SeaweedServer(Path(directory))
+        try:
+            server.start()
+            server.make_bucket("runs")
+            result = measure(server, given.saves, given.seed)
+        finally:
+            server.kill()
+    rows = [[key, str(value)] for key, value in result.items() if key != "faults"]
+    rows += [[f"fault: {kind}", str(times)] for kind, times in sorted(result["faults"].items())]
+    report(given.out, {"server": "SeaweedFS", **result}, ["what", "figure"], rows)
+    if result["lost"] or result["silently damaged"]:
+        sys.exit("a snapshot was lost or damaged")
+
+
+def measure(server: SeaweedServer, saves: int, seed: int) -> dict[str, Any]:
+    generator = random.Random(seed)
+    proxy = FaultProxy(server.port, seed)
+    stores = []
+    for port in (proxy.port, server.port):
+        os.environ.update(server.environment(port))
+        stores.append(SnapshotStore("s3://runs/run"))
+        stores[-1].steps()  # now it is connected
+    writing, reading = stores
+    counts: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    seconds: list[float] = []
+    kept: dict[int, dict[str, bytes]] = {}  # the last that were committed
+    for number in range(1, saves + 1):
+        contents = make(generator, parts=1 + number % 2)
+        planned = [generator.choice(list(KINDS)) for _ in range(generator.randint(1, 3))]
+        if generator.random() < 0.1:
+            planned[0] = generator.choice(list(LASTING))
+        proxy.rules = [rule(kind, generator) for kind in planned]
+        begin = time.monotonic()
+        committed = save(writing, number, contents)
+        seconds.append(time.monotonic() - begin)
+        for kind, planned_rule in zip(planned, proxy.rules, strict=True):
+            faults[kind] += planned_rule.hits
+        counts["saves that met a fault"] += any(planned_rule.hits for planned_rule in proxy.rules)
+        proxy.heal()
+        verdict = judge(reading, number, contents, committed)
+        counts[verdict] += 1
+        say(f"{number}: {', '.join(planned)}: {verdict}, {seconds[-1]:.1f} s")
+        if reading.is_committed(number):
+            kept[number] = contents
+        for old in sorted(kept)[:-2]:  # as a run does
+            reading.clear(old)
+            del kept[old]
+        for step, expected in kept.items():  # the faults of one save must not reach another
+            found = contents_of(reading, step)
+            counts["lost" if found is None else "silently damaged"] += found != expected
+    proxy.close()
+    keys = ("committed", "refused", "refused, but whole", "lost", "silently damaged", "saves that met a fault")
+    return {
+        "saves": saves,
+        "seed": seed,
+        **{key: counts[key] for key in keys},
+        "MB each": round(sum(map(len, contents.values())) / 1e6, 1),
+        "seconds a save, median": round(sorted(seconds)[saves // 2], 2),
+        "seconds a save, longest": round(max(seconds), 2),
+        "unfinished uploads left": len(server.unfinished_uploads("runs")),
+        "faults": dict(faults),
+    }
+
+
+def make(generator: random.Random, parts: int) -> dict[str, bytes]:
+    """The files of a snapshot of 8 MB: the optimizer's are large enough for uploads in parts."""
+    torch.manual_seed(generator.randrange(1 << 30))
+    contents = {"state.json": b'{"random": %d}' % generator.randrange(1 << 30)}
+    for part in range(parts):
+        for kind, size in (("model", 500_000), ("optimizer", 1_500_000)):
+            contents[part_name(kind, part, parts)] = bytes(encode({f"weight{part}": torch.randn(size // parts)}))
+    return contents
+
+
+def rule(kind: str, generator: random.Random) -> Rule:
+    if kind in LASTING:
+        return Rule(**LASTING[kind], times=float("inf"))
+    somewhere = {"match": generator.choice(MATCHES), "after": generator.randint(0, 200_000)}
+    return Rule(**somewhere, **KINDS[kind], times=generator.randint(1, 4), probability=generator.uniform(0.3, 1))
+
+
+def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
+    """As a run does, each part by a writer of its own; whether the commit was reported."""
+    groups: dict[str, dict[str, bytes]] = {}
+    for name, content in contents.items():
+        groups.setdefault("2" if "-00002-of" in name else "1", {})[name] = content
+    try:
+        store.clear(step)
+        with ThreadPoolExecutor(len(groups)) as pool:
+            parts = list(pool.map(lambda group: store.put(step, group), groups.values()))
+        store.commit(step, {name: file for part in parts for name, file in sorted(part.items())})
+    except OSError:
+        return False
+    return True
+
+
+def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
+    """What a reader finds; None: no snapshot."""
+    if not store.is_committed(step):
+        return None
+    try:
+        store.read(step)
+    except Damaged:
+        return {}
+    return {name: store.storage.read(f"step_{step:08d}/{name}") for name in store.files(step)}
+
+
+def judge(store: SnapshotStore, step: int, contents: dict[str, bytes], committed: bool) -> str:
+    found = contents_of(store, step)
+    if committed:
+        return "lost" if found is None else ("committed" if found == contents else "silently damaged")
+    if found is None:
+        return "refused"
+    # The answer to the last request was lost: nobody can know, but what is there is whole.
+    return "refused, but whole" if found == contents else "silently damaged"
+
+
+if __name__ == "__main__":
+    main()
