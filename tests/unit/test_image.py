@@ -1,0 +1,123 @@
+"""A safetensors file made in place is the file that the library reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from mingpt_ddp.snapshots.image import LARGEST_HEADER, NAMES, Image, decode, encode
+
+
+def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return (torch.arange(1, 1 + torch.Size(shape).numel()) % 100).reshape(shape).to(dtype)
+
+
+MIXED = {
+    "bool": some(torch.bool, 3),
+    "bytes": some(torch.uint8, 5),
+    "half": some(torch.float16, 3, 3),
+    "brain": some(torch.bfloat16, 7),
+    "float": some(torch.float32, 2, 3, 4),
+    "double": some(torch.float64, 3),
+    "whole": some(torch.int64, 2),
+    "scalar": torch.tensor(1.5),
+    "empty": torch.empty(0, 4),
+    'name with " and ä': torch.ones(1),
+}
+
+
+def check_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        assert torch.equal(one[name], other[name]), name
+
+
+def test_the_library_reads_it():
+    check_equal(safetensors.torch.load(bytes(encode(MIXED))), MIXED)
+    check_equal(decode(bytes(encode(MIXED))), MIXED)
+
+
+@pytest.mark.parametrize("dtype", NAMES)
+def test_every_type(dtype):
+    check_equal(safetensors.torch.load(bytes(encode({"x": some(dtype, 3, 2)}))), {"x": some(dtype, 3, 2)})
+
+
+def test_nothing():
+    assert decode(bytes(encode({}))) == {}
+
+
+def test_every_tensor_is_aligned():
+    """Readers may map the file."""
+    content = bytes(encode(MIXED))
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        assert entry["data_offsets"][0] % MIXED[name].element_size() == 0, name
+
+
+def test_the_order_of_the_names_does_not_matter():
+    assert bytes(encode(MIXED)) == bytes(encode(dict(reversed(MIXED.items()))))
+
+
+def test_strides_do_not_matter():
+    values = some(torch.float32, 4, 6)
+    check_equal(decode(bytes(encode({"x": values.T, "y": values[:, ::2]}))), {"x": values.T, "y": values[:, ::2]})
+
+
+def test_parameters_with_gradients():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    check_equal(decode(bytes(encode({"p": parameter}))), {"p": torch.ones(3)})
+
+
+def test_it_is_filled_again_in_the_same_memory():
+    image = Image(MIXED)
+    image.fill(MIXED)
+    first, address = bytes(image.content), image.content.obj.ctypes.data
+    changed = {name: ~t if t.dtype == torch.bool else t + 1 for name, t in MIXED.items()}
+    assert image.fits(changed)
+    image.fill(changed)
+    assert bytes(image.content) == bytes(encode(changed)) != first
+    assert image.content.obj.ctypes.data == address
+
+
+def test_a_copy_does_not_follow_the_original():
+    values = torch.zeros(3)
+    content = encode({"x": values})
+    values += 1
+    check_equal(decode(bytes(content)), {"x": torch.zeros(3)})
+
+
+def test_what_fits():
+    image = Image({"a": torch.ones(2, 3)})
+    assert image.fits({"a": torch.zeros(2, 3)})
+    assert not image.fits({"a": torch.ones(3, 2)})
+    assert not image.fits({"a": torch.ones(2, 3, dtype=torch.float64)})
+    assert not image.fits({"b": torch.ones(2, 3)})
+    assert not image.fits({"a": torch.ones(2, 3), "b": torch.ones(1)})
+    assert not image.fits({})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 7,
+        b"\xff" * 64,
+        (LARGEST_HEADER + 1).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (1000).to_bytes(8, "little") + b"{}",
+    ],
+)
+def test_what_is_no_such_file_is_refused(content):
+    with pytest.raises(ValueError, match=r"."):
+        decode(content)
+
+
+def test_a_tensor_that_ends_behind_the_file_is_refused():
+    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    with pytest.raises(ValueError, match=r"."):
+        decode(len(header).to_bytes(8, "little") + header)
