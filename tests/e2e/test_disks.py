@@ -1,0 +1,165 @@
+"""Disks that are full, or that may only be read; two runs in one place; clocks that go backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import TINY, Job, call, committed, python_main, wait_for
+
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+SIZE = 205  # KiB of one snapshot of these runs, about
+ROOM = 3 * SIZE  # for two of them, and the directories
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """Mounts small disks below tmp_path, by name and size in KiB; the options of a later call change the first."""
+    mounted: list[Path] = []
+
+    def mount(name: str, size: int, *options: str) -> Path:
+        path = tmp_path / name
+        path.mkdir(exist_ok=True)
+        words = ["mount", *("-o", ",".join([f"size={size}k", *options])), *("-t", "tmpfs", "tmpfs", str(path))]
+        if shutil.which("mount") is None:
+            pytest.skip("there is no mount command")
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"a disk cannot be mounted here: {done.stderr.strip()}")
+        if "remount" not in options:
+            mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def train(cwd: Path, *words: str):
+    return call([*python_main(), *TINY, "run.name=a", "trainer.sample_every=null", *words], cwd)
+
+
+def whole(place: Path) -> list[int]:
+    """The steps of the snapshots there, of which every byte is as it was written."""
+    store = SnapshotStore(str(place))
+    steps = [step for step in store.steps() if store.is_committed(step)]
+    for step in steps:
+        store.verify(step)
+    return steps
+
+
+KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.background=false"]
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_a_full_disk_ends_the_run_when_it_has_failed_too_often(allowed, tmp_path, disk):
+    full = disk("full", ROOM)
+    done = train(tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={allowed}", *KEEP_ALL)
+    assert done.returncode == 2, done.stdout
+    steps = whole(full / "a")
+    assert steps and steps == list(range(1, len(steps) + 1))
+    warnings = re.findall(r"cannot write the snapshot of step \d+: .*; training goes on \(failure (\d) of", done.stdout)
+    assert warnings == [str(i + 1) for i in range(allowed)]
+    errors = [line for line in done.stdout.splitlines() if re.match("[a-z]+ error: ", line)]
+    assert len(errors) == 1, done.stdout
+    assert done.stdout.splitlines()[-1] == errors[0]
+    assert "No space left on device" in errors[0] and "the older ones are whole" in errors[0]
+    assert "Traceback" not in done.stdout
+
+    subprocess.run(["mount", "-o", "remount,size=16m", str(full)], check=True)
+    again = train(tmp_path, f"snapshot.path={full}", *KEEP_ALL)
+    assert again.returncode == 0, again.stdout
+    assert f"resuming from the snapshot of step {steps[-1]} of 12" in again.stdout
+    assert whole(full / "a") == list(range(1, 13))
+
+
+def test_a_full_disk_with_another_place_beside_it(tmp_path, disk):
+    full, spare = disk("full", ROOM), tmp_path / "spare"
+    places = [f"snapshot.path={full}", f"snapshot.fallback_path={spare}", *KEEP_ALL]
+    done = train(tmp_path, *places, "trainer.max_steps=8")
+    assert done.returncode == 0, done.stdout
+    first, second = whole(full / "a"), whole(spare / "a")
+    assert first and second[-1] == 8 and not set(first) & set(second)
+    assert "snapshot of step 8 committed to" in done.stdout and "No space left" in done.stdout
+    again = train(tmp_path, *places)
+    assert again.returncode == 0, again.stdout
+    assert "resuming from the snapshot of step 8 of 12" in again.stdout
+    assert whole(spare / "a")[-1] == 12
+
+
+def test_a_disk_that_may_only_be_read_is_refused_at_the_start(tmp_path, disk):
+    place = disk("readonly", ROOM)
+    disk("readonly", ROOM, "remount", "ro")
+    for words in ([f"snapshot.path={place}"], [f"run.root={place}"]):
+        done = train(tmp_path, *words)
+        assert done.returncode == 2, done.stdout
+        error = done.stdout.splitlines()[-1]
+        assert error.startswith("run error: cannot write to") and "Read-only file system" in error
+    assert os.listdir(place) == []
+
+
+def test_a_disk_that_fills_under_way_and_is_emptied_again(tmp_path, disk):
+    place, spare = disk("filling", 4 * SIZE), tmp_path / "spare"
+    words = [f"snapshot.path={place}", f"snapshot.fallback_path={spare}", "trainer.max_steps=1000000"]
+    job = Job([*python_main(), *TINY, "run.name=a", *words, "trainer.eval_every=null"], tmp_path)
+    try:
+        wait_for(lambda: list(place.glob("a/step_*/manifest.json")), what="a snapshot")
+        fill(place / "other")
+        wait_for(lambda: list(spare.glob("a/step_*/manifest.json")), what="a snapshot in the other place")
+        (place / "other").unlink()
+        wait_for(lambda: max(steps_in(place), default=0) > min(steps_in(spare), default=1 << 30) or not steps_in(spare))
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 0, job.text()
+    finally:
+        if job.process.poll() is None:
+            job.kill_tree()
+    assert "No space left on device" in job.text() and "preempted at step" in job.text()
+    assert whole(place / "a")[-1] > max(whole(spare / "a"), default=0)
+
+
+def fill(path: Path) -> None:
+    """A file that takes all the room there is."""
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+def steps_in(place: Path) -> list[int]:
+    return [int(path.parent.name[5:]) for path in place.glob("a/step_*/manifest.json")]
+
+
+def test_a_second_run_of_the_same_name_is_refused(tmp_path):
+    first = Job([*python_main(), *TINY, "run.name=a", "trainer.max_steps=100000"], tmp_path)
+    try:
+        wait_for(lambda: committed(tmp_path / "outputs" / "a"), what="a snapshot")
+        second = train(tmp_path, "ddp.timeout_s=2")
+        assert second.returncode == 2, second.stdout
+        error = second.stdout.splitlines()[-1]
+        assert error.startswith("run error: outputs/a belongs to process ")
+        assert f"process {first.process.pid} on " in error and "still running" in error
+        assert first.process.poll() is None
+    finally:
+        first.kill_tree()
+    assert train(tmp_path, "trainer.max_steps=4").returncode == 0  # the dead hold nothing
+
+
+def test_times_of_files_say_nothing(tmp_path):
+    """After a restore from a backup, or with a clock that was set back, older files may look newer."""
+    assert train(tmp_path, "snapshot.keep_last=9", "trainer.max_steps=8").returncode == 0
+    run = tmp_path / "outputs" / "a"
+    steps = committed(run)
+    assert steps == [4, 6, 8]
+    for step in steps:
+        directory = run / "snapshots" / f"step_{step:08d}"
+        for path in (*directory.iterdir(), directory):
+            os.utime(path, (2e9 - step * 1e8, 2e9 - step * 1e8))
+    done = train(tmp_path, "snapshot.keep_last=2")
+    assert "resuming from the snapshot of step 8 of 12" in done.stdout
+    assert committed(run) == [8, 12]
