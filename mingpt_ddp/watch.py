@@ -16,24 +16,25 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 SHARE = 0.8  # of ddp.timeout_s: before the collectives give up, which would blame those that waited
 STALLED = "stalled"
+PERIOD_S = 0.25  # between two looks
 
 
 class Watch:
     """A thread beside training that ends the process when a rank has stalled, as soon as all know which."""
 
-    def __init__(self, runtime: Runtime, leave: Callable[[str], None]) -> None:
+    def __init__(self, runtime: Ranks, leave: Callable[[str], None]) -> None:
         """
         Args:
             leave: ends this process, telling why; called from the thread.
         """
         self.runtime, self.leave = runtime, leave
-        self.limit_s = SHARE * runtime.ddp.timeout_s
+        self.limit_s = SHARE * runtime.timeout_s
         self._main = threading.get_ident()
         self._moved: dict[int, tuple[int, float]] = {}  # by rank: the count that was seen last, and since when
         self._beaten: dict[int, tuple[int, float]] = {}  # the same of its watch's own counter
@@ -48,7 +49,7 @@ class Watch:
 
     def _work(self) -> None:
         beat = 0
-        while not self._stopped.wait(min(1.0, self.limit_s / 10)):
+        while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
             beat += 1
             with contextlib.suppress(Exception):  # the store dies with its host: then the collectives tell
                 self._tell(beat)

@@ -26,7 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "interrupt": set(),
     "logs": {"place"},
     "rendezvous": {"errors", "place"},
-    "runtime": {"config", "errors", "place", "rendezvous"},
+    "ranks": {"errors", "place", "rendezvous"},
+    "runtime": {"config", "errors", "place", "ranks"},
     "corpus": {"schema", "config", "errors", "storage"},
     "loader": {"config", "errors", "seeds"},
     "model.gpt": {"config"},
@@ -46,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         *("snapshots.background", "snapshots.store", "snapshots.tensors"),
     },
     "rundir": {"config", "errors", "snapshots.lease", "storage"},
-    "watch": {"runtime"},
+    "watch": {"ranks"},
     "guard": {"config", "snapshots.saver"},
     "stepper": {"config", "loader", "optim", "runtime", "seeds"},
     "trainer": {
