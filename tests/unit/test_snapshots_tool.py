@@ -1,0 +1,342 @@
+"""python -m mingpt_ddp.snapshots, on every kind of place."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import tracemalloc
+import uuid
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from mingpt_ddp.config import Config, from_dictconfig
+from mingpt_ddp.launch import config_directory
+from mingpt_ddp.model import build_model
+from mingpt_ddp.snapshots import __main__ as tool
+from mingpt_ddp.snapshots import lease
+from mingpt_ddp.snapshots import store as store_module
+from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.lease import OWNER, Lease
+from mingpt_ddp.snapshots.store import MANIFEST, MODEL, STATE, Snapshot, SnapshotStore, directory_name, divide
+from mingpt_ddp.snapshots.tensors import model_tensors
+from mingpt_ddp.storage import Storage
+
+VOCABULARY = "\n abc"
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    words = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        return from_dictconfig(compose("config", words))
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request, tmp_path):
+    """The URL of a run directory."""
+    return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """The exit code, standard output and standard error of a command."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["snapshots", *map(str, words)])
+        code = 0
+        try:
+            tool.main()
+        except SystemExit as left:
+            code = left.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def snapshot(config: Config, step: int) -> Snapshot:
+    torch.manual_seed(step)
+    model = model_tensors(build_model(config.model, len(VOCABULARY), config.data.block_size))
+    position = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "world_size": 3, "saved_at": 1e9}
+    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": position}
+    return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, state)
+
+
+def filled(run: str, config: Config, *steps: int) -> SnapshotStore:
+    store = SnapshotStore(f"{run}/snapshots")
+    for step in steps:
+        store.write(snapshot(config, step))
+    return store
+
+
+def spoil(store: SnapshotStore, step: int, name: str = MODEL) -> None:
+    """Flip a bit at the end of a file."""
+    path = f"{directory_name(step)}/{name}"
+    content = store.storage.read(path)
+    store.storage.write(path, content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def cells(out: str) -> dict[int, list[str]]:
+    """The rows of the table, by step."""
+    return {int(words[0]): words[1:] for line in out.splitlines()[2:] if (words := line.split())}
+
+
+# list
+
+
+def test_list_shows_what_is_there(run, config, call):
+    store = filled(run, config, 4, 8, 12, 16)
+    store.storage.delete(f"{directory_name(8)}/{MANIFEST}")
+    store.storage.delete(f"{directory_name(12)}/{MODEL}")
+    for url in (run, f"{run}/", f"{run}/snapshots"):
+        code, out, err = call("list", url)
+        assert (code, err) == (0, "")
+        rows = cells(out)
+        assert [rows[step][0] for step in (4, 8, 12, 16)] == ["whole", "unfinished", "damaged", "whole"]
+        assert rows[4][4:8] == ["3", "2.5000", "2.2500", "*"]
+        assert rows[16][3:7] == ["4", "3", "2.5000", "2.2500"] and "*" not in rows[16]
+        assert rows[16][-2].startswith("2001-09-0")
+    assert list(cells(call("list", f"{run}/snapshots/step_00000016")[1])) == [16]
+
+
+def test_list_reads_no_tensors(run, config, call, monkeypatch):
+    filled(run, config, 4)
+    read = []
+    original = Storage.read
+    monkeypatch.setattr(
+        Storage, "read", lambda self, name, limit=None: read.append(name) or original(self, name, limit)
+    )
+    monkeypatch.setattr(Storage, "chunks", None)
+    assert call("list", run)[0] == 0
+    assert {name.rsplit("/")[-1] for name in read} <= {MANIFEST, STATE, "config.yaml"}
+
+
+def test_a_stranger_cannot_write_to_the_terminal(run, config, call):
+    store = SnapshotStore(f"{run}/snapshots")
+    honest = snapshot(config, 4)
+    forged = {"train_loss": "\x1b[2J", "val_loss": 10**400, "best_step": [4], "world_size": {}, "saved_at": 1e14}
+    store.write(Snapshot(4, honest.model, honest.optimizer, {"position": forged}))
+    code, out, _ = call("list", run)
+    assert code == 0 and "\x1b" not in out
+    assert cells(out)[4][4:] == ["-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("command", [["list"], ["verify"], ["prune", "keep_last=1"], ["export", "to=x", "step=4"]])
+def test_nothing_there(command, run, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for url in (run, f"{run}/snapshots/step_00000004"):
+        if command[0] == "prune" and "step_" in url:
+            continue
+        code, out, err = call(command[0], url, *command[1:])
+        assert (code, out) == (2, "")
+        assert err.startswith(f"snapshot error: there are no snapshots at {url};") and err.count("\n") == 1
+
+
+# verify
+
+
+def test_verify_reads_every_byte(run, config, call):
+    store = filled(run, config, 4, 8)
+    store.storage.write("step_00000009/state.json", b"{}")
+    code, out, err = call("verify", run)
+    assert (code, err) == (0, "")
+    expected = [("4", "whole"), ("8", "whole"), ("9", "it was never finished")]
+    assert out.splitlines() == [f"{run}/snapshots/step_0000000{step}: {word}" for step, word in expected]
+    spoil(store, 8)
+    assert cells(call("list", run)[1])[8][0] == "whole"  # its size is right
+    code, out, err = call("verify", run)
+    assert code == 1 and "step_00000008: damaged: model.safetensors has other content" in out
+    assert call("verify", f"{run}/snapshots/step_00000004")[0] == 0
+    assert call("verify", f"{run}/snapshots/step_00000008")[0] == 1
+
+
+def test_verify_of_a_divided_snapshot(run, config, call, monkeypatch):
+    monkeypatch.setattr(store_module, "SMALLEST_PART", 1)
+    store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
+    files = store.put(4, {STATE: json.dumps(whole.state).encode()})
+    for share in divide({"model": whole.model, "optimizer": whole.optimizer}, 3):
+        files |= store.put(4, {name: encode(tensors) for name, tensors in share.items()})
+    store.commit(4, files)
+    assert call("verify", run)[0] == 0
+    assert cells(call("list", run)[1])[4][3] == "8"
+    spoil(store, 4, "model-00002-of-00003.safetensors")
+    assert call("verify", run)[0] == 1
+
+
+def test_verify_takes_little_memory(tmp_path, config, call):
+    size = 1 << 26
+    store = SnapshotStore(str(tmp_path))
+    store.write(Snapshot(4, {"w": torch.zeros(size, dtype=torch.uint8)}, {}, {}))
+    tracemalloc.start()
+    try:
+        assert call("verify", tmp_path)[0] == 0
+        assert tracemalloc.get_traced_memory()[1] < size / 2
+    finally:
+        tracemalloc.stop()
+
+
+# prune
+
+
+def test_prune_keeps_the_last_and_the_best(run, config, call):
+    store = filled(run, config, 2, 4, 6, 8)
+    code, out, err = call("prune", run, "keep_last=1")
+    assert (code, err) == (0, "")
+    assert store.steps() == [4, 8]
+    assert [line for line in out.splitlines() if line.startswith("deleting")] == [
+        f"deleting {store.url}/step_0000000{step}" for step in (2, 6)
+    ]
+    assert call("prune", run, "keep_last=1", "keep_best=false")[0] == 0
+    assert store.steps() == [8]
+
+
+def test_prune_never_deletes_the_newest_whole_one(run, config, call):
+    """What is damaged does not count as kept, whatever its size says."""
+    store = filled(run, config, 2, 6, 8, 10)
+    for step in (8, 10):
+        spoil(store, step)
+    assert call("prune", run, "keep_last=1", "keep_best=false")[0] == 0
+    assert 6 in store.steps() and 2 not in store.steps()
+    spoil(store, 6)
+    before = store.steps()
+    code, out, err = call("prune", run, "keep_last=1")
+    assert (code, out) == (2, "") and "there is no whole snapshot" in err
+    assert store.steps() == before
+
+
+@pytest.mark.parametrize("run", ["file"], indirect=True)
+@pytest.mark.parametrize("below", ["", "/snapshots"])
+def test_prune_refuses_while_the_run_is_running(below, run, config, call, tmp_path):
+    store = filled(run, config, 4, 8)
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    with open(tmp_path / "run" / ".lock", "a+") as lock:
+        lock.write("process 7 on there\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, err = call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        assert "belongs to process 7 on there, which is still running; wait for it" in err and "run.name" not in err
+        assert store.steps() == [4, 8]
+    assert call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")[0] == 0
+    assert store.steps() == [8]
+
+
+@pytest.mark.parametrize("run", ["memory"], indirect=True)
+def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
+    for name, seconds in (("BEAT_S", 0.2), ("DEAD_S", 1.0), ("SETTLE_S", 0.05)):
+        monkeypatch.setattr(lease, name, seconds)
+    original = Storage.__init__
+
+    def shared(self, url):
+        original(self, url)
+        self.shared = True
+
+    store = filled(run, config, 4, 8)
+    monkeypatch.setattr(Storage, "__init__", shared)
+    owner = Lease(Storage(store.url))
+    code, out, err = call("prune", run, "keep_last=1", "keep_best=false")
+    assert (code, out) == (2, "") and "still running" in err
+    assert store.steps() == [4, 8]
+    owner._stopped.set()  # killed: its object stays
+    assert OWNER in store.storage.list()
+    assert call("prune", run, "keep_last=1", "keep_best=false")[0] == 0
+    assert store.steps() == [8] and OWNER not in store.storage.list()
+
+
+# export
+
+
+def test_export_joins_the_parts(run, config, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "SMALLEST_PART", 1)
+    store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
+    files = store.put(4, {STATE: json.dumps(whole.state).encode()})
+    for share in divide({"model": whole.model, "optimizer": whole.optimizer}, 2):
+        files |= store.put(4, {name: encode(tensors) for name, tensors in share.items()})
+    store.commit(4, files)
+    code, out, err = call("export", run, f"to={tmp_path}/out")
+    assert (code, err) == (0, "") and out.startswith("step 4 is in")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", MODEL]
+    tensors = decode((tmp_path / "out" / MODEL).read_bytes())
+    assert tensors.keys() == whole.model.keys()
+    assert all(torch.equal(tensors[name], whole.model[name]) for name in tensors)
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["vocabulary"] == VOCABULARY and described["model"]["n_embd"] == 12
+    assert (described["step"], described["block_size"], described["val_loss"]) == (4, 8, 2.25)
+
+
+def test_export_of_a_step(run, config, call, tmp_path):
+    store = filled(run, config, 4, 8)
+    assert call("export", run, f"to={tmp_path}/a", "step=4")[0] == 0
+    assert call("export", f"{run}/snapshots/step_00000004", f"to={tmp_path}/b")[0] == 0
+    assert call("export", run, f"to={tmp_path}/c")[0] == 0
+    a, b, c = ((tmp_path / name / MODEL).read_bytes() for name in "abc")
+    assert a == b != c
+    spoil(store, 4)
+    code, _, err = call("export", run, f"to={tmp_path}/d", "step=4")
+    assert code == 2 and "cannot be used: model.safetensors has other content" in err
+    assert "no snapshot of step 5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
+    assert not (tmp_path / "d").exists()
+
+
+def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_path, monkeypatch):
+    filled(run, config, 4)
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("there", "link"):
+        code, _, err = call("export", run, f"to={tmp_path / name}")
+        assert code == 2 and "is there already" in err
+    before = sorted(tmp_path.iterdir())
+
+    def full(path, content):
+        path.parent.mkdir(exist_ok=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tool, "publish", full)
+    code, _, err = call("export", run, f"to={tmp_path}/new")
+    assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["lst", "x"], "config error: lst is not a command; did you mean list?"),
+        (["list"], "config error: list needs a URL"),
+        (["list", ""], "config error: the URL is empty"),
+        (["list", "x", "keep_last=1"], "config error: keep_last is not a key"),
+        (["verify", "nosuch://x"], "config error: URL=nosuch://x: no such protocol"),
+        (["verify", "s3://a:b@c/d"], "config error: URL holds credentials"),
+        (["prune", "x"], "config error: keep_last is missing"),
+        (["prune", "x", "keep_last=0"], "config error: keep_last=0 must be at least 1"),
+        (["prune", "x", "keep_last=1", "keep_best=1"], "config error: keep_best=1 must be true or false"),
+        (["prune", "x/step_00000004", "keep_last=1"], "config error: x/step_00000004 is one snapshot"),
+        (["export", "x"], "config error: to is missing"),
+        (["export", "x", "to=s3://b/c"], "config error: to=s3://b/c must be a new local directory"),
+        (["export", "x", "somewhere"], "config error: somewhere is not of the form key=value"),
+        (["export", "\x1b[2J", "to=y"], r"snapshot error: there is no whole snapshot at \x1b[2J;"),
+    ],
+)
+def test_a_mistake_is_one_line(words, expected, call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(*words)
+    assert (code, out) == (2, "")
+    assert err.startswith(expected) and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help(call):
+    for words in ([], ["--help"], ["list", "-h"]):
+        code, out, _ = call(*words)
+        assert code == 0 and "prune  URL keep_last=2" in out
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 29, "2.5 GiB"), (1 << 50, "1024.0 TiB")]
+)
+def test_sizes(size, text):
+    assert tool.human(size) == text
