@@ -188,7 +188,9 @@ def check_same(run: Path, reference: Path) -> None:
     assert weights(run) == weights(reference)
     for key in ("step", "train_loss", "val_loss", "best_val_loss"):
         assert result(run)[key] == result(reference)[key], key
-    assert points(run, "val/loss") == points(reference, "val/loss")
+    (steps, losses), (steps_there, losses_there) = (zip(*points(r, "val/loss"), strict=True) for r in (run, reference))
+    assert steps == steps_there
+    assert losses == pytest.approx(losses_there, abs=1e-5)  # another size of the batches rounds otherwise
     for rank in range(len(list(reference.glob("tensorboard/rank*")))):
         assert points(run, "train/loss", rank) == points(reference, "train/loss", rank)
 
