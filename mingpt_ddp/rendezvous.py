@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -39,11 +40,18 @@ def connect(place: Place, job: int, timeout_s: float) -> Store:
     hosts_it = place.is_main and not place.agent
     try:
         timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(host, port, None, is_master=hosts_it, timeout=timeout, wait_for_workers=False)
+        store = _host(host, port) if hosts_it else TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        store.set_timeout(timeout)
         return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"rank {place.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
+
+
+@cache
+def _host(host: str, port: int) -> TCPStore:
+    """It lives as long as the process: other ranks may ask for the next job before this one has left the last."""
+    return TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

@@ -45,6 +45,7 @@ class Watch:
             threading.Thread(target=self._work, name="watch", daemon=True).start()
 
     def stop(self) -> None:
+        """What it finds from now on is ignored."""
         self._stopped.set()
 
     def _work(self) -> None:
