@@ -11,6 +11,7 @@ Needs what the tests need: pip install -e .[test].
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -35,6 +36,7 @@ def main() -> None:
     args.add_argument("--seed", type=int, default=1)
     args.add_argument("--keep", type=Path, help="where to leave logs and data; by default they are deleted")
     given = args.parse_args()
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of every restart
     results = []
     for ranks in given.ranks:
         with tempfile.TemporaryDirectory(prefix="chaos-") as directory:

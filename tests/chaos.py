@@ -30,6 +30,7 @@ SETTINGS = [
     "trainer.max_steps=100000000",
     "trainer.eval_every=400",
     "model.dropout=0.1",
+    "trainer.micro_batch_size=4",  # dropout depends on it
     "optimizer.schedule=constant",  # it does not follow from the number of steps, which follows from the time
     "snapshot.every_steps=25",
     "ddp.timeout_s=15",  # a stopped worker is noticed after 12 s

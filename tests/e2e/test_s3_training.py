@@ -170,7 +170,7 @@ def test_store_killed_and_back(aws, seaweed, path, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["one process", "nproc_per_node"])
 def test_store_away_for_too_long(launcher, proxy, path, tmp_path):
-    command = LAUNCHERS.get(launcher, python_main())
+    command = [*LAUNCHERS.get(launcher, python_main()), "ddp.max_restarts=0"]
     options = [f"snapshot.path={path}", "snapshot.max_failures=1"]
     job = Job([*command, *ENDLESS, *options], tmp_path, **through(proxy), **hasty(tmp_path))
     wait_for(lambda: committed(tmp_path), what="the first snapshot")
