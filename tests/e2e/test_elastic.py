@@ -18,11 +18,13 @@ from mingpt_ddp.run import run
 from mingpt_ddp.runtime import Runtime
 
 STEPS = 60
+# A difference in rounding grows from step to step, about as the learning rate makes it: at three times this one it is
+# 1e-4 in the end, and begins as small.
 SETTINGS = [
     *TINY,
     "model.dropout=0.1",
     f"optimizer.schedule_steps={STEPS}",
-    "optimizer.lr=3e-3",
+    "optimizer.lr=1e-3",
     "snapshot.keep_last=9",
 ]
 SIZES = (1, 3)  # sequences in a micro-batch
@@ -77,4 +79,4 @@ def test_another_number_of_ranks_at_every_resume(size, elastic, uninterrupted):
     assert result(one)["val_loss"] == pytest.approx(result(other)["val_loss"], abs=1e-5)
     assert result(one)["val_loss"] < 4, "nothing was trained"
     weights = [safetensors.torch.load_file(r / f"snapshots/step_{STEPS:08d}/model.safetensors") for r in (one, other)]
-    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-4
+    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-5
