@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -173,14 +174,21 @@ def check_stopped(held: Held, run: Path, step: int) -> None:
     assert f"preempted at step {step}; the same command goes on from there" in held.job.text()
 
 
-def finish(command: list[str], cwd: Path, step: int, reference: Path, *options: str) -> Path:
-    """The same command again: from exactly that step to the very end of the undisturbed run."""
+def finish(cwd: Path, steps: list[int], reference: Path, ranks: int = 1) -> None:
+    """The same run again, undisturbed: to the very end of the run that always was.
+
+    Args:
+        steps: with which it went on, from the first time to this one.
+    """
     run = cwd / "outputs" / "run"
-    job = Job([*command, *SETTINGS, *options], cwd)
-    assert job.wait(60) == 0, job.text()
-    assert f"resuming from the snapshot of step {step} of {STEPS}" in job.text()
+    if ranks == 1:
+        job = Job([*python_main(), *SETTINGS], cwd)
+        assert job.wait(60) == 0, job.text()
+    else:  # no signal, no need for an agent, which takes its time
+        run_ranks(ranks, train, cwd / "ranks", values=configure(*SETTINGS, f"run.root={run.parent}"))
+    log = (run / "main.rank0.log").read_text()
+    assert re.findall(r"resuming from the snapshot of step (\d+) ", log) == [str(step) for step in steps]
     check_same(run, reference)
-    return run
 
 
 def check_same(run: Path, reference: Path) -> None:
@@ -206,7 +214,7 @@ def test_one_process(tmp_path, undisturbed):
         held.go()
         assert held.end() == 0, held.job.text()
         check_stopped(held, run, step)
-    finish(python_main(), tmp_path, 13, undisturbed(1))
+    finish(tmp_path, [7, 13], undisturbed(1))
 
 
 def test_own_agent_hands_signals_on(tmp_path, undisturbed):
@@ -225,7 +233,7 @@ def test_own_agent_hands_signals_on(tmp_path, undisturbed):
         assert held.end() == 0, held.job.text()
         check_stopped(held, run, step)
         assert "Traceback" not in held.job.text()
-    finish(python_main(), tmp_path, 13, undisturbed(2), two)
+    finish(tmp_path, [7, 10, 13], undisturbed(2), ranks=2)
 
 
 def test_torchrun(tmp_path, undisturbed):
@@ -249,7 +257,7 @@ def test_torchrun(tmp_path, undisturbed):
     assert held.end() != 0
     check_stopped(held, run, 13)
     assert not any(map(is_running, workers))
-    finish(torchrun(2), tmp_path, 13, undisturbed(2))
+    finish(tmp_path, [7, 13], undisturbed(2), ranks=2)
 
 
 # In the middle of other things.
@@ -291,7 +299,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(evaluation, step, tmp_path,
         assert job.wait(60) == 0, job.text()
         check_same(run, undisturbed(1))
     else:
-        finish(python_main(), tmp_path, step, undisturbed(1))
+        finish(tmp_path, [step], undisturbed(1))
 
 
 def test_a_start_just_ends(tmp_path):
@@ -349,7 +357,7 @@ def test_the_older_snapshot_stays_where_there_is_no_time(tmp_path, undisturbed):
     assert committed(run) == [5]
     assert result(run)["status"] == "preempted"
     assert "preempted at step 8 without time for a snapshot: the last one is that of step 5" in held.job.text()
-    finish(python_main(), tmp_path, 5, undisturbed(1))
+    finish(tmp_path, [5], undisturbed(1))
 
 
 def test_what_would_take_too_long_is_not_begun(tmp_path):
