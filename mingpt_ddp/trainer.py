@@ -8,12 +8,10 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
 import torch
-import yaml
 from torch import Tensor
 
 from mingpt_ddp.cadence import Cadence
@@ -22,8 +20,8 @@ from mingpt_ddp.errors import AwayError, TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.guard import Guard
 from mingpt_ddp.interrupt import Interrupt
-from mingpt_ddp.logs import Progress
-from mingpt_ddp.metrics import NATS_PER_BIT, Board, Meter, Readings
+from mingpt_ddp.metrics import Board
+from mingpt_ddp.report import Report
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.snapshots.saver import Position, Saver
 from mingpt_ddp.stepper import Stepper
@@ -66,12 +64,11 @@ class Trainer:
     ) -> None:
         self.config, self.runtime, self.stepper = config, runtime, stepper
         self.model, self.optimizer, self.evaluator = stepper.model, stepper.optimizer, evaluator
-        self.saver, self.board, self.position, self.sample = saver, board, position, sample
+        self.saver, self.position, self.sample = saver, position, sample
         self.steps, self.interrupt = stepper.steps, interrupt
+        self.report = Report(config, runtime, board, position.step, self.steps)
+        self.report.meter.load_state(position.loss_sum, position.loss_steps)
         self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
-        self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
-        self.meter.load_state(position.loss_sum, position.loss_steps)
-        self.progress = Progress(runtime.place, position.step, self.steps)
         wanted = config.snapshot
         self.cadence = Cadence(wanted.every_minutes, wanted.mtbf_hours if wanted.every_steps == "auto" else None)
         self._clock = time.perf_counter()
@@ -88,17 +85,15 @@ class Trainer:
 
         Whatever happens, the newest snapshot is whole.
         """
-        self.board.text(self.position.step + 1, "config", yaml.safe_dump(self.config.to_dict(), sort_keys=False))
         self.stepper.settle()
         try:
             self._catch_up()
             while self.position.step < self.steps and not self._preempted:
                 self._step(self.position.step + 1)
             if not self._preempted:
-                self.board.hparams(self.config.to_dict(), {"hparam/val_loss": self.position.val_loss or math.nan})
+                self.report.complete(self.position.val_loss)
         finally:
-            self.progress.close()
-            self.board.close()
+            self.report.close()
         return not self._preempted
 
     def _step(self, step: int) -> None:
@@ -115,7 +110,7 @@ class Trainer:
             if not self._take(step, loss, norm, votes):
                 return
         self.position.step = step
-        self.progress.advance()
+        self.report.progress.advance()
         if not votes.busy:
             self.saver.collect()
         if self._due(step, self.config.trainer.log_every) or step == self.steps:
@@ -155,7 +150,7 @@ class Trainer:
         if complaint is None:
             self.guard.healthy(step, mean, self.position)
             self._lr = self.stepper.update(step)
-            self.meter.record(loss, norm, self.stepper.data_s)
+            self.report.meter.record(loss, norm, self.stepper.data_s)
             return True
         self.stepper.leave_out()
         told = f"step {step} has {complaint} ({self.stepper.diagnose(step)})"
@@ -186,8 +181,8 @@ class Trainer:
         restored.lost_seconds = left.lost_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))
-        self.meter.load_state(restored.loss_sum, restored.loss_steps)
-        self.board.go_back(restored.step + 1)
+        self.report.meter.load_state(restored.loss_sum, restored.loss_steps)
+        self.report.board.go_back(restored.step + 1)
         return True
 
     # What happens between the steps.
@@ -216,7 +211,7 @@ class Trainer:
             return False
         begin = time.perf_counter()
         loss = self.evaluator.run(self.model, stop=lambda: self.interrupt.asked is not None)
-        self.meter.pause(time.perf_counter() - begin)
+        self.report.meter.pause(time.perf_counter() - begin)
         if loss is None:
             self._preempted = True
             return False
@@ -227,50 +222,18 @@ class Trainer:
         improved = position.best_val_loss is None or loss < position.best_val_loss
         if improved:
             position.best_val_loss, position.best_step = loss, step
-        self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
-        log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)
+        self.report.validated(step, loss)
         return improved and self.config.snapshot.keep_best
 
     def _show_sample(self, step: int) -> None:
         self.runtime.at("sampling")
-        text = self.sample(step)
-        if text is not None:
-            self.board.text(step, "sample", text)
-            log.info("step %d, a sample:\n%s\n", step, text)
+        self.report.sampled(step, self.sample(step))
 
     def _log(self, step: int) -> None:
-        if self.meter.is_empty:  # all steps since the last time were left out
-            return
-        readings = self.meter.read()
-        self.position.train_loss = readings.loss
-        communication, exposed = self.runtime.communication(self.stepper.wrapped)
-        self.board.scalars(
-            step,
-            {
-                "train/loss": readings.loss,
-                "train/lr": self._lr,
-                "train/grad_norm": readings.grad_norm,
-                "speed/tokens_per_s": readings.tokens_per_s,
-                "speed/step_ms": readings.step_s * 1e3,
-                "speed/data_ms": readings.data_s * 1e3,
-                "speed/communication_ms": communication * 1e3,
-                "speed/communication_exposed_ms": exposed * 1e3,
-                "memory/peak_mib": readings.peak_memory / 2**20,
-            },
-        )
-        self.board.results(step, {"speed/goodput": self._tick().goodput})
-        self._describe(step, readings)
-        self._stop_if_not_finite(step, readings.loss, readings.grad_norm)
-
-    def _describe(self, step: int, readings: Readings) -> None:
-        left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
-        brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
-        self.progress.describe(brief)
-        log.info(
-            "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
-            *(step, self.steps, brief, self._lr, readings.grad_norm, left),
-            extra={"file_only": self.progress.shown},
-        )
+        readings = self.report.steps_taken(step, self._lr, self.stepper.wrapped, self._tick().goodput)
+        if readings is not None:
+            self.position.train_loss = readings.loss
+            self._stop_if_not_finite(step, readings.loss, readings.grad_norm)
 
     def _stop_if_not_finite(self, step: int, loss: float, grad_norm: float) -> None:
         """Every rank sees the same numbers, so all of them stop, and before a snapshot is made of the wreck."""
@@ -287,7 +250,7 @@ class Trainer:
         begin = time.perf_counter()
         result = wait()
         seconds = time.perf_counter() - begin
-        self.meter.pause(seconds)
+        self.report.meter.pause(seconds)
         self.position.stall_seconds += seconds
         self.cadence.stalled(seconds)
         return result
@@ -317,10 +280,10 @@ class Trainer:
             self.saver.finish()
 
     def _put_down(self) -> None:
-        self.board.flush()
+        self.report.board.flush()
         position = self._tick()
-        position.loss_sum, position.loss_steps = self.meter.state()
-        self._stop_if_not_finite(position.step, position.loss_sum, self.meter.grad_norm())
+        position.loss_sum, position.loss_steps = self.report.meter.state()
+        self._stop_if_not_finite(position.step, position.loss_sum, self.report.meter.grad_norm())
         self._wanted = False
         self.cadence.begun(self.saver.durable_s)
         if self.config.snapshot.every_steps == "auto":

@@ -1,0 +1,78 @@
+"""What a run tells while it trains: lines in the log, the bar, TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import math
+from datetime import timedelta
+
+import yaml
+from torch import nn
+
+from mingpt_ddp.config import Config
+from mingpt_ddp.logs import Progress
+from mingpt_ddp.metrics import NATS_PER_BIT, Board, Meter, Readings
+from mingpt_ddp.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+class Report:
+    """A report on a run of `steps` steps, of which `done` are."""
+
+    def __init__(self, config: Config, runtime: Runtime, board: Board, done: int, steps: int) -> None:
+        self.config, self.runtime, self.board, self.steps = config, runtime, board, steps
+        self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
+        self.progress = Progress(runtime.place, done, steps)
+        board.text(done + 1, "config", yaml.safe_dump(config.to_dict(), sort_keys=False))
+
+    def steps_taken(self, step: int, lr: float, model: nn.Module, goodput: float) -> Readings | None:
+        """Of the steps since the last time; None where all of them were left out. A collective."""
+        if self.meter.is_empty:
+            return None
+        readings = self.meter.read()
+        communication, exposed = self.runtime.communication(model)
+        self.board.scalars(
+            step,
+            {
+                "train/loss": readings.loss,
+                "train/lr": lr,
+                "train/grad_norm": readings.grad_norm,
+                "speed/tokens_per_s": readings.tokens_per_s,
+                "speed/step_ms": readings.step_s * 1e3,
+                "speed/data_ms": readings.data_s * 1e3,
+                "speed/communication_ms": communication * 1e3,
+                "speed/communication_exposed_ms": exposed * 1e3,
+                "memory/peak_mib": readings.peak_memory / 2**20,
+            },
+        )
+        self.board.results(step, {"speed/goodput": goodput})
+        left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
+        brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
+        self.progress.describe(brief)
+        log.info(
+            "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
+            *(step, self.steps, brief, lr, readings.grad_norm, left),
+            extra={"file_only": self.progress.shown},
+        )
+        return readings
+
+    def validated(self, step: int, loss: float) -> None:
+        self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
+        log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)
+
+    def sampled(self, step: int, text: str | None) -> None:
+        """
+        Args:
+            text: None on the ranks that have none.
+        """
+        if text is not None:
+            self.board.text(step, "sample", text)
+            log.info("step %d, a sample:\n%s\n", step, text)
+
+    def complete(self, val_loss: float | None) -> None:
+        self.board.hparams(self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
+
+    def close(self) -> None:
+        self.progress.close()
+        self.board.close()
