@@ -40,7 +40,7 @@ def main() -> None:
     results = []
     for ranks in given.ranks:
         with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-            place = (given.keep or Path(directory)) / f"ranks-{ranks}"
+            place = (given.keep or Path(directory)) / f"ranks-{ranks.replace(',', '-')}"
             results.append(one(place, given.minutes, tuple(map(int, ranks.split(","))), given.seed))
             say(json.dumps(results[-1], indent=1))
     rows = [[key, *(str(result[key]) for result in results)] for key in results[0] if key not in ("faults", "lost")]
