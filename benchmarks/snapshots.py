@@ -8,8 +8,8 @@ B. the package's own Saver: training waits in `begin`, runs the next forward and
    `wait_for_copy` before it may change the weights. The stall is what those two take. The forward and backward passes
    are timed with and without a copy beside them, because on a CPU both want the same memory.
 
-Then the time from `begin` to the commit (copy, SHA-256, write, sync, manifest), on one rank and with the tensors divided
-over several, on the same disk, and the time to read, verify and restore.
+Then the time from `begin` to the commit (copy, SHA-256, write, sync, manifest), on one rank and with the tensors
+divided over several, on the same disk, and the time to read, verify and restore.
 
     python benchmarks/snapshots.py
 """

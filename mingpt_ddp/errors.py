@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class UserError(Exception):
     """A mistake that the user can mend. The message is one line and says what to do."""
@@ -46,3 +48,8 @@ class TrainingError(UserError):
     """The training went wrong on all ranks alike, and would again."""
 
     kind = "training error"
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: C0 and C1 control characters other than newline and tab."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

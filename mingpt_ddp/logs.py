@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mingpt_ddp.errors import printable
 from mingpt_ddp.place import Place
 
 ROOT = "mingpt_ddp"
@@ -26,7 +27,8 @@ class Console(logging.Handler):
         if sys.stderr is None or getattr(record, "file_only", False):
             return
         with contextlib.suppress(OSError, ValueError):  # whoever read along is gone: that is no reason to stop
-            tqdm.write(self.format(record), file=sys.stderr)
+            text = self.format(record)
+            tqdm.write(printable(text) if sys.stderr.isatty() else text, file=sys.stderr)
             sys.stderr.flush()
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
+from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError, printable
 from mingpt_ddp.place import Place
 from mingpt_ddp.schema import build, refuse_credentials
 
@@ -89,11 +88,6 @@ def _read_prompt() -> str:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
         raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
-
-
-def printable(text: str) -> str:
-    """The text without what a terminal would obey: C0 and C1 control characters other than newline and tab."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def parse(arguments: list[str]) -> SampleConfig:
@@ -190,6 +184,7 @@ def rebuild(trained: Config, vocab_size: int, tensors: dict[str, Tensor]) -> GPT
     import torch
 
     from mingpt_ddp.model import build_model
+    from mingpt_ddp.snapshots.tensors import load_model
 
     def blank(layers: int) -> GPT:
         with torch.device("meta"):  # shapes alone
@@ -203,12 +198,7 @@ def rebuild(trained: Config, vocab_size: int, tensors: dict[str, Tensor]) -> GPT
         model = blank(layers)
     except RuntimeError as error:  # more bytes than can be counted
         raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
-    own = model.state_dict()
-    wrong = sorted(own.keys() ^ tensors.keys())
-    wrong = wrong or [k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)]
-    if wrong:
-        raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
-    model.load_state_dict(tensors, assign=True)
+    load_model(model, tensors, assign=True)
     return model
 
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
+from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError, printable
 from mingpt_ddp.place import Place
-from mingpt_ddp.sample import LONGEST_LINE, described, printable, values_of
+from mingpt_ddp.sample import LONGEST_LINE, described, values_of
 from mingpt_ddp.schema import build, closest, refuse_credentials
 from mingpt_ddp.storage import Storage, StorageError, check_url, publish, sync_directory
 

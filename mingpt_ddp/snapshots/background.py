@@ -7,6 +7,7 @@ the commit follow on a thread of every rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -92,6 +93,7 @@ class Save(threading.Thread):
                     break
                 except OSError as error:
                     problem = problem or f"{store.url}: {error}"
+                    self._clean_up(store)
         except Exception as error:  # training hears of it at its next step
             fatal = error
             if not isinstance(error, UserError):
@@ -99,6 +101,12 @@ class Save(threading.Thread):
         finally:
             self.copied.set()
             self.outcome = Outcome(self.step, time.monotonic() - self.began, place, problem, fatal)
+
+    def _clean_up(self, store: SnapshotStore) -> None:
+        """A disk that is full needs what the failure left; an object store that is away would only be waited for."""
+        if self.runtime.is_main and store.storage.local:
+            with contextlib.suppress(OSError):
+                store.clear(self.step)
 
     def _copy(self) -> None:
         """Into host memory; on a GPU beside the work that is queued there, but after what was queued before."""

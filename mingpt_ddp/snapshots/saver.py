@@ -75,7 +75,7 @@ def check_state(step: int, state: Any, config: Config, corpus: Encoded) -> None:
         sound = position.step == step and state["config"]["trainer"]["batch_size"] % state["micro_batch_size"] == 0
         old = identity(state["config"], state["corpus"]["sha256"])
     except (KeyError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
-        raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {error}") from error
+        raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {str(error)[:300]}") from error
     if not sound:
         raise SnapshotError(f"the snapshot of step {step} does not hold what it should")
     new = identity(config.to_dict(), corpus.sha256)
@@ -116,7 +116,7 @@ class Saver:
 
         def look() -> dict[str, Any] | None:
             nonlocal found
-            own = [snapshot for store in self.stores if (snapshot := store.newest())]
+            own = self._own()
             found = max(own, key=lambda snapshot: snapshot.step, default=None)
             if found is None and self.config.run.resume not in ("auto", "never"):
                 found = load(self.config.run.resume)
@@ -132,6 +132,19 @@ class Saver:
         optimizer = self.runtime.broadcast(found.optimizer if found else None)
         self.last_step = meta["step"] if meta["own"] else None
         return Snapshot(meta["step"], model, optimizer, meta["state"])
+
+    def _own(self) -> list[Snapshot]:
+        """The newest of each place."""
+        found, errors = [], []
+        for store in self.stores:
+            try:
+                found.append(store.newest())
+            except SnapshotError as error:  # all that is there is damaged
+                errors.append(error)
+                log.warning("%s", error)
+        if errors and not any(found):
+            raise errors[0]
+        return [snapshot for snapshot in found if snapshot is not None]
 
     def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Put a snapshot's content into the live objects."""
@@ -173,7 +186,7 @@ class Saver:
                         if old < step and old != best:
                             other.clear(old)
 
-        encoded = json.dumps(state, indent=1).encode()
+        encoded = json.dumps(state, indent=1, allow_nan=False).encode()
         self._under_way = Save(self.runtime, self.stores, self._keeper, position.step, mine, encoded, tidy)
         self._under_way.start()
 

@@ -17,8 +17,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() if name in buffers else tensor for name, tensor in state.items()}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def load_model(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
     """
+    Args:
+        assign: take the tensors themselves instead of their values.
+
     Raises:
         SnapshotError: other names or shapes.
     """
@@ -27,7 +30,7 @@ def load_model(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     wrong = wrong or [k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
-    model.load_state_dict(tensors)
+    model.load_state_dict(tensors, assign=assign)
 
 
 def _named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
