@@ -22,9 +22,8 @@ from common import ROOT, parser, report, say
 
 sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
 
-from chaos import Chaos, undisturbed
+from chaos import Chaos, logged_steps, undisturbed
 from s3 import SeaweedServer
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.storage import Storage
 
@@ -68,8 +67,7 @@ def one(place: Path, minutes: float, ranks: tuple[int, ...], seed: int) -> dict[
     losses = [json.loads((run / "result.json").read_text())["val_loss"] for run in (chaos.run, reference)]
     if (len(ranks) == 1 and not same) or abs(losses[0] - losses[1]) > 1e-4:
         sys.exit(f"the weights differ from those of an undisturbed run: validation loss {losses[0]} and {losses[1]}")
-    events = EventAccumulator(str(chaos.run / "tensorboard" / "rank0"), size_guidance={"scalars": 0}).Reload()
-    if [event.step for event in events.Scalars("train/loss")] != list(range(1, survived.steps + 1)):
+    if logged_steps(chaos.run, 0) != list(range(1, survived.steps + 1)):
         sys.exit("TensorBoard shows a step twice or not at all")
     lost = {kind: summary(steps) for kind, steps in survived.lost.items()}
     return {

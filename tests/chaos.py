@@ -24,6 +24,7 @@ from typing import ClassVar
 from faults import Fault, FaultProxy, Rule
 from launching import ROOT, TINY, Job, is_running, torchrun
 from s3 import SeaweedServer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SETTINGS = [
     *TINY,
@@ -406,3 +407,9 @@ def undisturbed(cwd: Path, steps: int, ranks: int) -> Path:
     if job.wait(600) != 0:
         raise Broken(job.text()[-3000:])
     return cwd / "outputs" / "run"
+
+
+def logged_steps(run: Path, rank: int) -> list[int]:
+    """The steps of a rank's loss curve, as TensorBoard reads them."""
+    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in events.Scalars("train/loss")]

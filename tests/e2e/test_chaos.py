@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from chaos import Chaos, undisturbed
-from test_kill import logged_steps
+from chaos import Chaos, logged_steps, undisturbed
 
 from mingpt_ddp.storage import Storage
 
-SECONDS = 35.0  # of faults; `benchmarks/chaos.py` has more patience
+SECONDS = 30.0  # of faults; `benchmarks/chaos.py` has more patience
 
 
 @pytest.fixture(scope="module")
