@@ -186,10 +186,10 @@ class Chaos:
         text = job.text()
         away = re.search(rf"^(?:\S+ error: )?{AWAY}.*", text, flags=re.MULTILINE)
         known = [when for when, _ in self.ended if when > time.time() - 30]
-        if away and "Traceback" not in text:
+        if away:
             self.report.gave_up.append(away[0])
             self.ended.append((time.time(), "the store was away for too long"))
-        elif not known or "Traceback" in text.rsplit("torch.distributed.elastic", 1)[0]:
+        elif not known or re.search(r"error: rank \d+: |ImportError", text):
             self.report.unexpected.append(f"exit code {job.process.returncode}\n{text[-3000:]}")
         time.sleep(0.5)
 
