@@ -24,8 +24,9 @@ from mingpt_ddp.place import started_at
 from mingpt_ddp.rundir import LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
+from mingpt_ddp.snapshots.find import load
 from mingpt_ddp.snapshots.saver import Position, Saver, check_state
-from mingpt_ddp.snapshots.store import SnapshotStore, load
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.stepper import Stepper
 from mingpt_ddp.storage import Storage
 from mingpt_ddp.trainer import Trainer, count_steps

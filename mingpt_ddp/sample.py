@@ -134,7 +134,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     """
     from mingpt_ddp.corpus import Vocabulary  # torch is needed from here on, not for a mistyped key
     from mingpt_ddp.generate import generate_text
-    from mingpt_ddp.snapshots.store import load
+    from mingpt_ddp.snapshots.find import load
     from mingpt_ddp.storage import check_url
 
     check_url(config.snapshot, "snapshot")

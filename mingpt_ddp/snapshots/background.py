@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mingpt_ddp.errors import UserError
 from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.snapshots.format import STATE
 from mingpt_ddp.snapshots.image import Image
-from mingpt_ddp.snapshots.store import STATE, SnapshotStore
+from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

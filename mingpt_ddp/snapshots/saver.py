@@ -20,7 +20,9 @@ from mingpt_ddp.errors import AwayError, ConfigError, SnapshotError
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.schema import build
 from mingpt_ddp.snapshots.background import Keeper, Outcome, Save
-from mingpt_ddp.snapshots.store import Snapshot, SnapshotStore, divide, load
+from mingpt_ddp.snapshots.find import load
+from mingpt_ddp.snapshots.format import Snapshot, divide
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
 
 log = logging.getLogger(__name__)

@@ -1,11 +1,4 @@
-"""The state of a run on disk or in an object store, in a form that a kill at any moment leaves whole.
-
-A snapshot is a directory `step_00001000` with model.safetensors, optimizer.safetensors, state.json and, written last,
-manifest.json with the size and SHA-256 of the others. Where several ranks write, the tensors are divided over files
-model-00001-of-00002.safetensors and so on. Without a manifest that fits, it does not exist. Nothing in it can run code:
-tensors are safetensors, the rest is JSON. What a stranger made can be read as safely: names are ours or refused, sizes
-are known before anything is read.
-"""
+"""The snapshots of a run on disk or in an object store, in a form that a kill at any moment leaves whole."""
 
 from __future__ import annotations
 
@@ -16,83 +9,37 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
-import yaml
 from torch import Tensor
 
 from mingpt_ddp.errors import AwayError, SnapshotError
+from mingpt_ddp.snapshots.format import (
+    KINDS,
+    LARGEST_MANIFEST,
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Damaged,
+    Files,
+    Snapshot,
+    directory_name,
+    files_of,
+    manifest_of,
+    plain,
+    step_of,
+)
 from mingpt_ddp.snapshots.image import decode, encode
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.storage import Storage, StorageError
 
 log = logging.getLogger(__name__)
 
-Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
-
-FORMAT = 1  # a newer one has to write its manifest in another form: a flipped bit in this digit is damage
-MANIFEST, STATE = "manifest.json", "state.json"
-KINDS = ("model", "optimizer")
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-SMALL = 1 << 24  # bytes: no state of ours is larger, not even with every character there is
-LARGEST_MANIFEST = 1 << 22  # bytes: that of 10,000 parts is smaller
-DEEPEST = 20  # JSON within JSON
-LARGEST_CONFIG = 1 << 16  # bytes of a run's config.yaml
-SMALLEST_PART = 1 << 24  # bytes: dividing less than this costs more in files than it gains
 PARALLEL = 4  # files written to or read from an object store at the same time
-
-
-class Damaged(Exception):
-    """This snapshot is not what was written."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The content of one snapshot, all of it on the CPU."""
-
-    step: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see tensors.py
-    state: dict[str, Any]  # plain values: configuration, position, scaler, losses, vocabulary
-
-
-def directory_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def step_of(name: str) -> int | None:
-    match = re.fullmatch(r"step_([0-9]{8,18})", name)
-    return int(match[1]) if match and directory_name(int(match[1])) == name else None
-
-
-def part_name(kind: str, part: int, parts: int) -> str:
-    """The file of one part of the tensors; parts count from 0, in the name from 1."""
-    return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors"
-
-
-def divide(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[dict[str, dict[str, Tensor]]]:
-    """The files of each writer, as equal in bytes as whole tensors can be; the same on every rank.
-
-    Args:
-        tensors: by kind and name.
-    """
-    everything = [(tensor.nbytes, kind, name) for kind, named in tensors.items() for name, tensor in named.items()]
-    parts = max(1, min(writers, sum(size for size, _, _ in everything) // SMALLEST_PART))
-    loads = [0] * parts
-    files: list[dict[str, dict[str, Tensor]]] = [{part_name(k, i, parts): {} for k in tensors} for i in range(parts)]
-    for size, kind, name in sorted(everything, reverse=True):  # the largest first, each to whom has least
-        part = loads.index(min(loads))
-        loads[part] += size
-        files[part][part_name(kind, part, parts)][name] = tensors[kind][name]
-    return files
-
-
-def manifest_of(step: int, files: Files, version: int = FORMAT) -> bytes:
-    return json.dumps({"format": version, "step": step, "files": files}, indent=1).encode()
 
 
 class SnapshotStore:
@@ -269,22 +216,11 @@ class SnapshotStore:
             raise Damaged("it was never finished")
         try:
             content = self.storage.read(f"{directory_name(step)}/{MANIFEST}", limit=LARGEST_MANIFEST)
-            manifest = plain(content)
-            version, files = manifest["format"], manifest.get("files")
-            newer = isinstance(version, int) and version > FORMAT
-            if newer and content != manifest_of(manifest.get("step"), files, version):
-                raise SnapshotError(
-                    f"{self.url} has snapshots of format {version}, written by a newer version; upgrade"
-                )
-            sound = manifest["step"] == step and manifest_of(step, files) == content
-            sound &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
         except StorageError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{MANIFEST} is damaged") from error
-        if not sound or not _is_complete(files) or files[STATE]["bytes"] > SMALL:
-            raise Damaged(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
-        return files
+        except OSError as error:
+            raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+        return files_of(content, step)
 
     def _verified(self, step: int, name: str, expected: dict[str, Any]) -> bytes:
         self._check_size(step, name, expected)
@@ -349,101 +285,9 @@ class SnapshotStore:
         return gone
 
 
-def _is_complete(files: Files) -> bool:
-    """State, model and optimizer are there with all their parts, and nothing else is."""
-    parts = max(1, (len(files) - 1) // len(KINDS))
-    return files.keys() == {STATE, *(part_name(kind, i, parts) for kind in KINDS for i in range(parts))}
-
-
-def plain(content: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is none, has numbers that JSON does not know, or is nested deeper than anything of ours.
-        RecursionError: likewise.
-    """
-
-    def refuse(word: str) -> NoReturn:
-        raise ValueError(f"{word} is not a number")
-
-    value = json.loads(content, parse_constant=refuse)
-    level = [value]
-    for _ in range(DEEPEST):
-        groups = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
-        level = [inner for group in groups for inner in group]
-    if level:
-        raise ValueError("it is nested deeply")
-    return value
-
-
 def _memory() -> int:
     """Bytes that this process may use at most."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resource.getrlimit(resource.RLIMIT_AS)[0]]
     with contextlib.suppress(OSError, ValueError):  # "max"
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # of a container
     return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
-
-
-def places(url: str) -> Iterator[SnapshotStore]:
-    """Where the snapshots of a run directory may be, or of a directory of snapshots.
-
-    Raises:
-        SnapshotError: one of the places cannot be reached from here.
-    """
-    for candidate in (f"{url}/snapshots", url, *_recorded_places(url)):
-        try:
-            yield SnapshotStore(candidate)
-        except (ImportError, ValueError) as error:  # the protocol of another machine
-            raise SnapshotError(f"cannot look for snapshots at {candidate}: {error}") from error
-
-
-def step_in(url: str) -> tuple[SnapshotStore, int] | None:
-    """The store and the step that a URL names, if it names one snapshot."""
-    parent, _, last = url.rstrip("/").rpartition("/")
-    step = step_of(last)
-    return None if step is None else (SnapshotStore(parent or "."), step)
-
-
-def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
-    """The newest snapshot at a run directory, a directory of snapshots or one snapshot.
-
-    Args:
-        kinds: which tensors are wanted; there are none of the others.
-
-    Raises:
-        SnapshotError: there is none.
-    """
-    url = url.rstrip("/")
-    named = step_in(url)
-    if named is not None:
-        try:
-            return named[0].read(named[1], kinds)
-        except Damaged as damage:
-            raise SnapshotError(f"{url} cannot be used: {damage}") from damage
-    found: Snapshot | None = None
-    try:
-        for store in places(url):
-            if found is None or max(store.steps(), default=0) > found.step:
-                found = max(found, store.newest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
-    except (AwayError, SnapshotError) as error:
-        if found is None:
-            raise
-        log.warning("%s", error)
-    if found is None:
-        raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
-    return found
-
-
-def _recorded_places(run: str) -> list[str]:
-    """Where a run directory says that it keeps its snapshots, if that is somewhere else."""
-    try:
-        text = Storage(run).read("config.yaml", limit=LARGEST_CONFIG)
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make gigabytes
-            return []
-        recorded = yaml.safe_load(text)["snapshot"]
-        paths = [recorded.get("path"), recorded.get("fallback_path")]
-    except Exception:  # it is no run directory of ours
-        return []
-    # A chain of URLs could name a file system that runs what it reads, or writes; snapshot.path is never one.
-    paths = [path for path in paths if isinstance(path, str) and "::" not in path]
-    return [f"{path.rstrip('/')}/{run.rsplit('/', 1)[-1]}" for path in paths]

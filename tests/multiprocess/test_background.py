@@ -20,7 +20,7 @@ from mingpt_ddp import run as composition
 from mingpt_ddp.config import from_mapping
 from mingpt_ddp.place import find_place
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshots import background, saver, store
+from mingpt_ddp.snapshots import background, format, saver
 from mingpt_ddp.snapshots.image import Image
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensors import model_tensors, optimizer_tensors
@@ -63,7 +63,7 @@ def train(
         hang: rank, step and the file to make when it has come so far that one file is written and no other will be.
         ruin: at this step a file takes the place of the directory of the snapshots.
     """
-    store.SMALLEST_PART, saver.QUICK_S = part, 0.0
+    format.SMALLEST_PART, saver.QUICK_S = part, 0.0
     rank, now = int(os.environ["RANK"]), {"step": 0}
     moved = threading.Condition()
     told: dict[str, Any] = {"overtaken": [], "images": 0, "restored": None, "error": None}

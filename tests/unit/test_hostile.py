@@ -22,9 +22,8 @@ from mingpt_ddp.errors import SnapshotError, printable
 from mingpt_ddp.launch import config_directory
 from mingpt_ddp.model import build_model
 from mingpt_ddp.sample import SampleConfig, sample
-from mingpt_ddp.snapshots.__main__ import check, look
-from mingpt_ddp.snapshots.image import decode, encode
-from mingpt_ddp.snapshots.store import (
+from mingpt_ddp.snapshots.find import load
+from mingpt_ddp.snapshots.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     MODEL,
@@ -32,12 +31,13 @@ from mingpt_ddp.snapshots.store import (
     SMALL,
     STATE,
     Damaged,
-    SnapshotStore,
     directory_name,
-    load,
     manifest_of,
     plain,
 )
+from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.survey import check, look
 from mingpt_ddp.snapshots.tensors import model_tensors
 
 ROOT = Path(__file__).resolve().parents[2]

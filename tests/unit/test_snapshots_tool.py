@@ -16,11 +16,12 @@ from mingpt_ddp.config import Config, from_dictconfig
 from mingpt_ddp.launch import config_directory
 from mingpt_ddp.model import build_model
 from mingpt_ddp.snapshots import __main__ as tool
-from mingpt_ddp.snapshots import lease
-from mingpt_ddp.snapshots import store as store_module
+from mingpt_ddp.snapshots import format as format_module
+from mingpt_ddp.snapshots import lease, manage, survey
+from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name, divide
 from mingpt_ddp.snapshots.image import decode, encode
 from mingpt_ddp.snapshots.lease import OWNER, Lease
-from mingpt_ddp.snapshots.store import MANIFEST, MODEL, STATE, Snapshot, SnapshotStore, directory_name, divide
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensors import model_tensors
 from mingpt_ddp.storage import Storage
 
@@ -153,7 +154,7 @@ def test_verify_reads_every_byte(run, config, call):
 
 
 def test_verify_of_a_divided_snapshot(run, config, call, monkeypatch):
-    monkeypatch.setattr(store_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(format_module, "SMALLEST_PART", 1)
     store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
     files = store.put(4, {STATE: json.dumps(whole.state).encode()})
     for share in divide({"model": whole.model, "optimizer": whole.optimizer}, 3):
@@ -249,7 +250,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
 
 
 def test_export_joins_the_parts(run, config, call, tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(format_module, "SMALLEST_PART", 1)
     store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
     files = store.put(4, {STATE: json.dumps(whole.state).encode()})
     for share in divide({"model": whole.model, "optimizer": whole.optimizer}, 2):
@@ -293,7 +294,7 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
         path.parent.mkdir(exist_ok=True)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tool, "publish", full)
+    monkeypatch.setattr(manage, "publish", full)
     code, _, err = call("export", run, f"to={tmp_path}/new")
     assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
     assert sorted(tmp_path.iterdir()) == before
@@ -339,4 +340,4 @@ def test_help(call):
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 29, "2.5 GiB"), (1 << 50, "1024.0 TiB")]
 )
 def test_sizes(size, text):
-    assert tool.human(size) == text
+    assert survey.human(size) == text

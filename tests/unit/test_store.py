@@ -18,22 +18,22 @@ from hypothesis import strategies as st
 
 import mingpt_ddp
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.snapshots import store as store_module
-from mingpt_ddp.snapshots.__main__ import check
-from mingpt_ddp.snapshots.image import encode
-from mingpt_ddp.snapshots.store import (
+from mingpt_ddp.snapshots import format as format_module
+from mingpt_ddp.snapshots.find import load
+from mingpt_ddp.snapshots.format import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
     STATE,
     Damaged,
     Snapshot,
-    SnapshotStore,
     directory_name,
     divide,
-    load,
     step_of,
 )
+from mingpt_ddp.snapshots.image import encode
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.survey import check
 from mingpt_ddp.storage import Storage
 
 FILES = [MODEL, OPTIMIZER, STATE, MANIFEST]
@@ -382,7 +382,7 @@ def test_a_newer_format_is_not_damage(store):
     store.write(content(4))
     store.write(content(8))
     rewrite_manifest(store, format=2)
-    with pytest.raises(SnapshotError, match="written by a newer version"):
+    with pytest.raises(SnapshotError, match="of a newer version"):
         store.newest()
 
 
@@ -430,7 +430,7 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
 def snapshots(request, tmp_path_factory):
     """A directory with the steps 4 and 8, the files of both, and the files of step 8 in another run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "SMALLEST_PART", 1)
+        patch.setattr(format_module, "SMALLEST_PART", 1)
         directory, other = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("other")
         old, new = (bytes_of(directory, step, request.param, seed=step) for step in (4, 8))
         return directory, old, new, bytes_of(other, 8, request.param, seed=99)
