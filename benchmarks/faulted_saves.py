@@ -5,7 +5,8 @@ and instead of the answer, uploads and connections that stall. Of two saves one 
 threads write, as two ranks would. After a commit was reported, every byte is read back without faults and compared;
 after a failure was reported, a reader must not find a snapshot there, or find what was written.
 
-Needs what the tests need: pip install -e .[test].
+Needs what the tests need: pip install -e .[test]. The server is a SeaweedFS of its own, or any other that listens on
+--port of this machine: with --bucket, and credentials in the usual AWS_... variables.
 """
 
 from __future__ import annotations
@@ -72,32 +73,43 @@ def main() -> None:
     args = parser(__doc__, "faulted_saves")
     args.add_argument("--saves", type=int, default=200)
     args.add_argument("--seed", type=int, default=1)
+    args.add_argument("--port", type=int, help="of a server on this machine that is already running")
+    args.add_argument("--bucket", default="runs")
+    args.add_argument("--server", default="SeaweedFS", help="its name, for the report (default: %(default)s)")
     given = args.parse_args()
     for name, value in LIMITS.items():
         setattr(remote, name, value)
     logging.getLogger("mingpt_ddp").setLevel(logging.WARNING)
-    with tempfile.TemporaryDirectory(prefix="faulted-saves-") as directory:
-        server = SeaweedServer(Path(directory))
-        try:
-            server.start()
-            server.make_bucket("runs")
-            result = measure(server, given.saves, given.seed)
-        finally:
-            server.kill()
+    if given.port is not None:
+        result = measure(given.port, given.bucket, given.saves, given.seed)
+    else:
+        with tempfile.TemporaryDirectory(prefix="faulted-saves-") as directory:
+            server = SeaweedServer(Path(directory))
+            try:
+                server.start()
+                os.environ.update(server.environment())
+                result = measure(server.port, server.make_bucket(given.bucket), given.saves, given.seed)
+            finally:
+                server.kill()
     rows = [[key, str(value)] for key, value in result.items() if key != "faults"]
     rows += [[f"fault: {kind}", str(times)] for kind, times in sorted(result["faults"].items())]
-    report(given.out, {"server": "SeaweedFS", **result}, ["what", "figure"], rows)
+    report(given.out, {"server": given.server, **result}, ["what", "figure"], rows)
     if result["lost"] or result["silently damaged"]:
         sys.exit("a snapshot was lost or damaged")
 
 
-def measure(server: SeaweedServer, saves: int, seed: int) -> dict[str, Any]:
+def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
+    """Save, and look what became of it.
+
+    Args:
+        server: its port on this machine.
+    """
     generator = random.Random(seed)
-    proxy = FaultProxy(server.port, seed)
+    proxy = FaultProxy(server, seed)
     stores = []
-    for port in (proxy.port, server.port):
-        os.environ.update(server.environment(port))
-        stores.append(SnapshotStore("s3://runs/run"))
+    for port in (proxy.port, server):
+        os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
+        stores.append(SnapshotStore(f"s3://{bucket}/run"))
         stores[-1].steps()  # now it is connected
     writing, reading = stores
     counts: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from e2e.test_preemption import SETTINGS, STEPS, Held, patches, train, weights, worker
+from held import SETTINGS, STEPS, Held, patches, train, weights, worker
 from launching import committed, is_running, python_main, wait_for
 from multiprocess.ranks import configure, run_ranks
 

@@ -1,0 +1,118 @@
+"""Launches held at a known moment: a module on PYTHONPATH patches the package in the processes of the launch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from launching import TINY, Job, children, wait_for
+
+from mingpt_ddp import logs
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.place import find_place
+from mingpt_ddp.run import run
+from mingpt_ddp.runtime import Runtime
+
+STEPS = 24
+SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "trainer.device=cpu"]
+SETTINGS += ["trainer.precision=fp32", "snapshot.every_steps=null", "snapshot.keep_best=false", "run.name=run"]
+
+# Patches a module of the package as soon as it has been imported: `PATCHES` has a function of each.
+SITE = '''
+import importlib.abc, importlib.util, os, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+RANK = os.environ.get("RANK", "0")
+
+def touch(name):
+    (HERE / name).touch()
+
+def hold(name):
+    """Tell that this rank has come here, and wait; once only, over all attempts."""
+    if not (HERE / f"{name}.{RANK}").exists():
+        touch(f"{name}.{RANK}")
+        while not (HERE / "go").exists():
+            time.sleep(0.01)
+
+PATCHES = {}
+exec((HERE / "patches.py").read_text())
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in PATCHES:
+            return None
+        patch = PATCHES.pop(name)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            patch(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+'''
+
+TELL_SIGNALS = """
+def tell_signals(interrupt):
+    handle = interrupt.Interrupt._handle
+    def told(self, number, frame):
+        handle(self, number, frame)
+        touch(f"signal.{RANK}")
+    interrupt.Interrupt._handle = told
+PATCHES["mingpt_ddp.interrupt"] = tell_signals
+"""
+
+
+def patches(text: str, **values: Any) -> str:
+    for name, value in values.items():
+        text = text.replace(f"<{name}>", str(value))
+    return TELL_SIGNALS + text
+
+
+class Held:
+    """A launch that is held at a point which `patches` names with `hold`."""
+
+    def __init__(self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str) -> None:
+        self.site = cwd / f"site-{time.monotonic_ns()}"
+        self.site.mkdir()
+        (self.site / "sitecustomize.py").write_text(SITE)
+        (self.site / "patches.py").write_text(patches)
+        self.job = Job([*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra)
+
+    def wait_until(self, point: str, *ranks: int) -> None:
+        """All of these ranks, by default rank 0, have come there."""
+        for rank in ranks or (0,):
+            marker = self.site / f"{point}.{rank}"
+            wait_for(lambda: marker.exists() or self.job.process.poll() is not None, what=marker.name)  # noqa: B023
+            assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
+
+    def go(self) -> None:
+        (self.site / "go").touch()
+
+    def end(self, timeout: float = 60) -> int:
+        return self.job.wait(timeout)
+
+
+def worker(job: Job, rank: int) -> int:
+    """The process of a rank."""
+    ranks = {}
+    for pid in children(job.process.pid):
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        ranks.update({word.removeprefix("RANK="): pid for word in words if word.startswith("RANK=")})
+    return ranks[str(rank)]
+
+
+def weights(run: Path, step: int = STEPS) -> bytes:
+    return (run / "snapshots" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+
+
+def train(values: dict[str, Any]) -> float | None:
+    config = from_mapping(values)
+    logs.to_console(find_place())
+    runtime = Runtime(config, find_place())
+    loss = run(config, runtime, {})
+    runtime.close()
+    return loss
