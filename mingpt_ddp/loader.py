@@ -64,7 +64,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
     if world_size > plan.n_micro:
         raise ConfigError(
             f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for {world_size} ranks; "
-            f"use at most {plan.n_micro} ranks, a larger batch or smaller micro-batches"
+            f"use at most {plan.n_micro} ranks, or a new run with a larger batch or smaller micro-batches"
         )
     return plan
 

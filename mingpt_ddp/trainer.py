@@ -159,10 +159,7 @@ class Trainer:
         if policy == "stop" or self.guard.exhausted(self.position):
             self.saver.finish()
             again = "" if policy == "stop" else f", as had the {self.position.sick_in_a_row - 1} before it"
-            raise TrainingError(
-                f"{told}{again}; lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from "
-                "the last snapshot"
-            )
+            raise self._sickness(f"{told}{again}")
         if policy == "rollback" and self._go_back(step, told):
             return False
         log.warning("%s and is left out", told)
@@ -238,10 +235,14 @@ class Trainer:
     def _stop_if_not_finite(self, step: int, loss: float, grad_norm: float) -> None:
         """Every rank sees the same numbers, so all of them stop, and before a snapshot is made of the wreck."""
         if not self._looks and self.guard.complaint(loss, grad_norm, self.position):
-            raise TrainingError(
-                f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}; "
-                "lower optimizer.lr or set trainer.grad_norm_clip, then run again to continue from the last snapshot"
-            )
+            raise self._sickness(f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}")
+
+    def _sickness(self, told: str) -> TrainingError:
+        name = "" if self.config.run.name else f" and run.name={self.config.run_name()}"  # that depends on lr
+        return TrainingError(
+            f"{told}; run again with a lower optimizer.lr or trainer.grad_norm_clip{name} to continue from the last "
+            "snapshot"
+        )
 
     # Snapshots.
 

@@ -237,7 +237,8 @@ class Saver:
         """Whether the next may begin, on all ranks. A collective, which waits for one that is nearly done."""
         if self._under_way is None:
             return True
-        self._under_way.join(max(0.0, self._under_way.began + QUICK_S - time.monotonic()))
+        if (self.durable_s or 0.0) < QUICK_S:  # else it would only hold up training
+            self._under_way.join(max(0.0, self._under_way.began + QUICK_S - time.monotonic()))
         if self.runtime.sum(torch.tensor([float(self.busy)])).item():
             return False
         self.collect()
