@@ -135,7 +135,7 @@ def test_cable_cut_and_mended(hosts, tmp_path, undisturbed):
     cluster = Cluster(hosts, tmp_path)
     cluster.reach(20)
     hosts.cut_cable()
-    wait_for(lambda: "rank 0 lost its peers" in cluster.log(), what="the discovery")
+    wait_for(lambda: "error: rank 2 has stalled" in cluster.log(), what="the discovery")
     hosts.mend_cable()
     cluster.end()
     assert cluster.world_sizes() == [3, 3]
