@@ -226,6 +226,8 @@ class SnapshotConfig:
         _check(self.grace_seconds >= 0, f"snapshot.grace_seconds={self.grace_seconds} must not be negative")
         minutes = self.every_minutes
         _check(minutes is None or minutes > 0, f"snapshot.every_minutes={minutes} must be greater than 0")
+        same = self.path is not None and self.path.rstrip("/") == (self.fallback_path or "").rstrip("/")
+        _check(not same, f"snapshot.fallback_path={self.fallback_path} must be another place than snapshot.path")
         for key in ("path", "fallback_path"):
             url = getattr(self, key)
             _check(url is None or bool(url.strip()), f"snapshot.{key} is empty; name a directory or URL, or null")

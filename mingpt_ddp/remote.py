@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import random
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -139,6 +141,17 @@ class RemoteFiles:
         self.fs = fs
         self.url = url
         self.loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
+        self._until = math.inf  # time.monotonic() after which nothing is tried any more
+        self._running: set[asyncio.Future[Any]] = set()
+
+    def hurry(self, seconds: float) -> None:
+        """Give up whatever is not done by then, now and later."""
+        self._until = time.monotonic() + seconds
+        self.loop.call_soon_threadsafe(self.loop.call_later, seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        for operation in self._running:
+            operation.cancel()
 
     def read(self, path: str, limit: int | None = None) -> bytes:
         size = self._info(path)["size"]
@@ -209,10 +222,17 @@ class RemoteFiles:
     def _run(self, what: str, path: str, operation: Callable[[Attempts], Awaitable[T]], size: int = 0) -> T:
         """Run an operation that moves `size` bytes to its end, or to the end of its budget."""
         attempt = Attempts()
-        budget = BUDGET_S + size / LEAST_BANDWIDTH
+        budget = min(BUDGET_S + size / LEAST_BANDWIDTH, max(0.0, self._until - time.monotonic()))
 
         async def bounded() -> T:
-            return await asyncio.wait_for(operation(attempt), budget)
+            running = asyncio.ensure_future(operation(attempt))
+            self._running.add(running)
+            try:
+                return await asyncio.wait_for(running, budget)
+            except asyncio.CancelledError:
+                raise TimeoutError from None
+            finally:
+                self._running.discard(running)
 
         try:
             # The limit out here is for a loop that does not run any more; what follows a failure takes some time too.

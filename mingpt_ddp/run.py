@@ -24,7 +24,7 @@ from mingpt_ddp.place import started_at
 from mingpt_ddp.rundir import LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
-from mingpt_ddp.snapshots.find import load
+from mingpt_ddp.snapshots.find import load, places
 from mingpt_ddp.snapshots.saver import Position, Saver, check_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.stepper import Stepper
@@ -72,7 +72,9 @@ def run(
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
     for store in stores:
         store.lease = owner.leases.get(store.url) if owner else None
-    saver = Saver(config, runtime, stores, encoded)
+    urls = {store.url for store in stores}
+    former = [store for store in places(str(directory)) if store.url not in urls] if runtime.is_main else []
+    saver = Saver(config, runtime, stores, encoded, former)
     found = saver.find()
     kept = found.state["micro_batch_size"] if found else None
     plan = plan_batches(config.trainer, runtime.world_size, kept)

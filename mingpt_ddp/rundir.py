@@ -69,7 +69,7 @@ class RunDirectory:
             RunError: another process group owns it, or it cannot be written.
         """
         if place.local and self.path.absolute() not in (path := Path(place.root)).parents:
-            self._others.append(_open_lock(path, "the snapshots' directory", "snapshot.path"))
+            self._others.append(_open_lock(path, "the snapshots' directory", "place for them"))
             _acquire(self._others[-1], path, time.monotonic())
         elif place.shared:
             record = self.path / f".lease-{hashlib.sha256(place.url.encode()).hexdigest()[:8]}"

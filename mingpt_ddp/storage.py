@@ -108,6 +108,11 @@ class Storage:
         """
         return self._files.create(self._at(name), memoryview(content).cast("B"))
 
+    def hurry(self, seconds: float) -> None:
+        """From then on a remote storage is not waited for any more: what is not done fails."""
+        if isinstance(self._files, RemoteFiles):
+            self._files.hurry(seconds)
+
     def size(self, name: str) -> int | None:
         """Bytes of the file, or None where there is none."""
         return self._files.size(self._at(name))

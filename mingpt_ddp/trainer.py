@@ -294,7 +294,9 @@ class Trainer:
     def _save_in_time(self) -> None:
         """Before the process is killed: a new snapshot if there is time for it, else the one that is under way."""
         elapsed = max(self.runtime.gather(self.interrupt.elapsed()))
-        until = time.monotonic() + self.config.snapshot.grace_seconds - elapsed
+        left = self.config.snapshot.grace_seconds - elapsed
+        until = time.monotonic() + left
+        self.saver.hurry(left / 2)
         needed = max(self.runtime.gather(self.saver.durable_s or 0.0))
         with contextlib.suppress(AwayError):  # it has failed too often: then the older one has to do
             while self.saver.finish(until) and self.saver.last_step != self.position.step:

@@ -90,11 +90,11 @@ class Watch:
         dumb = [rank for rank in ranks if now - self._beaten[rank][1] > self.limit_s]  # not even its watch moves
         busy = [rank for rank in ranks if still[rank] > self.limit_s and not ranks[rank]["waiting"]]
         for rank in dumb or busy:
-            told = f"rank {rank} has stalled for {still[rank]:.0f} s while {ranks[rank]['what']}"
+            reason = f"rank {rank} has stalled for {still[rank]:.0f} s while {ranks[rank]['what']}"
             if rank in dumb:  # stopped, or its machine is dead or cut off
                 self._end(ranks[rank])
-                told += "; no sign of life from there"
-            return told
+                reason += "; no sign of life from there"
+            return reason
         if min(still.values()) > self.limit_s:
             what = ranks[0]["what"]
             return f"all ranks wait for each other for {min(still.values()):.0f} s while {what}: look at the network"

@@ -92,11 +92,20 @@ def check_state(step: int, state: Any, config: Config, corpus: Encoded) -> None:
 class Saver:
     """The snapshots of this run, as seen from one rank."""
 
-    def __init__(self, config: Config, runtime: Runtime, stores: list[SnapshotStore], corpus: Encoded) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        stores: list[SnapshotStore],
+        corpus: Encoded,
+        former: list[SnapshotStore] | None = None,
+    ) -> None:
         """
         Args:
             stores: where to write; each is used when the one before has failed. They are read all.
+            former: where this run has written before its configuration was changed; they are only read.
         """
+        self.former = former or []
         self.config, self.runtime, self.corpus = config, runtime, corpus
         self.store, self.stores = stores[0], stores
         self.last_step: int | None = None  # of the newest snapshot that is whole
@@ -138,14 +147,15 @@ class Saver:
     def _own(self) -> list[Snapshot]:
         """The newest of each place."""
         found, errors = [], []
-        for store in self.stores:
+        for store in [*self.stores, *self.former]:
             try:
                 found.append(store.newest())
             except SnapshotError as error:  # all that is there is damaged
                 errors.append(error)
-                log.warning("%s", error)
         if errors and not any(found):
             raise errors[0]
+        for damage in errors:
+            log.warning("%s", damage)
         return [snapshot for snapshot in found if snapshot is not None]
 
     def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
@@ -295,6 +305,11 @@ class Saver:
                 f"{told}{times}; the older ones are whole: mend this and run again, or set snapshot.fallback_path"
             )
         log.warning("%s; training goes on (failure %d of %d allowed)", told, self._failures, allowed)
+
+    def hurry(self, seconds: float) -> None:
+        """Leave each place but the last so much time together, now and later."""
+        for store in self.stores[:-1]:
+            store.storage.hurry(seconds)
 
     def insist(self, step: int, begin: Callable[[], None]) -> None:
         """Wait for the snapshot of `step`, and begin again as often as failures are allowed.

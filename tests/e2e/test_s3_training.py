@@ -195,7 +195,7 @@ def test_fallback(proxy, path, tmp_path):
     command = [*torchrun(2), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
     limits = {**through(proxy), **hasty(tmp_path)}
     job = Job([*command, "snapshot.max_failures=0"], tmp_path, **limits)
-    wait_for(lambda: len(committed(tmp_path)) >= 2, what="two snapshots")
+    wait_for(lambda: committed(tmp_path), what="a snapshot")
     proxy.down = True
     wait_for(lambda: committed(tmp_path)[-1][1] == str(other / "run"), what="a snapshot at the other place")
     job.kill_tree()
@@ -210,6 +210,22 @@ def test_fallback(proxy, path, tmp_path):
     assert f"resuming from the snapshot of step {step} " in done.stdout
     assert committed(tmp_path)[-1] == (step + 50, f"{path}/run")
     assert not list(other.glob("run/step_*")), "what stood there was for the time without the store"
+
+
+def test_preempted_while_the_store_is_away(proxy, path, tmp_path):
+    """With the limits that users have, of which the first place may not take all the grace."""
+    other = tmp_path / "other"
+    command = [*python_main(), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
+    job = Job([*command, "snapshot.grace_seconds=8"], tmp_path, **through(proxy))
+    wait_for(lambda: committed(tmp_path), what="a snapshot")
+    proxy.down = True
+    before = committed(tmp_path)[-1][0]
+    wait_for(lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training that goes on")
+    os.kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(30) == 0, job.text()
+    step = last_step(tmp_path / "outputs" / "run")
+    assert f"preempted at step {step}; the same command goes on from there" in job.text()
+    assert SnapshotStore(str(other / "run")).newest().step == step
 
 
 def test_store_away_at_resume(proxy, path, tmp_path):

@@ -218,6 +218,19 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path
     assert saver.find().step == 2
 
 
+def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
+    """Another snapshot.path must not mean to begin anew."""
+    model, optim = live(config)
+    saver_at(tmp_path / "old", config).save(Position(step=5), model, optim, 12)
+    stores, former = [SnapshotStore(str(tmp_path / "new"))], [SnapshotStore(str(tmp_path / "old"))]
+    saver = Saver(config, Runtime(config, Place()), stores, CORPUS, former)
+    assert saver.find().step == 5
+    saver.save(Position(step=6), model, optim, 12)
+    assert saver.store.steps() == [6]
+    assert former[0].steps() == [5]
+    assert saver.find().step == 6
+
+
 def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, config):
     model, optim = live(config)
     saver_at(tmp_path, config).save(Position(step=5), model, optim, 12)
