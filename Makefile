@@ -15,7 +15,7 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
 
 test: $(VENV)/.test  ## set up .venv, run all tests; ARGS go to pytest
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(BIN)/ruff format --check .

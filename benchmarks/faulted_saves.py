@@ -89,6 +89,7 @@ def main() -> None:
                 server.start()
                 os.environ.update(server.environment())
                 result = measure(server.port, server.make_bucket(given.bucket), given.saves, given.seed)
+                result["unfinished uploads left"] = len(server.unfinished_uploads(given.bucket))
             finally:
                 server.kill()
     rows = [[key, str(value)] for key, value in result.items() if key != "faults"]
@@ -149,7 +150,6 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
         "MB each": round(sum(map(len, contents.values())) / 1e6, 1),
         "seconds a save, median": round(sorted(seconds)[saves // 2], 2),
         "seconds a save, longest": round(max(seconds), 2),
-        "unfinished uploads left": len(server.unfinished_uploads("runs")),
         "faults": dict(faults),
     }
 

@@ -9,7 +9,7 @@ from chaos import Chaos, logged_steps, undisturbed
 
 from mingpt_ddp.storage import Storage
 
-SECONDS = 30.0  # of faults; `benchmarks/chaos.py` has more patience
+SECONDS = 25.0  # of faults; `benchmarks/chaos.py` has more patience
 
 
 @pytest.fixture(scope="module")

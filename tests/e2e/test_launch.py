@@ -360,7 +360,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_older_snapshots(tmp_path):
     limited = " ".join(["ulimit -f 40;", "exec", *python_main(), *TINY, "run.name=a"])
     done = call(["bash", "-c", f"trap '' XFSZ; {limited}"], tmp_path)
     assert done.returncode == 2, done.stdout
-    assert done.stdout.splitlines()[-1].startswith("run error: cannot write the snapshot of step 12")
+    assert done.stdout.splitlines()[-1].startswith("storage error: cannot write the snapshot of step 12")
     again = call([*python_main(), *TINY, "run.name=a"], tmp_path)
     assert again.returncode == 0, again.stdout
     assert "resuming from the snapshot of step 8 of 12" in again.stdout
