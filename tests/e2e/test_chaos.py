@@ -9,7 +9,7 @@ from chaos import Chaos, logged_steps, undisturbed
 
 from mingpt_ddp.storage import Storage
 
-SECONDS = 25.0  # of faults; `benchmarks/chaos.py` has more patience
+SECONDS = 40.0  # of faults; `benchmarks/chaos.py` has more patience
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_chaos(ranks, seaweed, bucket, tmp_path, monkeypatch):
     chaos = Chaos(tmp_path, seaweed, bucket, seed=1, ranks=ranks)
     report = chaos.go(SECONDS)
     print(report)
-    assert sum(map(len, report.lost.values())) >= 3, "little has happened"
+    assert sum(map(len, report.lost.values())) >= 2, "little has happened"
     for rank in range(min(ranks)):
         assert logged_steps(chaos.run, rank) == list(range(1, report.steps + 1))
     (tmp_path / "undisturbed").mkdir()
