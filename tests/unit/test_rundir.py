@@ -137,7 +137,9 @@ def test_starts_that_change_nothing_add_nothing(directory):
 
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory, monkeypatch):
     told: list[str] = []
-    monkeypatch.setattr(logging.getLogger("mingpt_ddp.rundir"), "info", lambda form, *values: told.append(form % values))
+    monkeypatch.setattr(
+        logging.getLogger("mingpt_ddp.rundir"), "info", lambda form, *values: told.append(form % values)
+    )
     for lr in (1e-3, 2e-3, 2e-3, 1e-3):
         directory.record_start(changed(lr=lr), {})
     assert configs(directory) == {"config.yaml": 1e-3, "config.2.yaml": 2e-3, "config.3.yaml": 1e-3}
