@@ -77,7 +77,7 @@ def train(cfg: DictConfig) -> float:
     runtime: Runtime | None = None
     interrupt = Interrupt()
     interrupt.leave = lambda number: _leave_on_signal(number, place, runtime)
-    interrupt.stalled = lambda reason: _leave(f"error: {reason}", FAILURE)
+    interrupt.stalled = _leave_stalled
     interrupt.pointless = lambda: runtime is not None and runtime.reported_failure(wait_s=0) is not None
     interrupt.install()
     try:
@@ -252,6 +252,13 @@ def _leave_with_failure(error: BaseException, place: Place, runtime: Runtime | N
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place.agent:
         time.sleep(AGENT_S)  # the agent blames the first to go
+    _leave(None, FAILURE)
+
+
+def _leave_stalled(reason: str) -> None:
+    """The others have a moment to tell it as well: the agent ends all when the first has gone."""
+    log.error("error: %s", reason)
+    time.sleep(AGENT_S)
     _leave(None, FAILURE)
 
 
