@@ -20,8 +20,8 @@ from mingpt_ddp.errors import AwayError, TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.guard import Guard
 from mingpt_ddp.interrupt import Interrupt
+from mingpt_ddp.journal import Journal
 from mingpt_ddp.metrics import Board
-from mingpt_ddp.report import Report
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.snapshots.saver import Position, Saver
 from mingpt_ddp.stepper import Stepper
@@ -66,8 +66,8 @@ class Trainer:
         self.model, self.optimizer, self.evaluator = stepper.model, stepper.optimizer, evaluator
         self.saver, self.position, self.sample = saver, position, sample
         self.steps, self.interrupt = stepper.steps, interrupt
-        self.report = Report(config, runtime, board, position.step, self.steps)
-        self.report.meter.load_state(position.loss_sum, position.loss_steps)
+        self.journal = Journal(config, runtime, board, position.step, self.steps)
+        self.journal.meter.load_state(position.loss_sum, position.loss_steps)
         self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
         wanted = config.snapshot
         self.cadence = Cadence(wanted.every_minutes, wanted.mtbf_hours if wanted.every_steps == "auto" else None)
@@ -91,9 +91,9 @@ class Trainer:
             while self.position.step < self.steps and not self._preempted:
                 self._step(self.position.step + 1)
             if not self._preempted:
-                self.report.complete(self.position.val_loss)
+                self.journal.complete(self.position.val_loss)
         finally:
-            self.report.close()
+            self.journal.close()
         return not self._preempted
 
     def _step(self, step: int) -> None:
@@ -110,7 +110,7 @@ class Trainer:
             if not self._take(step, loss, norm, votes):
                 return
         self.position.step = step
-        self.report.progress.advance()
+        self.journal.progress.advance()
         if not votes.busy:
             self.saver.collect()
         if self._due(step, self.config.trainer.log_every) or step == self.steps:
@@ -150,7 +150,7 @@ class Trainer:
         if complaint is None:
             self.guard.healthy(step, mean, self.position)
             self._lr = self.stepper.update(step)
-            self.report.meter.record(loss, norm, self.stepper.data_s)
+            self.journal.meter.record(loss, norm, self.stepper.data_s)
             return True
         self.stepper.leave_out()
         told = f"step {step} has {complaint} ({self.stepper.diagnose(step)})"
@@ -178,8 +178,8 @@ class Trainer:
         restored.lost_seconds = left.lost_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))
-        self.report.meter.load_state(restored.loss_sum, restored.loss_steps)
-        self.report.board.go_back(restored.step + 1)
+        self.journal.meter.load_state(restored.loss_sum, restored.loss_steps)
+        self.journal.board.go_back(restored.step + 1)
         return True
 
     # What happens between the steps.
@@ -208,7 +208,7 @@ class Trainer:
             return False
         begin = time.perf_counter()
         loss = self.evaluator.run(self.model, stop=lambda: self.interrupt.asked is not None)
-        self.report.meter.pause(time.perf_counter() - begin)
+        self.journal.meter.pause(time.perf_counter() - begin)
         if loss is None:
             self._preempted = True
             return False
@@ -219,15 +219,15 @@ class Trainer:
         improved = position.best_val_loss is None or loss < position.best_val_loss
         if improved:
             position.best_val_loss, position.best_step = loss, step
-        self.report.validated(step, loss)
+        self.journal.validated(step, loss)
         return improved and self.config.snapshot.keep_best
 
     def _show_sample(self, step: int) -> None:
         self.runtime.at("sampling")
-        self.report.sampled(step, self.sample(step))
+        self.journal.sampled(step, self.sample(step))
 
     def _log(self, step: int) -> None:
-        readings = self.report.steps_taken(step, self._lr, self.stepper.wrapped, self._tick().goodput)
+        readings = self.journal.steps_taken(step, self._lr, self.stepper.wrapped, self._tick().goodput)
         if readings is not None:
             self.position.train_loss = readings.loss
             self._stop_if_not_finite(step, readings.loss, readings.grad_norm)
@@ -251,7 +251,7 @@ class Trainer:
         begin = time.perf_counter()
         result = wait()
         seconds = time.perf_counter() - begin
-        self.report.meter.pause(seconds)
+        self.journal.meter.pause(seconds)
         self.position.stall_seconds += seconds
         self.cadence.stalled(seconds)
         return result
@@ -281,10 +281,10 @@ class Trainer:
             self.saver.finish()
 
     def _put_down(self) -> None:
-        self.report.board.flush()
+        self.journal.board.flush()
         position = self._tick()
-        position.loss_sum, position.loss_steps = self.report.meter.state()
-        self._stop_if_not_finite(position.step, position.loss_sum, self.report.meter.grad_norm())
+        position.loss_sum, position.loss_steps = self.journal.meter.state()
+        self._stop_if_not_finite(position.step, position.loss_sum, self.journal.meter.grad_norm())
         self._wanted = False
         self.cadence.begun(self.saver.durable_s)
         if self.config.snapshot.every_steps == "auto":

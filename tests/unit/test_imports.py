@@ -52,9 +52,9 @@ ALLOWED: dict[str, set[str]] = {
     "watch": {"ranks"},
     "guard": {"config", "snapshots.saver"},
     "stepper": {"config", "loader", "optim", "runtime", "seeds"},
-    "report": {"config", "logs", "metrics", "runtime"},
+    "journal": {"config", "logs", "metrics", "runtime"},
     "trainer": {
-        *("cadence", "config", "errors", "evaluate", "guard", "interrupt", "metrics", "report", "runtime"),
+        *("cadence", "config", "errors", "evaluate", "guard", "interrupt", "journal", "metrics", "runtime"),
         *("snapshots.saver", "stepper"),
     },
     "run": {

@@ -17,8 +17,8 @@ from mingpt_ddp.runtime import Runtime
 log = logging.getLogger(__name__)
 
 
-class Report:
-    """A report on a run of `steps` steps, of which `done` are."""
+class Journal:
+    """The journal of a run of `steps` steps, of which `done` are."""
 
     def __init__(self, config: Config, runtime: Runtime, board: Board, done: int, steps: int) -> None:
         self.config, self.runtime, self.board, self.steps = config, runtime, board, steps
