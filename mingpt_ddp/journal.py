@@ -1,4 +1,4 @@
-"""What a run tells while it trains: lines in the log, the bar, TensorBoard."""
+"""What a run tells while it trains: lines in the log, the bar, TensorBoard, metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.config import Config
+from mingpt_ddp.history import History
 from mingpt_ddp.logs import Progress
 from mingpt_ddp.metrics import NATS_PER_BIT, Board, Meter, Readings
 from mingpt_ddp.runtime import Runtime
@@ -20,11 +21,17 @@ log = logging.getLogger(__name__)
 class Journal:
     """The journal of a run of `steps` steps, of which `done` are."""
 
-    def __init__(self, config: Config, runtime: Runtime, board: Board, done: int, steps: int) -> None:
-        self.config, self.runtime, self.board, self.steps = config, runtime, board, steps
+    def __init__(self, config: Config, runtime: Runtime, board: Board, history: History, done: int, steps: int) -> None:
+        self.config, self.runtime, self.board, self.history, self.steps = config, runtime, board, history, steps
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self.progress = Progress(runtime.place, done, steps)
         board.text(done + 1, "config", yaml.safe_dump(config.to_dict(), sort_keys=False))
+        history.start(done, runtime.world_size)
+
+    def go_back(self, step: int) -> None:
+        """What was told of the steps after `step` will be told anew."""
+        self.board.go_back(step + 1)
+        self.history.go_back(step)
 
     def steps_taken(self, step: int, lr: float, model: nn.Module, goodput: float) -> Readings | None:
         """Of the steps since the last time; None where all of them were left out. A collective."""
@@ -47,6 +54,7 @@ class Journal:
             },
         )
         self.board.results(step, {"speed/goodput": goodput})
+        self.history.trained(step, readings.loss, lr, readings.grad_norm, readings.tokens_per_s)
         left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
         brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
         self.progress.describe(brief)
@@ -59,6 +67,7 @@ class Journal:
 
     def validated(self, step: int, loss: float) -> None:
         self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
+        self.history.evaluated(step, loss)
         log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)
 
     def sampled(self, step: int, text: str | None) -> None:
@@ -72,6 +81,7 @@ class Journal:
 
     def complete(self, val_loss: float | None) -> None:
         self.board.hparams(self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
+        self.history.complete(self.steps)
 
     def close(self) -> None:
         self.progress.close()

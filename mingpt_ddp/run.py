@@ -15,6 +15,7 @@ from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.generate import generate_text
+from mingpt_ddp.history import METRICS, History
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.loader import Loader, plan_batches
 from mingpt_ddp.metrics import NATS_PER_BIT, Board
@@ -98,8 +99,9 @@ def run(
         board = Board(
             directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
         )
+        history = History(directory / METRICS if runtime.is_main else None)
         stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
-        trainer = Trainer(config, runtime, stepper, evaluator, saver, board, position, sample, interrupt)
+        trainer = Trainer(config, runtime, stepper, evaluator, saver, board, history, position, sample, interrupt)
         watch = Watch(runtime, interrupt.stalled)
         interrupt.heeded = True
         try:

@@ -19,6 +19,7 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.errors import AwayError, TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.guard import Guard
+from mingpt_ddp.history import History
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.journal import Journal
 from mingpt_ddp.metrics import Board
@@ -58,6 +59,7 @@ class Trainer:
         evaluator: Evaluator,
         saver: Saver,
         board: Board,
+        history: History,
         position: Position,
         sample: Callable[[int], str | None],
         interrupt: Interrupt,
@@ -66,7 +68,7 @@ class Trainer:
         self.model, self.optimizer, self.evaluator = stepper.model, stepper.optimizer, evaluator
         self.saver, self.position, self.sample = saver, position, sample
         self.steps, self.interrupt = stepper.steps, interrupt
-        self.journal = Journal(config, runtime, board, position.step, self.steps)
+        self.journal = Journal(config, runtime, board, history, position.step, self.steps)
         self.journal.meter.load_state(position.loss_sum, position.loss_steps)
         self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
         wanted = config.snapshot
@@ -179,7 +181,7 @@ class Trainer:
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))
         self.journal.meter.load_state(restored.loss_sum, restored.loss_steps)
-        self.journal.board.go_back(restored.step + 1)
+        self.journal.go_back(restored.step)
         return True
 
     # What happens between the steps.

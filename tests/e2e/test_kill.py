@@ -9,6 +9,8 @@ import pytest
 from launching import TINY, Job, committed, is_running, last_step, torchrun, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mingpt_ddp.history import METRICS, read_history
+
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
 # Slow enough to be hit in the middle: one step takes 10 ms or more.
@@ -92,6 +94,9 @@ def test_whole_tree_killed(ranks, tmp_path, undisturbed):
     assert weights(run) == undisturbed(ranks)
     for rank in range(ranks):
         assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is doubled or missing"
+    history = read_history(run / METRICS)
+    assert [step for step, _ in history.series("train_loss")] == list(range(1, STEPS + 1))
+    assert history.faults == 2
 
 
 def logged_steps(run: Path, rank: int) -> list[int]:

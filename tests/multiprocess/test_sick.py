@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mingpt_ddp import logs, metrics, stepper
 from mingpt_ddp import run as composition
 from mingpt_ddp.config import from_mapping
+from mingpt_ddp.history import METRICS, read_history
 from mingpt_ddp.model import GPT
 from mingpt_ddp.place import find_place
 from mingpt_ddp.run import run
@@ -230,6 +231,9 @@ def test_the_curve_has_every_step_once(trained, ranks, name):
     assert 0.0 not in points.values()
     healthy = curve(trained, ranks, "healthy")
     assert all(points[step] == healthy[step] for step in range(1, 6))
+    history = read_history(trained(ranks)[1] / name / METRICS)
+    assert history.series("train_loss") == [(step, pytest.approx(value)) for step, value in points.items()]
+    assert (history.faults, history.rollbacks) == (0, int(name == "rollback"))
 
 
 def test_a_finite_spike_is_caught(trained, ranks):

@@ -1,0 +1,155 @@
+"""metrics.jsonl: what is written, what is read back after kills, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import resource
+
+import pytest
+
+from mingpt_ddp.errors import DataError
+from mingpt_ddp.history import METRICS, History, read_history
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / METRICS
+
+
+def train(history: History, steps: range, loss: float) -> None:
+    for step in steps:
+        history.trained(step, loss, 1e-3, 2.0, 1000.0)
+        if step % 4 == 0:
+            history.evaluated(step, loss)
+
+
+def test_one_json_object_a_line(path):
+    history = History(path)
+    history.start(0, world_size=2)
+    history.trained(10, 2.5, 1e-3, 0.5, 4000.0)
+    history.evaluated(10, 2.75)
+    history.complete(10)
+    start, trained, evaluated, complete = map(json.loads, path.read_text().splitlines())
+    assert start.pop("start") == pytest.approx(complete.pop("complete"), abs=60)
+    assert start == {"step": 0, "world_size": 2}
+    assert trained == {"step": 10, "train_loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 4000.0}
+    assert evaluated == {"step": 10, "val_loss": 2.75}
+    assert complete == {"step": 10}
+
+
+def test_steps_that_are_made_again_count_once(path):
+    """Killed behind step 10, the last snapshot was that of step 6; then a rollback from step 9 to step 8."""
+    for begin, end, loss in ((0, 10, 1.0), (6, 9, 2.0)):
+        history = History(path)
+        history.start(begin, world_size=1)
+        train(history, range(begin + 1, end + 1), loss)
+    history.go_back(8)
+    train(history, range(9, 13), 3.0)
+    records = read_history(path)
+    ways = [*((step, 1.0) for step in range(1, 7)), (7, 2.0), (8, 2.0), *((step, 3.0) for step in range(9, 13))]
+    assert records.series("train_loss") == ways
+    assert records.series("val_loss") == [(4, 1.0), (8, 2.0), (12, 3.0)]
+    assert (records.starts, records.faults, records.rollbacks) == (2, 1, 1)
+
+
+def test_a_run_that_is_continued_has_survived_no_fault(path):
+    for limit in (4, 8):
+        history = History(path)
+        history.start(limit - 4, world_size=1)
+        train(history, range(limit - 3, limit + 1), 1.0)
+        history.complete(limit)
+    records = read_history(path)
+    assert (records.starts, records.faults) == (2, 0)
+    assert [step for step, _ in records.series("train_loss")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12'])
+def test_a_line_that_a_dead_process_did_not_finish(path, torn):
+    History(path).start(0, world_size=1)
+    History(path).evaluated(1, 3.0)
+    with open(path, "a") as file:
+        file.write(torn)
+    assert read_history(path).series("val_loss") == [(1, 3.0)]
+    History(path).start(1, world_size=1)
+    History(path).evaluated(2, 2.0)
+    records = read_history(path)
+    assert records.series("val_loss") == [(1, 3.0), (2, 2.0)]
+    assert records.faults == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 2, "val_loss": 1.',
+        "{}",
+        "[1]",
+        "",
+        '{"step": 1.5, "val_loss": 1}',
+        '{"step": true}',
+        '{"step": 2, "val_loss": "1"}',
+        '{"step": 2, "val_loss": true}',
+        '{"step": 2, "val_loss": 1e999}',
+        '{"step": 2, "val_loss": {}}',
+        "[" * 100_000,
+        '{"step": 1' + "0" * 5000 + "}",
+        "\udcff",
+    ],
+)
+def test_any_other_line_is_refused_by_its_number(path, line):
+    lines = ['{"start": 1, "step": 0}', line, '{"step": 2, "val_loss": 1}', ""]
+    path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=r"line 2 of .*metrics.jsonl is not a record") as error:
+        read_history(path)
+    assert len(str(error.value)) < 400
+    path.write_bytes("\n".join([lines[0], line, ""]).encode(errors="surrogateescape"))
+    with pytest.raises(DataError):  # it is the last one, but whole
+        read_history(path)
+
+
+def test_what_is_not_a_number_is_left_out(path):
+    history = History(path)
+    history.trained(1, math.nan, 1e-3, math.inf, 1000.0)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail)["train_loss"] is None
+    with open(path, "a") as file:
+        file.write('{"step": 2, "train_loss": NaN, "lr": 1e-3}\n')
+    records = read_history(path)
+    assert records.series("train_loss") == []
+    assert records.series("lr") == [(1, 1e-3), (2, 1e-3)]
+
+
+def test_other_keys_are_kept(path):
+    path.write_text('{"step": 3, "mfu": 0.5}\n')
+    assert read_history(path).series("mfu") == [(3, 0.5)]
+
+
+def test_an_empty_file_is_an_empty_history(path):
+    path.touch()
+    assert read_history(path).rows == []
+
+
+def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, caplog):
+    """A limit on the file's size cuts the line that is written, as a full disk does."""
+    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
+    history = History(path)
+    history.start(0, world_size=1)
+    whole = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    try:
+        train(history, range(1, 5), 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caplog.text.count("cannot be written, training goes on without") == 1
+    assert path.read_bytes() == whole
+    history.evaluated(8, 1.0)
+    assert read_history(path).series("val_loss") == [(8, 1.0)]
+
+
+def test_only_one_rank_has_a_history(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    history = History(None)
+    history.start(0, world_size=2)
+    train(history, range(1, 5), 1.0)
+    assert list(tmp_path.iterdir()) == []
