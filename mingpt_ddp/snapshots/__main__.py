@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mingpt_ddp import logs
 from mingpt_ddp.errors import ConfigError, UserError, printable
@@ -26,9 +26,7 @@ from mingpt_ddp.sample import LONGEST_LINE, values_of
 from mingpt_ddp.schema import build, closest
 from mingpt_ddp.storage import check_url
 
-if TYPE_CHECKING:
-    pass
-
+COMMANDS = ("list", "verify", "prune", "export")
 USER_ERROR = 2  # exit code
 
 
@@ -71,19 +69,17 @@ def _command(words: list[str]) -> int:
         raise ConfigError(f"{command} needs a URL; name a run directory, its snapshots or one of them")
     from mingpt_ddp.snapshots import manage, survey  # torch comes with them: a mistyped command is told before
 
-    commands: dict[str, tuple[type, Callable[[Any], int]]] = {
-        "list": (survey.ListConfig, survey.list_),
-        "verify": (survey.ListConfig, survey.verify),
-        "prune": (manage.PruneConfig, manage.prune),
-        "export": (manage.ExportConfig, manage.export),
-    }
-    shape, work = commands[command]
+    works: tuple[tuple[type, Callable[[Any], int]], ...] = (  # in the order of COMMANDS
+        (survey.ListConfig, survey.list_),
+        (survey.ListConfig, survey.verify),
+        (manage.PruneConfig, manage.prune),
+        (manage.ExportConfig, manage.export),
+    )
+    shape, work = dict(zip(COMMANDS, works, strict=True))[command]
     config: Any = build(shape, {**values_of(arguments[1:], literal=("to",)), "url": arguments[0]}, "")
     check_url(config.url, "URL")
     return work(config)
 
-
-COMMANDS = ("list", "verify", "prune", "export")
 
 if __name__ == "__main__":
     main()

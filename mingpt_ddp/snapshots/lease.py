@@ -15,7 +15,7 @@ import time
 import uuid
 from typing import Any
 
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import AwayError, RunError
 from mingpt_ddp.storage import Storage
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,17 @@ class Lease:
 
         Raises:
             RunError: the owner is alive.
+            AwayError: the storage does not answer.
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
         self._beat = 0
         self._lost_to: str | None = None
         self._stopped = threading.Event()
-        self._take(dead)
+        try:
+            self._take(dead)
+        except OSError as error:
+            raise AwayError(f"cannot use {storage.url}: {error}") from error
         self._counting = threading.Thread(target=self._count, name="lease", daemon=True)
         self._counting.start()
 

@@ -15,7 +15,7 @@ from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.rundir import RunDirectory
 from mingpt_ddp.sample import described
 from mingpt_ddp.snapshots.find import load, step_in
-from mingpt_ddp.snapshots.format import Damaged, Snapshot, directory_name
+from mingpt_ddp.snapshots.format import Snapshot, directory_name
 from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -50,7 +50,6 @@ class ExportConfig(ListConfig):
 
 def prune(config: PruneConfig) -> int:
     """Say what goes, then delete it; in every place the newest whole one stays, whatever the words say."""
-
     if step_in(config.url) is not None:
         raise ConfigError(f"{config.url} is one snapshot; prune takes a run directory or its snapshots")
     places = found(config.url)
@@ -84,8 +83,8 @@ def _owned(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
 
     Raises:
         RunError: a run is.
+        AwayError: one of the places does not answer.
     """
-
     locked: dict[Path, RunDirectory] = {}
     leases: list[Lease] = []  # where the URL says nothing of the run
 
@@ -103,7 +102,7 @@ def _owned(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
             if store.storage.shared and locked:
                 next(iter(locked.values())).own_snapshots(store.storage)
             elif store.storage.shared:
-                leases.append(_lease(store.storage))
+                leases.append(Lease(store.storage))
             elif store.storage.local:
                 lock(place.parent if (place.parent / ".lock").exists() and place.name == "snapshots" else place)
         yield
@@ -116,20 +115,11 @@ def _owned(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
             lease.release()
 
 
-def _lease(place: Storage) -> Lease:
-
-    try:
-        return Lease(place)
-    except OSError as error:
-        raise RunError(f"cannot use {place.url}: {error}") from error
-
-
 # export
 
 
 def export(config: ExportConfig) -> int:
     """Write the weights of one snapshot, joined, to a directory that appears whole or not at all."""
-
     target = Path(config.to)
     if os.path.lexists(target):
         raise ConfigError(f"to={config.to} is there already; name a new directory")
@@ -158,16 +148,11 @@ def _chosen(config: ExportConfig) -> Snapshot:
     Raises:
         SnapshotError: it is not there, or not whole.
     """
-
     if config.step is None:
         return load(config.url, kinds=("model",))
     for store, steps in found(config.url):
         if config.step in steps:
-            try:
-                return store.read(config.step, kinds=("model",))
-            except Damaged as damage:
-                name = f"{store.url}/{directory_name(config.step)}"
-                raise SnapshotError(f"{name} cannot be used: {damage}") from damage
+            return load(f"{store.url}/{directory_name(config.step)}", kinds=("model",))
     raise SnapshotError(f"there is no snapshot of step {config.step} at {config.url}")
 
 

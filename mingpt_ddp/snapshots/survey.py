@@ -43,7 +43,6 @@ def found(url: str) -> list[tuple[SnapshotStore, list[int]]]:
     Raises:
         SnapshotError: there are none.
     """
-
     named = step_in(url)
     if named is not None:
         candidates = [(named[0], [named[1]] if named[1] in named[0].steps() else [])]
@@ -88,7 +87,6 @@ def look(store: SnapshotStore, step: int) -> Entry:
         SnapshotError: it is of a newer format.
         StorageError: the storage does not answer.
     """
-
     try:
         files, state = store.glance(step)
         position = state.get("position") if isinstance(state, dict) else None
@@ -151,7 +149,6 @@ def human(size: float) -> str:
 
 def verify(config: ListConfig) -> int:
     """Read everything; a line for every snapshot."""
-
     damaged = 0
     for store, steps in found(config.url):
         for step in steps:
@@ -165,7 +162,6 @@ def verify(config: ListConfig) -> int:
 
 def check(store: SnapshotStore, step: int) -> str | None:
     """Read a snapshot; what is wrong with it, or None. Damage is remembered in the store."""
-
     shown = sys.stderr is not None and sys.stderr.isatty()
     bar = tqdm(
         desc=f"step {step}",

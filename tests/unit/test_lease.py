@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import AwayError, RunError
 from mingpt_ddp.snapshots import lease as module
 from mingpt_ddp.snapshots.lease import OWNER, Lease
 from mingpt_ddp.storage import Storage, StorageError
@@ -252,7 +252,7 @@ def test_a_store_that_is_away_is_no_reason_to_take_over(place, take, monkeypatch
         raise StorageError("the store is away")
 
     monkeypatch.setattr(other, "read", broken)
-    with pytest.raises(StorageError):
+    with pytest.raises(AwayError, match=f"cannot use {place.url}: the store is away"):
         take(other)
 
 
