@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mingpt_ddp.config import Config
     from mingpt_ddp.model import GPT
 
-LARGEST_CONFIG = 1 << 16  # characters of a snapshot's configuration as JSON
 LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
 
 
@@ -165,6 +164,7 @@ def described(state: Any) -> tuple[Config, str]:
         SnapshotError: it does not hold them.
     """
     from mingpt_ddp.config import from_mapping
+    from mingpt_ddp.snapshots.format import LARGEST_CONFIG
 
     try:
         characters, values = state["vocabulary"], state["config"]

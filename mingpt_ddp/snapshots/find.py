@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 import yaml
 
 from mingpt_ddp.errors import AwayError, SnapshotError
-from mingpt_ddp.snapshots.format import KINDS, Damaged, Snapshot, step_of
+from mingpt_ddp.snapshots.format import KINDS, LARGEST_CONFIG, Damaged, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import Storage
 
 log = logging.getLogger(__name__)
-
-LARGEST_CONFIG = 1 << 16  # bytes of a run's config.yaml
 
 
 def places(url: str) -> Iterator[SnapshotStore]:

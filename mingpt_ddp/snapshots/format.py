@@ -27,6 +27,7 @@ KINDS = ("model", "optimizer")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SMALL = 1 << 24  # bytes: no state of ours is larger, not even with every character there is
 LARGEST_MANIFEST = 1 << 22  # bytes: that of 10,000 parts is smaller
+LARGEST_CONFIG = 1 << 16  # characters of a run's configuration, in a snapshot's state or in its config.yaml
 DEEPEST = 20  # JSON within JSON
 SMALLEST_PART = 1 << 24  # bytes: dividing less than this costs more in files than it gains
 

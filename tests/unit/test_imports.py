@@ -81,7 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "sample": {
         *("config", "corpus", "errors", "generate", "logs", "model", "place", "schema", "snapshots.find"),
-        *("snapshots.tensors", "storage"),
+        *("snapshots.format", "snapshots.tensors", "storage"),
     },
     "snapshots.survey": {
         *("errors", "schema", "snapshots.find", "snapshots.format", "snapshots.store", "storage"),
