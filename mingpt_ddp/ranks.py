@@ -37,6 +37,23 @@ class Mark:
     waiting: bool  # for other ranks
 
 
+def _packed(error: Exception) -> tuple[str, str]:
+    """The kind of an error and its message, on the way to other ranks; what is no UserError travels as an OSError."""
+    if isinstance(error, UserError):
+        return type(error).__name__, str(error.args[0])
+    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return "OSError", " ".join(told.split())
+
+
+def _unpacked(packed: tuple[str, str], where: str = "") -> Exception:
+    """The error that another rank has packed; an OSError says `where` it was."""
+    kind, message = packed
+    if kind == "OSError":
+        return OSError(f"{where}{message}")
+    error: UserError = getattr(errors, kind)(message)
+    return error
+
+
 class Ranks:
     """All ranks of the job, as seen from one of them."""
 
@@ -152,12 +169,11 @@ class Ranks:
             try:
                 outcome["value"] = work()
             except UserError as error:
-                outcome["error"] = [type(error).__name__, str(error.args[0])]
+                outcome["error"] = _packed(error)
         outcomes = self.gather(outcome)
         for other in outcomes:
             if "error" in other:
-                name, message = other["error"]
-                raise getattr(errors, name)(message)
+                raise _unpacked(other["error"])
         values: list[T] = [other["value"] for other in outcomes if other]
         if any(value != values[0] for value in values):
             raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
@@ -173,20 +189,12 @@ class Ranks:
         outcome: dict[str, Any] = {}
         try:
             outcome["value"] = work()
-        except UserError as error:
-            outcome["error"] = [type(error).__name__, str(error.args[0])]
         except Exception as error:  # whatever it is, the other ranks must hear of it
-            what = (
-                error.strerror if isinstance(error, OSError) and error.strerror else f"{error or type(error).__name__}"
-            )
-            outcome["error"] = ["OSError", " ".join(what.split())]
+            outcome["error"] = _packed(error)
         outcomes = self.gather(outcome, beside=True)
         for rank, other in enumerate(outcomes):
             if "error" in other:
-                name, message = other["error"]
-                if name == "OSError":
-                    raise OSError(message if self.world_size == 1 else f"rank {rank}: {message}")
-                raise getattr(errors, name)(message)
+                raise _unpacked(other["error"], "" if self.world_size == 1 else f"rank {rank}: ")
         return [other["value"] for other in outcomes]
 
     def remember(self, key: str, make: Callable[[], str]) -> str:
