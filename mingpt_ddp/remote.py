@@ -153,8 +153,8 @@ class RemoteFiles:
         for operation in self._running:
             operation.cancel()
 
-    def read(self, path: str, limit: int | None = None) -> bytes:
-        size = self._info(path)["size"]
+    def read(self, path: str, limit: int | None = None, known: int | None = None) -> bytes:
+        size = self._info(path)["size"] if known is None else known
         if size is None:  # some web servers do not tell
             content: bytes = self._request("read", "cat_file", path, end=limit)
             return content
@@ -166,8 +166,8 @@ class RemoteFiles:
 
         return b"".join(self._run("read", path, ranges, size))
 
-    def chunks(self, path: str, step: int) -> Iterator[bytes]:
-        size = self._info(path)["size"]
+    def chunks(self, path: str, step: int, known: int | None = None) -> Iterator[bytes]:
+        size = self._info(path)["size"] if known is None else known
         for start in range(0, size, step):
             end = min(start + step, size)
             yield self._run("read", path, partial(self._range, path=path, start=start, end=end), end - start)

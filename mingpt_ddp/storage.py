@@ -76,21 +76,27 @@ class Storage:
             raise ValueError(f"{name!r} is not a name below {self.url}")
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
-    def read(self, name: str, limit: int | None = None) -> bytes:
+    def read(self, name: str, limit: int | None = None, known: int | None = None) -> bytes:
         """The whole file, or its first `limit` bytes.
 
+        Args:
+            known: bytes of the file, as `size` has just told: a remote storage is not asked again.
+
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._files.read(self._at(name), limit)
+        return self._files.read(self._at(name), limit, known)
 
-    def chunks(self, name: str, size: int = 1 << 23) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int = 1 << 23, known: int | None = None) -> Iterator[bytes]:
         """The file in pieces of `size` bytes, of which one is in memory at a time; an empty file has none.
 
+        Args:
+            known: as of `read`.
+
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._files.chunks(self._at(name), size)
+        return self._files.chunks(self._at(name), size, known)
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Publish a file whole or not at all; on a local disk it has reached the disk when this returns.
@@ -133,11 +139,11 @@ class Storage:
 class LocalFiles:
     """The files of this machine, by path."""
 
-    def read(self, path: str, limit: int | None) -> bytes:
+    def read(self, path: str, limit: int | None, known: int | None) -> bytes:
         with open(path, "rb") as file:
-            return file.read(-1 if limit is None else limit)
+            return file.read(min((most for most in (limit, known) if most is not None), default=-1))
 
-    def chunks(self, path: str, size: int) -> Iterator[bytes]:
+    def chunks(self, path: str, size: int, known: int | None) -> Iterator[bytes]:
         with open(path, "rb") as file:
             while chunk := file.read(size):
                 yield chunk

@@ -36,6 +36,10 @@ class Damaged(Exception):
     """This snapshot is not what was written."""
 
 
+class Unfinished(Damaged):
+    """It was never committed."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The content of one snapshot, all of it on the CPU."""

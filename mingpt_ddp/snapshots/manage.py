@@ -72,7 +72,7 @@ def _newest_whole(store: SnapshotStore, count: int) -> list[int]:
     """The newest `count` snapshots in which every byte is right: for a damaged one no other may have to go."""
     whole: list[int] = []
     for step in reversed(store.steps()):
-        if len(whole) < count and store.is_committed(step) and check(store, step) is None:
+        if len(whole) < count and check(store, step) is None:
             whole.append(step)
     return whole
 

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mingpt_ddp.snapshots.format import (
     Damaged,
     Files,
     Snapshot,
+    Unfinished,
     directory_name,
     files_of,
     manifest_of,
@@ -180,14 +181,10 @@ class SnapshotStore:
         for name, expected in files.items():
             self._check_size(step, name, expected)
             digest = hashlib.sha256()
-            try:
-                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}"):
+            with _reading(name):
+                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}", known=expected["bytes"]):
                     digest.update(chunk)
                     progress(len(chunk))
-            except StorageError:
-                raise
-            except OSError as error:
-                raise Damaged(f"{name} cannot be read: {error}") from error
             self._check_digest(name, digest.hexdigest(), expected)
         return files
 
@@ -200,7 +197,8 @@ class SnapshotStore:
         """
         files = self.files(step)
         for name, expected in files.items():
-            self._check_size(step, name, expected)
+            if name != STATE:
+                self._check_size(step, name, expected)
         try:
             return files, plain(self._verified(step, STATE, files[STATE]))
         except (ValueError, RecursionError) as error:
@@ -210,26 +208,22 @@ class SnapshotStore:
         """What the manifest lists.
 
         Raises:
-            Damaged: it is missing, or not as we write it.
+            Unfinished: there is none.
+            Damaged: it is not as we write it.
+            StorageError: the storage does not answer.
         """
-        if not self.is_committed(step):  # a pipe of this name could be read for ever
-            raise Damaged("it was never finished")
-        try:
-            content = self.storage.read(f"{directory_name(step)}/{MANIFEST}", limit=LARGEST_MANIFEST)
-        except StorageError:
-            raise
-        except OSError as error:
-            raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+        path = f"{directory_name(step)}/{MANIFEST}"
+        size = self._size(path)
+        if size is None:  # also where it is a pipe, which could be read for ever
+            raise Unfinished("it was never finished")
+        with _reading(MANIFEST):
+            content = self.storage.read(path, limit=LARGEST_MANIFEST, known=size)
         return files_of(content, step)
 
     def _verified(self, step: int, name: str, expected: dict[str, Any]) -> bytes:
         self._check_size(step, name, expected)
-        try:
-            content = self.storage.read(f"{directory_name(step)}/{name}", limit=expected["bytes"])
-        except StorageError:
-            raise
-        except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error}") from error
+        with _reading(name):
+            content = self.storage.read(f"{directory_name(step)}/{name}", known=expected["bytes"])
         self._check_digest(name, hashlib.sha256(content).hexdigest(), expected)
         return content
 
@@ -254,14 +248,12 @@ class SnapshotStore:
         """
         for step in reversed(self.steps()):
             try:
-                if self.is_committed(step):
-                    return self.read(step, kinds)
+                return self.read(step, kinds)
+            except Unfinished:
                 log.info("%s/%s was never finished and is ignored", self.url, directory_name(step))
             except Damaged as damage:
                 self.damaged.add(step)
                 log.warning("damaged snapshot %s/%s is ignored: %s", self.url, directory_name(step), damage)
-            except StorageError as error:
-                raise AwayError(f"cannot read the snapshot of step {step}: {error}") from error
         if self.damaged:
             raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
@@ -283,6 +275,17 @@ class SnapshotStore:
         for step in gone:
             self._remove(step)
         return gone
+
+
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """A file that cannot be read is damage; a storage that does not answer says nothing about it."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise Damaged(f"{name} cannot be read: {error}") from error
 
 
 def _memory() -> int:

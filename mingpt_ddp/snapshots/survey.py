@@ -12,7 +12,7 @@ from tqdm import tqdm
 from mingpt_ddp.errors import ConfigError, SnapshotError, printable
 from mingpt_ddp.schema import refuse_credentials
 from mingpt_ddp.snapshots.find import places, step_in
-from mingpt_ddp.snapshots.format import Damaged, directory_name
+from mingpt_ddp.snapshots.format import Damaged, Unfinished, directory_name
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import Storage, StorageError
 
@@ -92,10 +92,11 @@ def look(store: SnapshotStore, step: int) -> Entry:
         position = state.get("position") if isinstance(state, dict) else None
         size = sum(file["bytes"] for file in files.values())
         return Entry(step, "whole", size, len(files) + 1, position if isinstance(position, dict) else {})
-    except Damaged:
+    except Damaged as damage:
         directory = Storage(f"{store.url}/{directory_name(step)}")
         sizes = [_size(directory, name) for name in directory.list()]
-        return Entry(step, "damaged" if store.is_committed(step) else "unfinished", sum(sizes), len(sizes), {})
+        status = "unfinished" if isinstance(damage, Unfinished) else "damaged"
+        return Entry(step, status, sum(sizes), len(sizes), {})
 
 
 def _size(directory: Storage, name: str) -> int:
@@ -153,14 +154,15 @@ def verify(config: ListConfig) -> int:
     for store, steps in found(config.url):
         for step in steps:
             problem = check(store, step)
-            if problem and store.is_committed(step):
+            told = str(problem or "whole")
+            if problem and not isinstance(problem, Unfinished):
                 damaged += 1
-                problem = f"damaged: {problem}"
-            say(f"{store.url}/{directory_name(step)}: {problem or 'whole'}")
+                told = f"damaged: {told}"
+            say(f"{store.url}/{directory_name(step)}: {told}")
     return DAMAGE if damaged else 0
 
 
-def check(store: SnapshotStore, step: int) -> str | None:
+def check(store: SnapshotStore, step: int) -> Damaged | None:
     """Read a snapshot; what is wrong with it, or None. Damage is remembered in the store."""
     shown = sys.stderr is not None and sys.stderr.isatty()
     bar = tqdm(
@@ -178,6 +180,6 @@ def check(store: SnapshotStore, step: int) -> str | None:
         return None
     except Damaged as damage:
         store.damaged.add(step)
-        return str(damage)
+        return damage
     finally:
         bar.close()

@@ -130,7 +130,7 @@ def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuin
     store = SnapshotStore(str(tmp_path))
     with pytest.raises(Damaged, match="does not describe"):
         store.read(8)
-    assert "does not describe" in check(store, 8)
+    assert "does not describe" in str(check(store, 8))
     assert look(store, 8).status == "damaged"
 
 

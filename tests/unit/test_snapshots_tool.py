@@ -106,9 +106,7 @@ def test_list_reads_no_tensors(run, config, call, monkeypatch):
     filled(run, config, 4)
     read = []
     original = Storage.read
-    monkeypatch.setattr(
-        Storage, "read", lambda self, name, limit=None: read.append(name) or original(self, name, limit)
-    )
+    monkeypatch.setattr(Storage, "read", lambda self, name, **how: read.append(name) or original(self, name, **how))
     monkeypatch.setattr(Storage, "chunks", None)
     assert call("list", run)[0] == 0
     assert {name.rsplit("/")[-1] for name in read} <= {MANIFEST, STATE, "config.yaml"}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import mingpt_ddp
 from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.remote import RemoteFiles
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.find import load
 from mingpt_ddp.snapshots.format import (
@@ -505,6 +506,20 @@ def test_every_bit_of_the_manifest_counts(snapshots):
                 store.verify(8)
     finally:
         path.write_bytes(content)
+
+
+@pytest.mark.parametrize("url", ["memory"], indirect=True)
+@pytest.mark.parametrize("look", [SnapshotStore.newest, lambda s: s.verify(8), lambda s: s.glance(8)])
+def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
+    for step in (4, 8):
+        store.write(content(step))
+    store.storage.write("step_00000009/state.json", b"{}")
+    asked: list[list[str]] = []
+    info = RemoteFiles._info
+    monkeypatch.setattr(RemoteFiles, "_info", lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path))
+    assert look(store)
+    assert sorted(name for step, name in asked if step == directory_name(8)) == sorted(FILES)
+    assert asked.count([directory_name(9), MANIFEST]) == (look is SnapshotStore.newest)
 
 
 # By URL
