@@ -80,7 +80,8 @@ def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
 
     figures: dict[str, list[float]] = {name: [] for name in ("sync", "stall", "alone", "beside", "durable")}
     forward_backward()
-    saver.save(Position(step=1), model, optimizer, 1)  # takes the memory of the copy, once in a run
+    saver.begin(Position(step=1), model, optimizer, 1)  # takes the memory of the copy, once in a run
+    saver.finish()
     for step in range(2, repetitions + 2):
         clock = Clock()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{root}/theirs.pt")
@@ -116,12 +117,14 @@ def be_rank(environment: dict[str, str], root: str, repetitions: int, results: A
 
     os.environ.update(environment)
     saver, model, optimizer, runtime = build(root)
-    saver.save(Position(step=1), model, optimizer, 1)
+    saver.begin(Position(step=1), model, optimizer, 1)
+    saver.finish()
     times = []
     for step in range(2, repetitions + 2):
         runtime.barrier()
         clock = Clock()
-        saver.save(Position(step=step), model, optimizer, 1)
+        saver.begin(Position(step=step), model, optimizer, 1)
+        saver.finish()
         durable = clock.lap()
         saver.restore(saver.find(), model, optimizer)
         times.append((durable, clock.lap()))

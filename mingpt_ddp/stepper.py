@@ -91,8 +91,10 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
 
     def diagnose(self, step: int) -> str:
-        """Which rank's loss or parameter went wrong, found by doing the step again. A collective; no weight changes."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Which rank's loss or parameter went wrong, found by doing the step again. A collective; no weight changes.
+
+        To be called when the gradients have been left out.
+        """
         found = ""
         for micro in self._fetch(step):
             with self.runtime.share_gradients(self.wrapped, last=False):

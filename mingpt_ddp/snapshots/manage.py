@@ -15,7 +15,7 @@ from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.rundir import RunDirectory
 from mingpt_ddp.sample import described
 from mingpt_ddp.snapshots.find import load, step_in
-from mingpt_ddp.snapshots.format import Snapshot, directory_name
+from mingpt_ddp.snapshots.format import MODEL, Snapshot, directory_name
 from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -125,7 +125,7 @@ def export(config: ExportConfig) -> int:
         raise ConfigError(f"to={config.to} is there already; name a new directory")
     chosen = _chosen(config)
     files: dict[str, bytes | memoryview] = {
-        "model.safetensors": encode(chosen.model),
+        MODEL: encode(chosen.model),
         "config.json": description(chosen),
     }
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")

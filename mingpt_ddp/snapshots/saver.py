@@ -321,9 +321,3 @@ class Saver:
         while self.last_step != step:
             begin()
             self.finish()
-
-    def save(
-        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int
-    ) -> None:
-        """Begin, and wait for the commit. Raises as `insist` does."""
-        self.insist(position.step, lambda: self.begin(position, model, optimizer, micro_batch_size))

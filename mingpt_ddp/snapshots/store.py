@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import re
@@ -21,8 +20,6 @@ from mingpt_ddp.snapshots.format import (
     KINDS,
     LARGEST_MANIFEST,
     MANIFEST,
-    MODEL,
-    OPTIMIZER,
     STATE,
     Damaged,
     Files,
@@ -34,7 +31,7 @@ from mingpt_ddp.snapshots.format import (
     plain,
     step_of,
 )
-from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.image import decode
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.storage import Storage, StorageError
 
@@ -111,17 +108,6 @@ class SnapshotStore:
         if self.lease is not None:
             self.lease.check()
         self.storage.write(f"{directory_name(step)}/{MANIFEST}", manifest_of(step, files))
-
-    def write(self, snapshot: Snapshot) -> None:
-        """Commit a snapshot that is at hand as a whole."""
-        self.clear(snapshot.step)
-        state = json.dumps(snapshot.state, indent=1).encode()
-        contents: dict[str, memoryview | bytes] = {
-            MODEL: encode(snapshot.model),
-            OPTIMIZER: encode(snapshot.optimizer),
-            STATE: state,
-        }
-        self.commit(snapshot.step, self.put(snapshot.step, contents))
 
     def _remove(self, step: int) -> None:
         """The manifest goes first, so that a snapshot which is deleted half-way does not exist."""

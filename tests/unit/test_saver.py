@@ -167,13 +167,21 @@ def saver_at(path, config: Config) -> Saver:
     return Saver(config, Runtime(config, Place()), [SnapshotStore(str(path))], CORPUS)
 
 
+def save(
+    saver: Saver, position: Position, model: torch.nn.Module, optim: torch.optim.Optimizer, micro_batch_size: int = 12
+) -> None:
+    saver.begin(position, model, optim, micro_batch_size)
+    saver.finish()
+    assert saver.last_step == position.step
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(optimizer, tmp_path):
     config = typed(f"optimizer={optimizer}")
     model, optim = live(config)
     train(model, optim, range(3))
     position = Position(step=3, train_loss=1.25, val_loss=1.5, val_step=2, best_val_loss=1.5, best_step=2, loss_sum=0.1)
-    saver_at(tmp_path, config).save(position, model, optim, micro_batch_size=6)
+    save(saver_at(tmp_path, config), position, model, optim, micro_batch_size=6)
     train(model, optim, range(3, 6))
 
     saver = saver_at(tmp_path, config)
@@ -196,7 +204,7 @@ def test_last_and_best_are_kept(tmp_path, config):
     saver = saver_at(tmp_path, config)
     model, optim = live(config)
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
-        saver.save(Position(step=step, best_step=best), model, optim, 12)
+        save(saver, Position(step=step, best_step=best), model, optim)
     assert saver.store.steps() == [2, 4, 5]
 
 
@@ -204,28 +212,28 @@ def test_the_best_is_kept_only_where_wanted(tmp_path):
     saver = saver_at(tmp_path, typed("snapshot.keep_best=false"))
     model, optim = live(saver.config)
     for step in range(1, 5):
-        saver.save(Position(step=step, best_step=1), model, optim, 12)
+        save(saver, Position(step=step, best_step=1), model, optim)
     assert saver.store.steps() == [3, 4]
 
 
 def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config):
     model, optim = live(config)
-    saver_at(tmp_path / "old" / "snapshots", config).save(Position(step=5), model, optim, 12)
+    save(saver_at(tmp_path / "old" / "snapshots", config), Position(step=5), model, optim)
     follower = changed(config, "run.resume", str(tmp_path / "old"))
     saver = saver_at(tmp_path / "new", follower)
     assert saver.find().step == 5
-    saver.save(Position(step=2), model, optim, 12)
+    save(saver, Position(step=2), model, optim)
     assert saver.find().step == 2
 
 
 def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
     """Another snapshot.path must not mean to begin anew."""
     model, optim = live(config)
-    saver_at(tmp_path / "old", config).save(Position(step=5), model, optim, 12)
+    save(saver_at(tmp_path / "old", config), Position(step=5), model, optim)
     stores, former = [SnapshotStore(str(tmp_path / "new"))], [SnapshotStore(str(tmp_path / "old"))]
     saver = Saver(config, Runtime(config, Place()), stores, CORPUS, former)
     assert saver.find().step == 5
-    saver.save(Position(step=6), model, optim, 12)
+    save(saver, Position(step=6), model, optim)
     assert saver.store.steps() == [6]
     assert former[0].steps() == [5]
     assert saver.find().step == 6
@@ -233,7 +241,7 @@ def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, c
 
 def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, config):
     model, optim = live(config)
-    saver_at(tmp_path, config).save(Position(step=5), model, optim, 12)
+    save(saver_at(tmp_path, config), Position(step=5), model, optim)
     with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was made with other settings: run.seed"):
         saver_at(tmp_path, changed(config, "run.seed", 7)).find()
 
@@ -241,7 +249,7 @@ def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, conf
 def test_weights_of_another_shape_are_refused(tmp_path, config):
     model, optim = live(config)
     saver = saver_at(tmp_path, config)
-    saver.save(Position(step=5), model, optim, 12)
+    save(saver, Position(step=5), model, optim)
     wider, wider_optim = live(changed(config, "model.n_embd", 96))
     with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model: "):
         saver.restore(saver.find(), wider, wider_optim)

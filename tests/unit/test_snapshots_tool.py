@@ -11,6 +11,7 @@ import uuid
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from storing import commit
 
 from mingpt_ddp.config import Config, from_dictconfig
 from mingpt_ddp.launch import config_directory
@@ -18,8 +19,8 @@ from mingpt_ddp.model import build_model
 from mingpt_ddp.snapshots import __main__ as tool
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots import lease, manage, survey
-from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name, divide
-from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
+from mingpt_ddp.snapshots.image import decode
 from mingpt_ddp.snapshots.lease import OWNER, Lease
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensors import model_tensors
@@ -68,7 +69,7 @@ def snapshot(config: Config, step: int) -> Snapshot:
 def filled(run: str, config: Config, *steps: int) -> SnapshotStore:
     store = SnapshotStore(f"{run}/snapshots")
     for step in steps:
-        store.write(snapshot(config, step))
+        commit(store, snapshot(config, step))
     return store
 
 
@@ -116,7 +117,7 @@ def test_a_stranger_cannot_write_to_the_terminal(run, config, call):
     store = SnapshotStore(f"{run}/snapshots")
     honest = snapshot(config, 4)
     forged = {"train_loss": "\x1b[2J", "val_loss": 10**400, "best_step": [4], "world_size": {}, "saved_at": 1e14}
-    store.write(Snapshot(4, honest.model, honest.optimizer, {"position": forged}))
+    commit(store, Snapshot(4, honest.model, honest.optimizer, {"position": forged}))
     code, out, _ = call("list", run)
     assert code == 0 and "\x1b" not in out
     assert cells(out)[4][4:] == ["-", "-", "-", "-"]
@@ -153,11 +154,8 @@ def test_verify_reads_every_byte(run, config, call):
 
 def test_verify_of_a_divided_snapshot(run, config, call, monkeypatch):
     monkeypatch.setattr(format_module, "SMALLEST_PART", 1)
-    store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
-    files = store.put(4, {STATE: json.dumps(whole.state).encode()})
-    for share in divide({"model": whole.model, "optimizer": whole.optimizer}, 3):
-        files |= store.put(4, {name: encode(tensors) for name, tensors in share.items()})
-    store.commit(4, files)
+    store = SnapshotStore(f"{run}/snapshots")
+    commit(store, snapshot(config, 4), writers=3)
     assert call("verify", run)[0] == 0
     assert cells(call("list", run)[1])[4][3] == "8"
     spoil(store, 4, "model-00002-of-00003.safetensors")
@@ -167,7 +165,7 @@ def test_verify_of_a_divided_snapshot(run, config, call, monkeypatch):
 def test_verify_takes_little_memory(tmp_path, config, call):
     size = 1 << 26
     store = SnapshotStore(str(tmp_path))
-    store.write(Snapshot(4, {"w": torch.zeros(size, dtype=torch.uint8)}, {}, {}))
+    commit(store, Snapshot(4, {"w": torch.zeros(size, dtype=torch.uint8)}, {}, {}))
     tracemalloc.start()
     try:
         assert call("verify", tmp_path)[0] == 0
@@ -250,10 +248,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
 def test_export_joins_the_parts(run, config, call, tmp_path, monkeypatch):
     monkeypatch.setattr(format_module, "SMALLEST_PART", 1)
     store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
-    files = store.put(4, {STATE: json.dumps(whole.state).encode()})
-    for share in divide({"model": whole.model, "optimizer": whole.optimizer}, 2):
-        files |= store.put(4, {name: encode(tensors) for name, tensors in share.items()})
-    store.commit(4, files)
+    commit(store, whole, writers=2)
     code, out, err = call("export", run, f"to={tmp_path}/out")
     assert (code, err) == (0, "") and out.startswith("step 4 is in")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", MODEL]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from storing import commit
 
 import mingpt_ddp
 from mingpt_ddp.errors import SnapshotError
@@ -29,10 +30,8 @@ from mingpt_ddp.snapshots.format import (
     Damaged,
     Snapshot,
     directory_name,
-    divide,
     step_of,
 )
-from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.survey import check
 from mingpt_ddp.storage import Storage
@@ -86,7 +85,7 @@ def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
 
 
 def test_what_is_written_is_read(store):
-    store.write(content(7))
+    commit(store, content(7))
     found = store.read(7)
     assert found.step == 7
     assert same(found.model, content(7).model)
@@ -95,22 +94,22 @@ def test_what_is_written_is_read(store):
 
 
 def test_the_directory_holds_four_files_and_nothing_else(store):
-    store.write(content(7))
+    commit(store, content(7))
     assert store.storage.list() == ["step_00000007"]
     assert sorted(files_of(store, 7)) == sorted(FILES)
 
 
 def test_the_same_content_gives_the_same_bytes(store):
-    store.write(content(7))
+    commit(store, content(7))
     first = files_of(store, 7)
-    store.write(content(7))
+    commit(store, content(7))
     assert files_of(store, 7) == first
 
 
 def test_the_newest_is_found(store, warnings):
     assert store.newest() is None
     for step in (3, 10, 9):
-        store.write(content(step))
+        commit(store, content(step))
     assert store.steps() == [3, 9, 10]
     assert store.newest().step == 10
     assert warnings == []
@@ -133,13 +132,13 @@ def test_names_of_directories(name, step):
 
 def test_steps_sort_by_number_beyond_eight_digits(store):
     for step in (99_999_999, 100_000_000):
-        store.write(content(step))
+        commit(store, content(step))
     assert store.newest().step == 100_000_000
 
 
 def test_other_names_are_left_alone(store):
     store.storage.write("notes.txt", b"x")
-    store.write(content(7))
+    commit(store, content(7))
     store.prune(1, None, 7)
     assert store.storage.list() == ["notes.txt", "step_00000007"]
 
@@ -153,7 +152,7 @@ def test_other_names_are_left_alone(store):
 )
 def test_prune(keep_last, best, left, store):
     for step in range(1, 6):
-        store.write(content(step))
+        commit(store, content(step))
     store.prune(keep_last, best, newest=5)
     assert store.steps() == left
     assert [store.read(step).step for step in left] == left
@@ -161,7 +160,7 @@ def test_prune(keep_last, best, left, store):
 
 def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
     for step in range(1, 6):
-        store.write(content(step))
+        commit(store, content(step))
     store.storage.delete(f"{directory_name(4)}/{MANIFEST}")
     store.prune(keep_last=2, best=None, newest=5)
     assert store.steps() == [3, 5]
@@ -170,7 +169,7 @@ def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
 def test_prune_spares_the_future(store):
     """A run that went back to an older snapshot does not delete what lies beyond until it comes there again."""
     for step in (1, 2, 3, 8, 9):
-        store.write(content(step))
+        commit(store, content(step))
     store.prune(keep_last=1, best=None, newest=3)
     assert store.steps() == [3, 8, 9]
 
@@ -199,7 +198,7 @@ class Failing(Storage):
 @pytest.mark.parametrize("calls", range(2))
 def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnings):
     for step in (1, 2):
-        store.write(content(step))
+        commit(store, content(step))
     store.storage = Failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
         store.prune(keep_last=1, best=None, newest=2)
@@ -214,27 +213,27 @@ def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnin
 # A write is: delete the old manifest, delete the old directory, three files, the manifest.
 @pytest.mark.parametrize("calls", range(6))
 def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warnings):
-    store.write(content(4))
+    commit(store, content(4))
     store.storage = Failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
-        store.write(content(8))
+        commit(store, content(8))
     again = SnapshotStore(store.url)
     assert not again.is_committed(8)
     assert again.newest().step == 4
     assert warnings == []  # an unfinished snapshot is nothing to worry about
-    again.write(content(8))
+    commit(again, content(8))
     assert again.newest().step == 8
     assert sorted(files_of(again, 8)) == sorted(FILES)
 
 
 @pytest.mark.parametrize("calls", range(6))
 def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     store.storage = Failing(store.url, calls)
     other = content(9)
     with pytest.raises(OSError, match="connection"):
-        store.write(Snapshot(8, other.model, other.optimizer, other.state))
+        commit(store, Snapshot(8, other.model, other.optimizer, other.state))
     found = SnapshotStore(store.url).newest()
     assert found.step == (8 if calls == 0 else 4)
     assert same(found.model, content(found.step).model)
@@ -254,14 +253,14 @@ def test_a_full_disk_leaves_no_partial_files(calls, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        store.write(content(8))
+        commit(store, content(8))
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES[:calls])
 
 
 def test_no_partial_files_after_success(tmp_path):
     store = SnapshotStore(str(tmp_path))
     for step in (1, 2, 3):
-        store.write(content(step))
+        commit(store, content(step))
         store.prune(2, None, step)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES * 2)
 
@@ -289,8 +288,8 @@ def flipped(data: bytes) -> bytes:
 @pytest.mark.parametrize("damage", [truncated, emptied, lengthened, flipped])
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings):
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     path = f"{directory_name(8)}/{name}"
     store.storage.write(path, damage(store.storage.read(path)))
     with pytest.raises(Damaged):
@@ -305,8 +304,8 @@ def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings):
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     store.storage.delete(f"{directory_name(8)}/{name}")
     assert store.newest().step == 4
     assert len(warnings) == (name != MANIFEST)  # without a manifest it was never finished
@@ -330,8 +329,8 @@ def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
     ],
 )
 def test_a_manifest_that_describes_something_else(values, store, warnings):
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     rewrite_manifest(store, **values)
     assert store.newest().step == 4
     assert len(warnings) == 1
@@ -339,8 +338,8 @@ def test_a_manifest_that_describes_something_else(values, store, warnings):
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 1}'])
 def test_a_manifest_that_is_no_manifest(text, store, warnings):
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     store.storage.write(f"{directory_name(8)}/{MANIFEST}", text.encode())
     assert store.newest().step == 4
     assert len(warnings) == 1
@@ -349,7 +348,7 @@ def test_a_manifest_that_is_no_manifest(text, store, warnings):
 def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
     """step_00000008, copied to step_00000009, claims to be a step that was never trained."""
     store = SnapshotStore(str(tmp_path))
-    store.write(content(8))
+    commit(store, content(8))
     (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
     with pytest.raises(SnapshotError, match="all snapshots"):
         store.newest()
@@ -358,8 +357,8 @@ def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
 
 def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
     """Somebody made a manifest for bytes of their own: they are refused, never unpickled."""
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     bytes_ = pickle.dumps({"weights": [1.0]})
     store.storage.write(f"{directory_name(8)}/{MODEL}", bytes_)
     files = json.loads(store.storage.read(f"{directory_name(8)}/{MANIFEST}"))["files"]
@@ -372,7 +371,7 @@ def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
 def test_all_damaged(store, warnings):
     """To start from nothing would overwrite what might yet be mended."""
     for step in (4, 8):
-        store.write(content(step))
+        commit(store, content(step))
         store.storage.write(f"{directory_name(step)}/{MODEL}", b"")
     with pytest.raises(SnapshotError, match=r"all snapshots at .* are damaged; move them away"):
         store.newest()
@@ -380,8 +379,8 @@ def test_all_damaged(store, warnings):
 
 
 def test_a_newer_format_is_not_damage(store):
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     rewrite_manifest(store, format=2)
     with pytest.raises(SnapshotError, match="of a newer version"):
         store.newest()
@@ -390,8 +389,8 @@ def test_a_newer_format_is_not_damage(store):
 @pytest.mark.parametrize("digit", [b"3", b"5", b"9"])
 def test_a_flipped_bit_in_the_format_is_damage(digit, store):
     """A newer format would not write its manifest as this one does."""
-    store.write(content(4))
-    store.write(content(8))
+    commit(store, content(4))
+    commit(store, content(8))
     path = f"{directory_name(8)}/{MANIFEST}"
     store.storage.write(path, store.storage.read(path).replace(b'"format": 1', b'"format": ' + digit))
     assert store.newest().step == 4
@@ -399,10 +398,10 @@ def test_a_flipped_bit_in_the_format_is_damage(digit, store):
 
 def test_damaged_snapshots_do_not_count_as_kept(store):
     for step in (4, 8, 12):
-        store.write(content(step))
+        commit(store, content(step))
     store.storage.write(f"{directory_name(12)}/{MODEL}", b"")
     assert store.newest().step == 8
-    store.write(content(16))
+    commit(store, content(16))
     store.prune(keep_last=2, best=None, newest=16)
     assert [step for step in store.steps() if step != 12] == [8, 16]
 
@@ -416,15 +415,12 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
     """Write a snapshot as `parts` ranks do; its files."""
     generator = torch.Generator().manual_seed(seed)
     named = {f"w{i}": torch.randn(4, generator=generator) for i in range(4)}
-    tensors = {"model": named, "optimizer": {f"{name}:exp_avg": tensor * 2 for name, tensor in named.items()}}
-    store = SnapshotStore(str(directory))
-    files = {}
-    for share in divide(tensors, parts):
-        files |= store.put(step, {name: encode(tensors) for name, tensors in share.items()})
-    files |= store.put(step, {STATE: json.dumps({"position": {"step": step}, "seed": seed}).encode()})
-    store.commit(step, files)
-    assert len(files) == 2 * parts + 1
-    return {path.name: path.read_bytes() for path in sorted((directory / directory_name(step)).iterdir())}
+    moments = {f"{name}:exp_avg": tensor * 2 for name, tensor in named.items()}
+    state = {"position": {"step": step}, "seed": seed}
+    commit(SnapshotStore(str(directory)), Snapshot(step, named, moments, state), parts)
+    files = {path.name: path.read_bytes() for path in sorted((directory / directory_name(step)).iterdir())}
+    assert len(files) == 2 * parts + 2
+    return files
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -512,7 +508,7 @@ def test_every_bit_of_the_manifest_counts(snapshots):
 @pytest.mark.parametrize("look", [SnapshotStore.newest, lambda s: s.verify(8), lambda s: s.glance(8)])
 def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     for step in (4, 8):
-        store.write(content(step))
+        commit(store, content(step))
     store.storage.write("step_00000009/state.json", b"{}")
     asked: list[list[str]] = []
     info = RemoteFiles._info
@@ -529,21 +525,21 @@ def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_load_takes_a_run_its_snapshots_or_one_of_them(slash, store, tmp_path):
     for step in (4, 8):
-        store.write(content(step))
+        commit(store, content(step))
     assert load(f"{tmp_path}/run{slash}").step == 8
     assert load(f"{tmp_path}/run/snapshots{slash}").step == 8
     assert load(f"{tmp_path}/run/snapshots/step_00000004{slash}").step == 4
 
 
 def test_load_of_a_relative_step(tmp_path, monkeypatch):
-    SnapshotStore(str(tmp_path)).write(content(4))
+    commit(SnapshotStore(str(tmp_path)), content(4))
     monkeypatch.chdir(tmp_path)
     assert load("step_00000004").step == 4
     assert load(".").step == 4
 
 
 def test_load_in_memory(store):
-    store.write(content(4))
+    commit(store, content(4))
     assert load(store.url).step == 4
     assert load(f"{store.url}/step_00000004").step == 4
     assert load(store.url.removesuffix("/snapshots")).step == 4
@@ -558,8 +554,8 @@ def test_load_without_a_snapshot(store):
 
 def test_load_of_a_damaged_step_names_the_file(store):
     """Asked for one step, another one is not given instead."""
-    store.write(content(2))
-    store.write(content(4))
+    commit(store, content(2))
+    commit(store, content(4))
     store.storage.write(f"{directory_name(4)}/{STATE}", b"{}")
     with pytest.raises(SnapshotError, match=r"step_00000004 cannot be used: state.json"):
         load(f"{store.url}/step_00000004")

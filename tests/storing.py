@@ -1,0 +1,22 @@
+"""Snapshots that are at hand as a whole, committed as the ranks of a run would do it together."""
+
+from __future__ import annotations
+
+import json
+
+from mingpt_ddp.snapshots.format import STATE, Snapshot, divide
+from mingpt_ddp.snapshots.image import encode
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+
+def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
+    """
+    Args:
+        writers: ranks over which the tensors are divided, if there are enough of them.
+    """
+    store.clear(snapshot.step)
+    files = {}
+    for share in divide({"model": snapshot.model, "optimizer": snapshot.optimizer}, writers):
+        files |= store.put(snapshot.step, {name: encode(tensors) for name, tensors in share.items()})
+    files |= store.put(snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()})
+    store.commit(snapshot.step, files)
