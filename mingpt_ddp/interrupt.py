@@ -32,8 +32,9 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        again = number == signal.SIGINT and self.asked is not None
-        if again or not self.heeded or self.pointless():
+        leaving = self.asked is not None  # a scheduler tells all processes, and then the launcher tells its workers
+        again = leaving and number == signal.SIGINT
+        if again or not (self.heeded or leaving) or self.pointless():
             self.leave(number)
         if self.asked is None:
             self.asked, self.at = name, time.monotonic()

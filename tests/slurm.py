@@ -1,0 +1,168 @@
+"""A SLURM cluster of two nodes on one machine: munged, slurmctld and two slurmds, for real sbatch and srun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from launching import environment, is_running, wait_for
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")  # Debian: apt-get install slurm-wlm munge
+NODES = ("n1", "n2")
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# A requeued job may start when its old credentials have expired: after cred_expire seconds, by default 120.
+AuthInfo=socket={home}/munge.socket,cred_expire=5
+CredType=cred/munge
+SlurmdParameters=config_overrides
+StateSaveLocation={home}/state
+SlurmdSpoolDir={home}/spool.%n
+SlurmctldPidFile={home}/slurmctld.pid
+SlurmdPidFile={home}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1,sched_min_interval=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+MessageTimeout=30
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMemory=1000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=1000
+PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=urgent Nodes=ALL PriorityTier=2
+"""
+
+
+class NoSlurm(Exception):
+    """This machine, or this user, cannot have a cluster; why."""
+
+
+class Slurm:
+    """The cluster, while the `with` block lasts; everything that it started ends with it."""
+
+    def __init__(self, home: Path) -> None:
+        """
+        Raises:
+            NoSlurm: a program is missing, or root.
+        """
+        missing = [program for program in PROGRAMS if shutil.which(program) is None]
+        if sys.platform != "linux" or missing or os.geteuid() != 0:
+            raise NoSlurm(f"needs {', '.join(missing)}" if missing else "needs Linux and root")
+        self.home = home
+        self._servers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Slurm:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def call(self, *words: str, **extra: str) -> str:
+        """Run a command of SLURM's on this cluster; its output."""
+        done = subprocess.run(words, env=self.environment(**extra), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        return {**environment(self.home), "PATH": path, "SLURM_CONF": str(self.home / "slurm.conf"), **extra}
+
+    def submit(self, script: Path, cwd: Path, options: list[str], words: list[str], **extra: str) -> str:
+        """The number of the new job; its output goes to `cwd/<number>.out`."""
+        options = [f"--chdir={cwd}", f"--output={cwd}/%j.out", *options]
+        return self.call("sbatch", "--parsable", *options, str(script), *words, **extra).strip()
+
+    def job(self, number: str) -> dict[str, str]:
+        """What SLURM says about a job: JobState, Restarts, ExitCode ..."""
+        words = self.call("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, number: str, *states: str, timeout: float = 90) -> None:
+        wait_for(lambda: self.job(number)["JobState"] in states, timeout, f"job {number} is {' or '.join(states)}")
+
+    def _start(self) -> None:
+        self.home.chmod(0o755)
+        with contextlib.ExitStack() as held:
+            sockets = [held.enter_context(socket.socket()) for _ in range(3)]
+            for one in sockets:
+                one.bind(("127.0.0.1", 0))
+            ports = [one.getsockname()[1] for one in sockets]
+        host = socket.gethostname().split(".")[0]
+        (self.home / "slurm.conf").write_text(CONF.format(home=self.home, host=host, ports=ports))
+        (self.home / "state").mkdir()
+        key = self.home / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        files = [f"--{name}={self.home}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        self._serve("munged", "--foreground", "--force", f"--key-file={key}", *files)
+        wait_for((self.home / "munge.socket").exists, 10, "munged")
+        self._serve("slurmctld", "-D", "-i")
+        for node in NODES:
+            self._serve("slurmd", "-D", "-N", node)
+        wait_for(self._idle, 30, "the nodes")
+
+    def _serve(self, *words: str) -> None:
+        number = len(self._servers)
+        with open(self.home / f"{words[0]}.{number}.txt", "wb") as out:
+            server = subprocess.Popen(words, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        self._servers.append(server)
+
+    def _idle(self) -> bool:
+        for server in self._servers:
+            assert server.poll() is None, f"{server.args}: {self._logs()}"
+        words = ["sinfo", "--noheader", "--partition=usual", "--Node", "--format=%T"]
+        answer = subprocess.run(words, env=self.environment(), capture_output=True, text=True)
+        return answer.stdout.split() == ["idle"] * len(NODES)
+
+    def _logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.home.glob("*.txt")))
+
+    def _stop(self) -> None:
+        """The jobs first: a slurmd that ends leaves its jobs running."""
+        left = [server for server in self._servers if server.poll() is None]
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
+            self.call("scancel", "--quiet", "--user=root")
+            wait_for(lambda: not self.call("squeue", "--noheader").split(), 30, "the end of all jobs")
+        for server in reversed(left):
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(10)
+        for server in left:
+            server.kill()
+            server.wait()
+        for pid in self._jobs():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _jobs(self) -> list[int]:
+        """The processes that still belong to this cluster."""
+        mark, found = f"SLURM_CONF={self.home / 'slurm.conf'}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0") and is_running(int(path.parent.name)):
+                    found.append(int(path.parent.name))
+        return found
