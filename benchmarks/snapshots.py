@@ -69,7 +69,7 @@ def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
     """Seconds, by repetition."""
     import torch
 
-    from mingpt_ddp.snapshots.saver import Position
+    from mingpt_ddp.snapshots.position import Position
 
     saver, model, optimizer, _ = build(f"{root}/ours")
     tokens = torch.randint(VOCABULARY, (MICRO_BATCH, CONTEXT + 1))
@@ -113,7 +113,7 @@ class Clock:
 
 def be_rank(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
     """Save and restore on one of several ranks; rank 0 hands back (durable, restore) in seconds."""
-    from mingpt_ddp.snapshots.saver import Position
+    from mingpt_ddp.snapshots.position import Position
 
     os.environ.update(environment)
     saver, model, optimizer, runtime = build(root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mingpt_ddp.config import TrainerConfig
-from mingpt_ddp.snapshots.saver import Position
+from mingpt_ddp.snapshots.position import Position
 
 MEMORY = 0.98  # of the average loss, per step
 PATIENCE = 10  # steps left out in a row, after which the cause is no single batch

@@ -26,7 +26,8 @@ from mingpt_ddp.rundir import LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, 
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshots.find import load, places
-from mingpt_ddp.snapshots.saver import Position, Saver, check_state
+from mingpt_ddp.snapshots.position import Position, check_state
+from mingpt_ddp.snapshots.saver import Saver
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.stepper import Stepper
 from mingpt_ddp.storage import Storage

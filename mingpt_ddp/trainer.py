@@ -24,7 +24,8 @@ from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.journal import Journal
 from mingpt_ddp.metrics import Board
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshots.saver import Position, Saver
+from mingpt_ddp.snapshots.position import Position
+from mingpt_ddp.snapshots.saver import Saver
 from mingpt_ddp.stepper import Stepper
 
 log = logging.getLogger(__name__)

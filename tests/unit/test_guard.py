@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mingpt_ddp.guard import MEMORY, PATIENCE, Guard
-from mingpt_ddp.snapshots.saver import Position
+from mingpt_ddp.snapshots.position import Position
 
 
 def guard(spike_factor: float | None = None, scaled: bool = False) -> Guard:

@@ -44,19 +44,20 @@ ALLOWED: dict[str, set[str]] = {
     "snapshots.store": {"errors", "snapshots.format", "snapshots.image", "snapshots.lease", "storage"},
     "snapshots.find": {"errors", "snapshots.format", "snapshots.store", "storage"},
     "snapshots.background": {"errors", "runtime", "snapshots.format", "snapshots.image", "snapshots.store"},
+    "snapshots.position": {"config", "corpus", "errors", "schema"},
     "snapshots.saver": {
-        *("config", "corpus", "errors", "runtime", "schema", "snapshots.background", "snapshots.find"),
-        *("snapshots.format", "snapshots.store", "snapshots.tensors"),
+        *("config", "corpus", "errors", "runtime", "snapshots.background", "snapshots.find"),
+        *("snapshots.format", "snapshots.position", "snapshots.store", "snapshots.tensors"),
     },
     "rundir": {"config", "errors", "snapshots.lease", "storage"},
     "watch": {"ranks"},
-    "guard": {"config", "snapshots.saver"},
+    "guard": {"config", "snapshots.position"},
     "stepper": {"config", "loader", "optim", "runtime", "seeds"},
     "history": {"errors"},
     "journal": {"config", "history", "logs", "metrics", "runtime"},
     "trainer": {
         *("cadence", "config", "errors", "evaluate", "guard", "history", "interrupt", "journal", "metrics"),
-        *("runtime", "snapshots.saver", "stepper"),
+        *("runtime", "snapshots.position", "snapshots.saver", "stepper"),
     },
     "run": {
         *("errors", "interrupt", "place", "stepper", "storage", "watch"),
@@ -73,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
             "optim",
             "rundir",
         ),
-        *("runtime", "seeds", "snapshots.find", "snapshots.saver", "snapshots.store", "trainer"),
+        *("runtime", "seeds", "snapshots.find", "snapshots.position", "snapshots.saver", "snapshots.store", "trainer"),
     },
     "launch": {
         *("config", "errors", "interrupt", "loader", "logs", "place", "rendezvous", "run", "rundir", "runtime"),

@@ -17,7 +17,8 @@ from mingpt_ddp.model import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import Place
 from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshots.saver import Position, Saver, check_state
+from mingpt_ddp.snapshots.position import Position, check_state
+from mingpt_ddp.snapshots.saver import Saver
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 VOCABULARY = "abcdefgh"
