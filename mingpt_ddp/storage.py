@@ -16,7 +16,8 @@ from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.remote import RemoteFiles, S3Files, StorageError
+from mingpt_ddp.remote import RemoteFiles, StorageError
+from mingpt_ddp.s3 import S3Files
 
 __all__ = ["Storage", "StorageError", "check_url", "publish", "publish_new", "sync_directory"]
 
