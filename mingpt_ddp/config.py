@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,13 +14,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.schema import build, closest, refuse_credentials
+from mingpt_ddp.schema import check as _check
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
-
-
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
+# Keys that stand in a record only where they have a value, and those of them that say where, not what.
+OPTIONAL, WHERE = ("reader", "code", "code_sha256"), ("code", "code_sha256")
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,25 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class GPTConfig:
-    """A GPT-2 style decoder (mingpt_ddp/model/gpt.py)."""
+class Extensible:
+    """What the groups have in common to which users add code of their own (mingpt_ddp/registry.py)."""
+
+    code: str | None = field(default=None, kw_only=True)  # a Python file beside the YAML file that names it
+    code_sha256: str | None = field(default=None, kw_only=True)  # of that file; null: any content
+
+
+@dataclass(frozen=True)
+class ModelConfig(Extensible):
+    """What every model has."""
 
     name: str  # a label for directories and logs
-    architecture: Literal["gpt"]
+    architecture: str  # which of the registered models
+
+
+@dataclass(frozen=True)
+class GPTConfig(ModelConfig):
+    """A GPT-2 style decoder (mingpt_ddp/model/gpt.py)."""
+
     n_layer: int  # blocks
     n_head: int  # attention heads per block
     n_embd: int  # width of the residual stream
@@ -66,7 +78,7 @@ class GPTConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Extensible):
     """What every optimizer has: a learning rate, weight decay and a schedule (mingpt_ddp/optim.py)."""
 
     name: str
@@ -111,17 +123,18 @@ class SGDConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Extensible):
     """Which text, and how it is cut (mingpt_ddp/corpus.py and loader.py)."""
 
     name: str
-    path: str  # a file, any fsspec URL, or builtin:python_docs
-    sha256: str | None  # of the file's bytes; null: any content
+    path: str  # a file, any fsspec URL, or builtin:python_docs; what a reader makes of it is the reader's business
+    sha256: str | None  # of the file's bytes, or of a reader's text as UTF-8; null: any content
     block_size: int  # context length in characters
     stride: int | None  # characters between the starts of two windows; null: block_size
     train_split: float  # the first fraction of the text trains, the rest validates
     truncate: float  # the fraction of the text that is used at all, from its start
     cache_dir: str  # local directory of downloads and encoded texts
+    reader: str | None = field(default=None, kw_only=True)  # a registered function from `path` to text; null: UTF-8
 
     def __post_init__(self) -> None:
         _check(bool(self.path.strip()), "data.path is empty; name a text file or an fsspec URL")
@@ -235,17 +248,18 @@ class SnapshotConfig:
             _check("::" not in (url or ""), f"snapshot.{key}={url} must be one URL, not a chain of them")
 
 
-MODELS: dict[str, type] = {"gpt": GPTConfig}
-OPTIMIZERS: dict[str, type] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+MODELS: dict[str | None, type] = {"gpt": GPTConfig}
+OPTIMIZERS: dict[str | None, type] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+READERS: dict[str | None, type] = {None: DataConfig}
 # Each group: the key that selects its dataclass (none where there is one only), and the dataclasses to select from.
-GROUPS: dict[str, tuple[str | None, dict[str, type]]] = {
-    "run": (None, {"": RunConfig}),
+GROUPS: dict[str, tuple[str | None, dict[str | None, type]]] = {
+    "run": (None, {None: RunConfig}),
     "model": ("architecture", MODELS),
     "optimizer": ("name", OPTIMIZERS),
-    "data": (None, {"": DataConfig}),
-    "ddp": (None, {"": DDPConfig}),
-    "trainer": (None, {"": TrainerConfig}),
-    "snapshot": (None, {"": SnapshotConfig}),
+    "data": ("reader", READERS),
+    "ddp": (None, {None: DDPConfig}),
+    "trainer": (None, {None: TrainerConfig}),
+    "snapshot": (None, {None: SnapshotConfig}),
 }
 
 
@@ -254,7 +268,7 @@ class Config:
     """The whole configuration of a run, resolved and checked; it is never changed afterwards."""
 
     run: RunConfig
-    model: GPTConfig
+    model: ModelConfig
     optimizer: OptimizerConfig
     data: DataConfig
     ddp: DDPConfig
@@ -264,13 +278,18 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and JSON can hold them."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        for values in plain.values():
+            for key in OPTIONAL:
+                if values.get(key, "") is None:
+                    del values[key]
         return plain
 
     def run_name(self) -> str:
         """`run.name`, or `<data>-<model>-<8 hex>`: the same on every rank, node and restart.
 
         The hash covers what makes the training: not where the run lives, how it is distributed or saved, how long it
-        lasts or what it displays. The seed is part of it, so that two seeds are two runs.
+        lasts or what it displays. The seed is part of it, so that two seeds are two runs; a user's code is not, so that
+        a run goes on when a mistake in it has been mended.
         """
         if self.run.name is not None:
             return self.run.name
@@ -279,6 +298,9 @@ class Config:
         for key in ("max_epochs", "max_steps", "log_every", "eval_every", "sample_every"):
             del made_by["trainer"][key]
         del made_by["data"]["cache_dir"]
+        for group in made_by.values():
+            for key in WHERE:
+                group.pop(key, None)
         made_by["seed"] = self.run.seed
         digest = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
         return f"{_slug(self.data.name)}-{_slug(self.model.name)}-{digest[:8]}"
@@ -302,12 +324,21 @@ def suggest(key: str) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
+class UnknownCode(ConfigError):
+    """A model, an optimizer or a reader that is none of ours; its file may not have been named."""
+
+
 def from_dictconfig(cfg: DictConfig) -> Config:
     """The typed configuration of what Hydra composed.
 
     Raises:
         ConfigError: anything that cannot work, as one line that names the key.
     """
+    return from_mapping(plain(cfg))
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Plain values of what Hydra composed. Raises as `from_dictconfig` does."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -315,7 +346,7 @@ def from_dictconfig(cfg: DictConfig) -> Config:
             raise ConfigError(f"{error.full_key} is missing; give it a value") from error
         key = f"{error.full_key}: " if error.full_key else ""
         raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
-    return from_mapping(values)
+    return dict(values)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
@@ -323,14 +354,20 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
-    return Config(**{group: _build_group(group, values.get(group)) for group in GROUPS})
+    return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
-def _build_group(group: str, values: Any) -> Any:
+def build_group(group: str, values: Any) -> Any:
+    """One group of the configuration.
+
+    Raises:
+        UnknownCode: it selects what nobody has registered.
+    """
     selector, classes = GROUPS[group]
     if not isinstance(values, dict):
         raise ConfigError(f"the group {group} is missing")
-    choice = values.get(selector) if selector else ""
-    if choice not in classes:
-        raise ConfigError(f"{group}.{selector}={choice} must be one of {', '.join(classes)}")
+    choice = values.get(selector) if selector else None
+    if not (choice is None or isinstance(choice, str)) or choice not in classes:
+        known = ", ".join("null" if name is None else name for name in classes)
+        raise UnknownCode(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
     return build(classes[choice], values, group)

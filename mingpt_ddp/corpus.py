@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 import numpy as np
 
 from mingpt_ddp.config import DataConfig
 from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.registry import BUILDERS, blaming
 from mingpt_ddp.schema import build
 from mingpt_ddp.storage import publish, sync_directory
 
@@ -36,6 +37,7 @@ BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
 FORMAT = 2
 CODE_POINTS = 0x110000
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,13 @@ def prepare(config: DataConfig) -> Encoded:
         raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}") from error
 
 
-def _opener(config: DataConfig, cache: Path) -> Callable[[], IO[bytes]]:
+def _opener(config: DataConfig, cache: Path) -> Callable[[], io.BufferedReader]:
     """How to open the file's bytes, as often as needed; remote files are fetched into the cache first."""
+    if config.reader is not None:
+        return lambda: io.BufferedReader(_Pieces(config), CHUNK_BYTES)
     if config.path == BUILTIN:
         content = python_docs().encode()
-        return lambda: io.BytesIO(content)
+        return lambda: io.BufferedReader(io.BytesIO(content))
     path = config.path
     try:
         proxies = {"client_kwargs": {"trust_env": True}} if path.startswith(("http://", "https://")) else {}
@@ -141,7 +145,46 @@ def _opener(config: DataConfig, cache: Path) -> Callable[[], IO[bytes]]:
     return partial(_open, Path(name))
 
 
-def _open(path: Path) -> IO[bytes]:
+class _Pieces(io.RawIOBase):
+    """The pieces of text that a user's reader yields, as a file of UTF-8 that is never whole in memory."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self._pieces: Iterator[str] | None = None
+        self._left = memoryview(b"")  # of the last piece
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """
+        Raises:
+            CodeError: naming the line of the reader that goes wrong.
+            DataError: it yields something else than text, or cannot read its source.
+        """
+        while not self._left:
+            piece = self._next()
+            if piece is _END:
+                return 0
+            try:
+                self._left = memoryview(piece.encode())
+            except (AttributeError, UnicodeEncodeError) as error:
+                raise DataError(f"data.reader={self.config.reader} must yield text: {error}") from error
+        part, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
+
+    def _next(self) -> Any:
+        try:
+            with blaming():
+                if self._pieces is None:
+                    self._pieces = iter(BUILDERS["data"][str(self.config.reader)](self.config))
+                return next(self._pieces, _END)
+        except OSError as error:
+            raise DataError(f"data.reader={self.config.reader} cannot read {self.config.path}: {error}") from error
+
+
+def _open(path: Path) -> io.BufferedReader:
     return open(path, "rb")
 
 
@@ -170,7 +213,7 @@ def python_docs() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def _sha256(open_bytes: Callable[[], IO[bytes]]) -> str:
+def _sha256(open_bytes: Callable[[], io.BufferedReader]) -> str:
     digest = hashlib.sha256()
     with open_bytes() as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -178,7 +221,7 @@ def _sha256(open_bytes: Callable[[], IO[bytes]]) -> str:
     return digest.hexdigest()
 
 
-def _digest(open_text: Callable[[], IO[bytes]], config: DataConfig) -> str:
+def _digest(open_text: Callable[[], io.BufferedReader], config: DataConfig) -> str:
     try:
         sha256 = _sha256(open_text)
     except OSError as error:
@@ -210,7 +253,7 @@ def _dtype(distinct: int) -> str:
     return "uint8" if distinct <= 1 << 8 else "uint16" if distinct <= 1 << 16 else "uint32"
 
 
-def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.ndarray[Any, Any]]:
+def _characters(open_text: Callable[[], io.BufferedReader], path: str) -> Iterator[np.ndarray[Any, Any]]:
     """The text as arrays of code points, a few MiB at a time.
 
     Raises:
@@ -219,8 +262,7 @@ def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.nd
     decoder = codecs.getincrementaldecoder("utf-8")()
     position, at_start = 0, True
     with open_text() as raw:
-        zipped = raw.read(2) == b"\x1f\x8b"
-        raw.seek(0)
+        zipped = raw.peek(2)[:2] == b"\x1f\x8b"  # which no UTF-8 begins with
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else raw
         while True:
             try:
@@ -241,7 +283,7 @@ def _characters(open_text: Callable[[], IO[bytes]], path: str) -> Iterator[np.nd
                 return
 
 
-def _encode(open_text: Callable[[], IO[bytes]], directory: Path, sha256: str, path: str) -> Encoded:
+def _encode(open_text: Callable[[], io.BufferedReader], directory: Path, sha256: str, path: str) -> Encoded:
     seen = np.zeros(CODE_POINTS, dtype=bool)
     length = 0
     for codes in _characters(open_text, path):

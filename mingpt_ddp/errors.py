@@ -20,6 +20,12 @@ class ConfigError(UserError):
     kind = "config error"
 
 
+class CodeError(UserError):
+    """A Python file of the user's goes wrong."""
+
+    kind = "code error"
+
+
 class DataError(UserError):
     """The corpus cannot be read or used."""
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt_ddp.corpus import Vocabulary
-from mingpt_ddp.model import GPT
+from mingpt_ddp.model import Decoder
 
 
 @torch.inference_mode()
 def generate(
-    model: GPT,
+    model: nn.Module,
     tokens: Tensor,
     max_new_tokens: int,
     temperature: float = 1.0,
@@ -27,6 +28,7 @@ def generate(
     every learned position another character, so that each step reads the whole window anew, as without a cache.
 
     Args:
+        model: a `LanguageModel`, as `build_model` makes it, and a `Decoder` if it has a cache.
         tokens: (B, T) the prompt, T >= 1; what exceeds the context is cut off at its start.
         temperature: divides the scores; 0 takes the likeliest character.
         top_k: only the k likeliest characters.
@@ -36,21 +38,33 @@ def generate(
     """
     was_training = model.training
     model.eval()
-    window = tokens[:, -model.block_size :]
+    block_size: int = vars(model)["block_size"]
+    window = tokens[:, -block_size:]
+    cache = None
     try:
-        cache = model.new_cache(len(tokens), model.token_embedding.weight.dtype)
-        logits = model.decode(window, cache, 0)
+        if isinstance(model, Decoder):
+            cache = model.new_cache(len(tokens), next(model.parameters()).dtype)
+        logits = _last(model, window, cache, 0)
         for _ in range(max_new_tokens):
             new = choose(logits, temperature, top_k, top_p, generator)
             yield new
             start = window.shape[1]
-            window = torch.cat([window, new[:, None]], dim=1)[:, -model.block_size :]
-            if start < model.block_size:
-                logits = model.decode(new[:, None], cache, start)
+            window = torch.cat([window, new[:, None]], dim=1)[:, -block_size:]
+            if start < block_size and cache is not None:
+                logits = _last(model, new[:, None], cache, start)
             else:
-                logits = model.decode(window, cache, 0)
+                logits = _last(model, window, cache, 0)
     finally:
         model.train(was_training)
+
+
+def _last(model: nn.Module, tokens: Tensor, cache: Any, start: int) -> Tensor:
+    """Logits (B, V) behind the last of the tokens (B, T)."""
+    if cache is None:
+        logits: Tensor = model(tokens)[:, -1]
+        return logits
+    assert isinstance(model, Decoder)
+    return model.decode(tokens, cache, start)
 
 
 def choose(
@@ -72,7 +86,7 @@ def choose(
 
 
 def generate_text(
-    model: GPT,
+    model: nn.Module,
     vocabulary: Vocabulary,
     prompt: str,
     max_new_tokens: int,
@@ -87,7 +101,7 @@ def generate_text(
     Raises:
         DataError: the prompt has characters outside the vocabulary.
     """
-    device = model.token_embedding.weight.device
+    device = next(model.parameters()).device
     start = vocabulary.encode(prompt) or [vocabulary.index.get("\n", 0)]
     tokens = torch.tensor(start, device=device).expand(n_samples, -1)
     generator = torch.Generator(device).manual_seed(seed)

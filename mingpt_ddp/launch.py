@@ -22,11 +22,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import logs
-from mingpt_ddp.config import Config, from_dictconfig, suggest
+from mingpt_ddp.config import Config, from_mapping, plain, suggest
 from mingpt_ddp.errors import AwayError, ConfigError, UserError
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.place import Place, die_with_parent, find_place
-from mingpt_ddp.schema import refuse_credentials
+from mingpt_ddp.registry import blaming, run_code
+from mingpt_ddp.schema import closest, refuse_credentials
 from mingpt_ddp.storage import check_url
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def train(cfg: DictConfig) -> float:
     interrupt.install()
     try:
         place = find_place()
-        config = from_dictconfig(cfg)
+        with blaming():
+            config = from_mapping(run_code(plain(cfg), _search_path()))
         _check_urls(config)
         if config.ddp.nproc_per_node is not None and "RANK" not in os.environ:
             _run_agent(config)
@@ -108,12 +110,18 @@ def train(cfg: DictConfig) -> float:
 
 def _check_urls(config: Config) -> None:
     saved = {f"snapshot.{key}": getattr(config.snapshot, key) for key in ("path", "fallback_path")}
-    urls = {"data.path": config.data.path, **saved}
+    urls = saved if config.data.reader else {"data.path": config.data.path, **saved}
     if config.run.resume not in ("auto", "never"):
         urls["run.resume"] = config.run.resume
     for key, url in urls.items():
         if url is not None and not url.startswith("builtin:"):
             check_url(url, key, writable=key in saved)
+
+
+def _search_path() -> list[Path]:
+    """The directories in which Hydra looks for YAML files."""
+    sources = HydraConfig.get().runtime.config_sources
+    return [Path(source.path).absolute() for source in sources if source.schema == "file"]
 
 
 def _run_agent(config: Config) -> NoReturn:
@@ -198,13 +206,21 @@ def explain(error: Exception) -> str:
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
         key = override[1].split("@")[0]
-        return f"{key} is not a key{suggest(key)}"
+        return f"{key} is not a key{_suggest(key, error.__cause__)}"
     if isinstance(error, OverrideParseException):
         text = f"cannot read {error.override!r}, quote special characters twice as in 'key=\"a=b\"': {text}"
     elif not isinstance(error, (HydraException, OmegaConfBaseException)):
         text = f"the command line or a configuration file cannot be understood ({type(error).__name__}: {text})"
     text = re.sub(r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
     return " ".join(re.sub(r"//[^/\s]*@", "//...@", text).split())[:400]
+
+
+def _suggest(key: str, cause: BaseException | None) -> str:
+    """What was meant, among the keys of the chosen YAML file if it is one of those: they may be a user's own."""
+    group, _, name = key.rpartition(".")
+    node = getattr(cause, "parent_node", None)
+    meant = closest(name, map(str, node)) if group and isinstance(node, DictConfig) else None
+    return f"; did you mean {group}.{meant}?" if meant else suggest(key)
 
 
 def _place_or_default() -> Place:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 
 from mingpt_ddp.config import AdamWConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.errors import CodeError
+from mingpt_ddp.registry import BUILDERS
 
 
 def lr_at(step: int, config: OptimizerConfig, run_steps: int) -> float:
@@ -31,15 +34,36 @@ def lr_at(step: int, config: OptimizerConfig, run_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Matrices are decayed, vectors (biases, norms) are not. The learning rate is set before every step."""
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices are decayed, vectors (biases, norms) are not."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if isinstance(config, AdamWConfig):
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    assert isinstance(config, SGDConfig)
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config` describes. The learning rate is set before every step.
+
+    Raises:
+        CodeError: what a user has registered makes no optimizer.
+    """
+    optimizer = BUILDERS["optimizer"][config.name](model, config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CodeError(f"{config.name} must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    return optimizer
+
+
+def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
+    groups = decay_groups(model, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
+    groups = decay_groups(model, config.weight_decay)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+
+
+BUILDERS["optimizer"].update(adamw=_adamw, sgd=_sgd)

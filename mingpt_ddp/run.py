@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mingpt_ddp import logs
 from mingpt_ddp.config import Config
 from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
@@ -19,9 +21,11 @@ from mingpt_ddp.history import METRICS, History
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.loader import Loader, plan_batches
 from mingpt_ddp.metrics import NATS_PER_BIT, Board
-from mingpt_ddp.model import GPT, build_model
+from mingpt_ddp.model import build_model, count_parameters
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import started_at
+from mingpt_ddp.registry import uses_own_code
+from mingpt_ddp.rehearsal import rehearse
 from mingpt_ddp.rundir import LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
@@ -64,9 +68,11 @@ def run(
     loader = Loader(
         corpus.train, config.data.block_size, config.data.stride, config.trainer.batch_size, config.run.seed
     )
-    plan_batches(config.trainer, runtime.world_size)
+    plan = plan_batches(config.trainer, runtime.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
     runtime.first(lambda: _check_resume(config, job, encoded, runtime.world_size))
+    if uses_own_code(config):
+        runtime.first(lambda: rehearse(config, runtime, corpus.vocab_size, loader.step(1, plan, 0)[0]))
 
     owner, directory = _own_directory(config, runtime, job)
     last_sign = owner.last_sign() if owner else 0.0
@@ -176,7 +182,7 @@ def _check_resume(config: Config, job: str | None, corpus: Encoded, world_size: 
 
 
 def _introduce(
-    config: Config, runtime: Runtime, corpus: Corpus, model: GPT, directory: Path, done: int, steps: int
+    config: Config, runtime: Runtime, corpus: Corpus, model: nn.Module, directory: Path, done: int, steps: int
 ) -> None:
     """What is about to be trained, in three lines."""
     log.info("run %s", directory)
@@ -188,7 +194,7 @@ def _introduce(
         "%s: %.2fM parameters, on %d x %s in %s",
         *(
             config.model.name,
-            model.count_parameters() / 1e6,
+            count_parameters(model) / 1e6,
             runtime.world_size,
             runtime.device.type,
             runtime.precision,
@@ -205,7 +211,7 @@ def _introduce(
         log.info("resuming from the snapshot of step %d of %d", done, steps)
 
 
-def _sample(model: GPT, vocabulary: Vocabulary, seed: int, is_main: bool, step: int) -> str | None:
+def _sample(model: nn.Module, vocabulary: Vocabulary, seed: int, is_main: bool, step: int) -> str | None:
     """A piece of text, the same for the same weights, seed and step; one rank is enough to write it."""
     if not is_main:
         return None

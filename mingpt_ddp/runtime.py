@@ -105,6 +105,13 @@ class Runtime(Ranks):
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
 
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all ranks what rank 0's forward passes have made of the buffers, which each snapshot has once."""
+        buffers = list(model.buffers())
+        if self.world_size > 1 and buffers:
+            for buffer in buffers:
+                dist.broadcast(buffer, src=0)
+
     def communication(self, model: nn.Module) -> tuple[float, float]:
         """Seconds of the latest sampled step: reducing gradients, and the part of it that no computation hid."""
         if not isinstance(model, DDP):

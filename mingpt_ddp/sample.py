@@ -8,6 +8,7 @@ max_new_tokens  characters to generate
 temperature     below 1 is cautious, above 1 is bold, 0 always takes the likeliest character
 top_k, top_p    only the k likeliest characters; only the likeliest that together have probability p
 seed, samples   another seed gives another text; how many texts
+code            your Python file that registers the model, if it is none of ours
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp import logs
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError, printable
 from mingpt_ddp.place import Place
-from mingpt_ddp.schema import build, refuse_credentials
+from mingpt_ddp.schema import build, convert, refuse_credentials
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from mingpt_ddp.config import Config
-    from mingpt_ddp.model import GPT
+    from mingpt_ddp.config import ModelConfig
 
 LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
 
@@ -43,6 +44,7 @@ class SampleConfig:
     top_p: float | None = None
     seed: int = 1
     samples: int = 1
+    code: str | None = None
 
     def __post_init__(self) -> None:
         for key, least in (("max_new_tokens", 1), ("samples", 1), ("temperature", 0), ("seed", 0), ("top_k", 1)):
@@ -91,7 +93,7 @@ def _read_prompt() -> str:
 
 def parse(arguments: list[str]) -> SampleConfig:
     """`key=value` words; a prompt is taken literally, whatever it looks like."""
-    return build(SampleConfig, values_of(arguments, literal=("snapshot", "prompt")), "")
+    return build(SampleConfig, values_of(arguments, literal=("snapshot", "prompt", "code")), "")
 
 
 def values_of(arguments: list[str], literal: Collection[str]) -> dict[str, Any]:
@@ -133,64 +135,108 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     """
     from mingpt_ddp.corpus import Vocabulary  # torch is needed from here on, not for a mistyped key
     from mingpt_ddp.generate import generate_text
+    from mingpt_ddp.registry import blaming, run_file
     from mingpt_ddp.snapshots.find import load
     from mingpt_ddp.storage import check_url
 
     check_url(config.snapshot, "snapshot")
+    if config.code is not None:
+        run_file(Path(config.code), "code")
     found = load(config.snapshot, kinds=("model",))
-    trained, characters = described(found.state)
-    model = rebuild(trained, len(characters), found.model)
+    trained = described(found.state)
+    model = rebuild(trained, found.model)
     try:
-        texts = generate_text(
-            model,
-            Vocabulary(characters),
-            prompt,
-            config.max_new_tokens,
-            config.seed,
-            config.samples,
-            config.temperature,
-            config.top_k,
-            config.top_p,
-        )
+        with blaming():
+            texts = generate_text(
+                model,
+                Vocabulary(trained.vocabulary),
+                prompt,
+                config.max_new_tokens,
+                config.seed,
+                config.samples,
+                config.temperature,
+                config.top_k,
+                config.top_p,
+            )
     except RuntimeError as error:  # weights that are no numbers, a context too long for the memory
         raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error
     return [prompt + text for text in texts]
 
 
-def described(state: Any) -> tuple[Config, str]:
-    """The configuration and the vocabulary that a snapshot's state holds, whoever wrote it.
+@dataclass(frozen=True)
+class Trained:
+    """What of a snapshot's state says how to use its weights, whoever wrote it."""
 
-    Raises:
-        SnapshotError: it does not hold them.
+    architecture: str
+    model: dict[str, Any]  # the configuration of the model, not checked
+    block_size: int
+    vocabulary: str
+
+
+def described(state: Any) -> Trained:
     """
-    from mingpt_ddp.config import from_mapping
+    Raises:
+        SnapshotError: the state does not hold it.
+    """
     from mingpt_ddp.snapshots.format import LARGEST_CONFIG
 
     try:
         characters, values = state["vocabulary"], state["config"]
         if not isinstance(characters, str) or len(json.dumps(values)) > LARGEST_CONFIG:
             raise ValueError("a vocabulary and a configuration were expected")
-        return from_mapping(values), characters
+        size = convert(values["data"]["block_size"], int, "data.block_size")
+        architecture = convert(values["model"]["architecture"], str, "model.architecture")
+        return Trained(architecture, dict(values["model"]), max(1, size), characters)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
 
 
-def rebuild(trained: Config, vocab_size: int, tensors: dict[str, Tensor]) -> GPT:
-    """The model of a snapshot around its own tensors: no number of the configuration makes it larger than they are.
+def typed(trained: Trained) -> ModelConfig:
+    """The configuration of the model, checked.
+
+    Raises:
+        SnapshotError: it is none, or that of a model whose code nobody has named.
+    """
+    from mingpt_ddp.config import UnknownCode, build_group
+
+    try:
+        config: ModelConfig = build_group("model", trained.model)
+        return config
+    except UnknownCode as error:
+        raise SnapshotError(
+            f"model.architecture={trained.architecture} is none of ours; name the Python file that registers it, "
+            "if you trust it, as in code=my_project/mine.py"
+        ) from error
+    except (ConfigError, TypeError, ValueError) as error:
+        raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
+
+
+def rebuild(trained: Trained, tensors: dict[str, Tensor]) -> nn.Module:
+    """The model of a snapshot around its own tensors: no number of the configuration makes ours larger than they are.
 
     Raises:
         SnapshotError: the tensors are not those of this configuration.
     """
     import torch
 
+    from mingpt_ddp.config import GPTConfig
     from mingpt_ddp.model import build_model
+    from mingpt_ddp.registry import blaming
     from mingpt_ddp.snapshots.tensors import load_model
 
-    def blank(layers: int) -> GPT:
-        with torch.device("meta"):  # shapes alone
-            return build_model(replace(trained.model, n_layer=layers), vocab_size, trained.data.block_size)
+    vocab_size = len(trained.vocabulary)
+    with blaming():
+        config = typed(trained)
+        if not isinstance(config, GPTConfig):  # code of the user's, which may compute what no snapshot has
+            model = build_model(config, vocab_size, trained.block_size)
+            load_model(model, tensors)
+            return model
 
-    layers = trained.model.n_layer
+    def blank(layers: int) -> nn.Module:
+        with torch.device("meta"):  # shapes alone
+            return build_model(replace(config, n_layer=layers), vocab_size, trained.block_size)
+
+    layers = config.n_layer
     try:
         one, two = (len(blank(n).state_dict()) for n in (1, 2))
         if one + (layers - 1) * (two - one) != len(tensors):  # before so many blocks are made

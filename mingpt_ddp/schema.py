@@ -14,6 +14,16 @@ from typing import Any, Literal, TypeVar
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
+NAMES: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+
+
+def check(ok: bool, message: str) -> None:
+    """
+    Raises:
+        ConfigError: with this message, which begins `group.key=value` and says what to do.
+    """
+    if not ok:
+        raise ConfigError(message)
 
 
 def closest(key: str, known: Iterable[str]) -> str | None:
@@ -71,6 +81,19 @@ def convert(value: Any, hint: Any, where: str) -> Any:
     return _convert_scalar(value, hint, where)
 
 
+def is_known(hint: Any) -> bool:
+    """Whether `convert` can make a value of this type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return True
+    if origin in (types.UnionType, typing.Union):
+        kinds = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]
+        return len(kinds) <= 1 and all(map(is_known, kinds))
+    if origin in (tuple, list):
+        return Ellipsis not in args and all(map(is_known, args))
+    return dataclasses.is_dataclass(hint) or hint in NAMES
+
+
 def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
     if value is None and type(None) in args:
         return None
@@ -97,8 +120,7 @@ def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
         return float(value)
     if hint is str and isinstance(value, (str, int)) and not isinstance(value, bool):
         return str(value)
-    names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
-    raise ConfigError(f"{where}={_shown(value)} must be {names[hint]}")
+    raise ConfigError(f"{where}={_shown(value)} must be {NAMES[hint]}")
 
 
 def _shown(value: Any) -> str:

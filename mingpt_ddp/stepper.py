@@ -80,8 +80,10 @@ class Stepper:
         lr = lr_at(step, self.config.optimizer, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
         self.runtime.scaler.step(self.optimizer)
         self.leave_out()
+        self.runtime.share_buffers(self.model)
         return lr
 
     def leave_out(self) -> None:

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mingpt_ddp.config import MODELS
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.rundir import RunDirectory
-from mingpt_ddp.sample import described
+from mingpt_ddp.sample import described, typed
 from mingpt_ddp.snapshots.find import load, step_in
 from mingpt_ddp.snapshots.format import MODEL, Snapshot, directory_name
 from mingpt_ddp.snapshots.image import encode
@@ -162,13 +163,15 @@ def description(found: Snapshot) -> bytes:
     Raises:
         SnapshotError: the state does not hold it.
     """
-    trained, characters = described(found.state)
+    trained = described(found.state)
     position = found.state.get("position")
+    if trained.architecture in MODELS:  # what a user has registered is copied as it is: this tool runs no code
+        typed(trained)
     values = {
         "step": found.step,
         "val_loss": position.get("val_loss") if isinstance(position, dict) else None,  # nats per character
-        "model": trained.to_dict()["model"],
-        "block_size": trained.data.block_size,
-        "vocabulary": characters,
+        "model": trained.model,
+        "block_size": trained.block_size,
+        "vocabulary": trained.vocabulary,
     }
     return (json.dumps(values, indent=1) + "\n").encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mingpt_ddp.config import Config, from_mapping
+from mingpt_ddp.config import WHERE, Config, UnknownCode, from_mapping
 from mingpt_ddp.corpus import Encoded
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.schema import build
@@ -40,7 +40,7 @@ class Position:
 
 def identity(config: dict[str, Any], corpus_sha256: str) -> dict[str, Any]:
     """What a resumed run must have in common with its snapshot, by configuration key."""
-    keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout")]
+    keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *WHERE)]
     keys += [f"data.{key}" for key in ("block_size", "stride", "train_split", "truncate")]
     keys += ["trainer.batch_size", "optimizer.name", "run.seed"]
     values = {key: config[key.split(".")[0]].get(key.split(".")[1]) for key in keys}
@@ -53,18 +53,31 @@ def check_state(step: int, state: Any, config: Config, corpus: Encoded) -> None:
         SnapshotError: the snapshot belongs to another model, text or order of the data, or is not one of ours.
     """
     try:
-        from_mapping(state["config"])
+        stored = _typed(state["config"])
         position = build(Position, state["position"], "position")
-        sound = position.step == step and state["config"]["trainer"]["batch_size"] % state["micro_batch_size"] == 0
-        old = identity(state["config"], state["corpus"]["sha256"])
-    except (KeyError, TypeError, ValueError, ArithmeticError, ConfigError) as error:
+        sound = position.step == step and stored["trainer"]["batch_size"] % state["micro_batch_size"] == 0
+        old = identity(stored, state["corpus"]["sha256"])
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
         raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {str(error)[:300]}") from error
     if not sound:
         raise SnapshotError(f"the snapshot of step {step} does not hold what it should")
     new = identity(config.to_dict(), corpus.sha256)
-    differing = [f"{key} ({old.get(key)} there, {new.get(key)} now)" for key in new if old.get(key) != new.get(key)]
+    keys = [key for key in new if old.get(key) != new.get(key)]
+    differing = [f"{key} ({str(old.get(key))[:100]} there, {new.get(key)} now)" for key in keys]
     if differing:
         raise SnapshotError(
             f"the snapshot of step {step} was made with other settings: {', '.join(differing)}; restore them, "
             "or choose another run.name, or run.resume=never"
         )
+
+
+def _typed(values: Any) -> Any:
+    """A recorded configuration, checked and with the defaults of keys that are newer; as it is if its code is unknown.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return from_mapping(values).to_dict()
+    except UnknownCode:  # another model or optimizer than now, which is told as such
+        return values

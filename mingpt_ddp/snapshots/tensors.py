@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import CodeError, SnapshotError
+from mingpt_ddp.snapshots.image import NAMES
+
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # how plain numbers of an optimizer are kept
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -41,13 +44,46 @@ def _named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter>:<name>`; hyper-parameters are configuration."""
+    """The optimizer's state as `<parameter>:<name>`, for plain numbers `<parameter>:<name>:<int, float or bool>`.
+
+    Hyper-parameters are configuration.
+    """
     tensors = {}
     for name, parameter in _named_states(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                tensors[f"{name}:{key}"] = torch.as_tensor(value)
+            if isinstance(value, Tensor):
+                tensors[f"{name}:{key}"] = value
+            elif value is not None:
+                tensors[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
     return tensors
+
+
+def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """
+    Raises:
+        CodeError: something of the state does not go into a snapshot.
+    """
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor) or value.dtype not in NAMES:
+            raise CodeError(f"the model's {name} cannot be saved: {_kind(value)} is not a tensor of a usual type")
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter not in names:
+            raise CodeError("the optimizer has a parameter that is not the model's")
+    for parameter, state in optimizer.state.items():
+        if parameter not in names:
+            raise CodeError(f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it is of no parameter")
+        for key, value in state.items():
+            fits = value is None or type(value) in NUMBERS or (isinstance(value, Tensor) and value.dtype in NAMES)
+            if not fits or not isinstance(key, str) or ":" in key:
+                raise CodeError(
+                    f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {_kind(value)}; "
+                    "snapshots hold tensors, numbers and null, by names without a colon"
+                )
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -56,18 +92,38 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
         SnapshotError: state of parameters that the model does not have.
     """
     parameters = dict(_named_states(model, optimizer))
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+    states: dict[str, dict[str, Tensor | float]] = {name: {} for name in parameters}
     for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(":")
-        if name not in states:
+        name, _, key = full_name.partition(":")
+        key, _, kind = key.partition(":")
+        if name not in states or (kind and (kind not in _KINDS or tensor.dim())):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
-        states[name][key] = tensor
-    if len({frozenset(state) for state in states.values()}) > 1:
-        raise SnapshotError("the snapshot's optimizer state lacks some of the parameters")
-    for name, state in states.items():
-        if any(tensor.dim() and tensor.shape != parameters[name].shape for tensor in state.values()):
-            raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
+        states[name][key] = _KINDS[kind](tensor.item()) if kind else tensor
+    if type(optimizer) in UNIFORM:
+        _check_uniform(parameters, states)
     # The optimizer's own loader knows which of its tensors follow the parameter to its device and which stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
     optimizer.load_state_dict(packed)
+    for name, parameter in parameters.items():  # but it would give all of them the parameter's type
+        for key, value in states[name].items():
+            own = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(own, Tensor) and own.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(own.device)
+
+
+UNIFORM = (torch.optim.AdamW, torch.optim.SGD)  # which keep the same of every parameter, in the parameter's shape
+_KINDS = {kind.__name__: kind for kind in NUMBERS}
+
+
+def _check_uniform(parameters: dict[str, nn.Parameter], states: dict[str, dict[str, Tensor | float]]) -> None:
+    """
+    Raises:
+        SnapshotError: a parameter lacks some of what others have, or has it in another shape.
+    """
+    if len({frozenset(state) for state in states.values() if state}) > 1:  # one without gradients has none
+        raise SnapshotError("the snapshot's optimizer state lacks some of the parameters")
+    for name, state in states.items():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[name].shape:
+                raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")

@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "cadence": set(),
     "schema": {"errors"},
     "config": {"errors", "schema"},
+    "registry": {"config", "errors", "schema"},
     "remote": set(),
     "s3": {"remote"},
     "storage": {"errors", "remote", "s3"},
@@ -29,17 +30,17 @@ ALLOWED: dict[str, set[str]] = {
     "rendezvous": {"errors", "place"},
     "ranks": {"errors", "place", "rendezvous"},
     "runtime": {"config", "errors", "place", "ranks"},
-    "corpus": {"schema", "config", "errors", "storage"},
+    "corpus": {"schema", "config", "errors", "registry", "storage"},
     "loader": {"config", "errors", "seeds"},
     "model.gpt": {"config"},
-    "model": {"model.gpt"},
+    "model": {"config", "errors", "model.gpt", "registry"},
     "generate": {"corpus", "model"},
-    "optim": {"config"},
+    "optim": {"config", "errors", "registry"},
     "metrics": {"runtime"},
     "evaluate": {"runtime"},
     "snapshots": set(),
     "snapshots.image": set(),
-    "snapshots.tensors": {"errors"},
+    "snapshots.tensors": {"errors", "snapshots.image"},
     "snapshots.lease": {"errors", "storage"},
     "snapshots.format": {"errors"},
     "snapshots.store": {"errors", "snapshots.format", "snapshots.image", "snapshots.lease", "storage"},
@@ -49,6 +50,10 @@ ALLOWED: dict[str, set[str]] = {
     "snapshots.saver": {
         *("config", "corpus", "errors", "runtime", "snapshots.background", "snapshots.find"),
         *("snapshots.format", "snapshots.position", "snapshots.store", "snapshots.tensors"),
+    },
+    "rehearsal": {
+        *("config", "errors", "loader", "model", "optim", "registry", "runtime", "seeds", "snapshots.image"),
+        "snapshots.tensors",
     },
     "rundir": {"config", "errors", "snapshots.lease", "storage"},
     "watch": {"ranks"},
@@ -61,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
         *("runtime", "snapshots.position", "snapshots.saver", "stepper"),
     },
     "run": {
-        *("errors", "interrupt", "place", "stepper", "storage", "watch"),
+        *("errors", "interrupt", "place", "registry", "rehearsal", "stepper", "storage", "watch"),
         *(
             "config",
             "corpus",
@@ -78,19 +83,19 @@ ALLOWED: dict[str, set[str]] = {
         *("runtime", "seeds", "snapshots.find", "snapshots.position", "snapshots.saver", "snapshots.store", "trainer"),
     },
     "launch": {
-        *("config", "errors", "interrupt", "loader", "logs", "place", "rendezvous", "run", "rundir", "runtime"),
-        *("schema", "storage"),
+        *("config", "errors", "interrupt", "loader", "logs", "place", "registry", "rendezvous", "run", "rundir"),
+        *("runtime", "schema", "storage"),
     },
     "sample": {
-        *("config", "corpus", "errors", "generate", "logs", "model", "place", "schema", "snapshots.find"),
-        *("snapshots.format", "snapshots.tensors", "storage"),
+        *("config", "corpus", "errors", "generate", "logs", "model", "place", "registry", "schema"),
+        *("snapshots.find", "snapshots.format", "snapshots.tensors", "storage"),
     },
     "snapshots.survey": {
         *("errors", "schema", "snapshots.find", "snapshots.format", "snapshots.store", "storage"),
     },
     "snapshots.manage": {
-        *("errors", "rundir", "sample", "snapshots.find", "snapshots.format", "snapshots.image", "snapshots.lease"),
-        *("snapshots.store", "snapshots.survey", "storage"),
+        *("config", "errors", "rundir", "sample", "snapshots.find", "snapshots.format", "snapshots.image"),
+        *("snapshots.lease", "snapshots.store", "snapshots.survey", "storage"),
     },
     "snapshots.__main__": {
         *("errors", "logs", "place", "sample", "schema", "snapshots.manage", "snapshots.survey", "storage"),
@@ -172,7 +177,7 @@ def test_the_loop_knows_no_model_no_text_and_no_launcher():
 
 def test_what_the_first_error_needs_does_not_import_torch():
     """A mistyped key is told before a second is spent on torch: these modules do without it when they are loaded."""
-    for module in ("errors", "schema", "config", "storage", "place", "logs", "launch"):
+    for module in ("errors", "schema", "config", "registry", "storage", "place", "logs", "launch"):
         top = ast.parse(FILES[module].read_text()).body
         direct = [node for node in top if isinstance(node, (ast.Import, ast.ImportFrom))]
         names = {alias.name for node in direct if isinstance(node, ast.Import) for alias in node.names}

@@ -1,0 +1,113 @@
+"""Three steps of a user's model and optimizer before anything is written: what would fail later is told now."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config import Config
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.loader import MicroBatch
+from mingpt_ddp.model import build_model
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.registry import blaming
+from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.seeds import seed_everything
+from mingpt_ddp.snapshots.image import encode
+from mingpt_ddp.snapshots.tensors import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
+
+ROWS = 2  # sequences are enough
+
+
+def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatch) -> None:
+    """Train two steps, put the state down, train a third; then the same third step from what was put down.
+
+    Raises:
+        CodeError: the code fails, gives something else than it should, or does not resume exactly.
+        ConfigError: a parameter without a gradient, for which the ranks would wait.
+    """
+    x, y = runtime.to_device(batch.x[:ROWS]), runtime.to_device(batch.y[:ROWS])
+    with blaming():
+        first = _Copy(config, runtime, vocab_size)
+        first.check_scores(x)
+        fresh = first.digest()
+        first.step(1, x, y)
+        check_savable(first.model, first.optimizer)
+        _check_gradients(first.unused, config, runtime.world_size)
+        first.step(2, x, y)
+        saved = first.state()
+        loss, end = first.step(3, x, y), first.digest()
+        del first
+        second = _Copy(config, runtime, vocab_size)
+        if fresh != second.digest():
+            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('first weights')}")
+        load_model(second.model, saved[0])
+        load_optimizer(second.model, second.optimizer, saved[1])
+        again = second.step(3, x, y)
+        if not (runtime.device.type == "cpu" or config.trainer.deterministic):
+            return  # a GPU adds up in an order of its own
+        if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
+            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('loss')}")
+        if end != second.digest():
+            raise CodeError(f"the optimizer {config.optimizer.name} {_OTHER.format('step')}")
+
+
+_OTHER = (
+    "would not resume exactly: its {} depends on more than the snapshot and torch's seed; keep what it remembers in "
+    "parameters, buffers or optimizer.state, and draw random numbers from torch's global generator"
+)
+
+
+class _Copy:
+    """The model and the optimizer of the run, as every start makes them."""
+
+    def __init__(self, config: Config, runtime: Runtime, vocab_size: int) -> None:
+        self.config, self.runtime, self.vocab_size = config, runtime, vocab_size
+        seed_everything("weights", config.run.seed)
+        self.model: nn.Module = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.unused: list[str] = []  # parameters without a gradient in the last step
+
+    def check_scores(self, x: Tensor) -> None:
+        with torch.no_grad(), self.runtime.autocast():
+            scores = self.model(x)
+        self._check_shape("model(tokens)", scores, (*x.shape, self.vocab_size))
+
+    def step(self, step: int, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of one step like those of the run."""
+        seed_everything("dropout", self.config.run.seed, step, 0)
+        with self.runtime.autocast():
+            loss: Tensor = self.model(x, y)
+        self._check_shape("model(tokens, targets)", loss, ())
+        loss.backward()
+        self.unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
+        seed_everything("update", self.config.run.seed, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _check_shape(self, call: str, found: object, shape: tuple[int, ...]) -> None:
+        if not isinstance(found, Tensor) or tuple(found.shape) != shape:
+            kind = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            wanted = f"logits of the shape {shape}" if shape else "the mean loss, a scalar"
+            raise CodeError(f"the model {self.config.model.architecture}: {call} must give {wanted}, not {kind}")
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a snapshot would hold, apart from the live objects."""
+        tensors = model_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
+        first, second = ({name: tensor.detach().cpu().clone() for name, tensor in kind.items()} for kind in tensors)
+        return first, second
+
+    def digest(self) -> bytes:
+        digests = (hashlib.sha256(encode(tensors)).digest() for tensors in self.state())
+        return b"".join(digests)
+
+
+def _check_gradients(unused: list[str], config: Config, world_size: int) -> None:
+    if unused and world_size > 1 and not config.ddp.find_unused_parameters:
+        raise ConfigError(
+            f"{', '.join(unused[:3])} of the model {config.model.architecture} have no gradient; leave them out, or "
+            "set ddp.find_unused_parameters=true"
+        )
