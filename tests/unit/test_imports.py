@@ -100,6 +100,18 @@ ALLOWED: dict[str, set[str]] = {
     "snapshots.__main__": {
         *("errors", "logs", "place", "sample", "schema", "snapshots.manage", "snapshots.survey", "storage"),
     },
+    "report.values": set(),
+    "report.runs": {"errors", "history", "report.values"},
+    "report.command": {"config", "report.runs", "report.values"},
+    "report.table": {"errors", "report.command", "report.runs", "report.values"},
+    "report.scales": {"report.values"},
+    "report.svg": {"errors", "report.scales"},
+    "report.plots": {"report.runs", "report.scales", "report.svg", "report.values"},
+    "report.page": {
+        *("report.command", "report.plots", "report.runs", "report.svg", "report.table", "report.values"),
+    },
+    "report": {"errors", "report.page", "report.runs", "report.table", "storage"},
+    "report.__main__": {"errors", "report"},
     "__main__": {"launch"},
 }
 

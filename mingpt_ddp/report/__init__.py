@@ -1,0 +1,34 @@
+"""The report of a sweep: a table for the terminal and a page for the browser, without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.report.page import page as page_of
+from mingpt_ddp.report.runs import read_jobs, varying
+from mingpt_ddp.report.table import table
+from mingpt_ddp.storage import publish
+
+PAGE = "report.html"
+
+
+def report(directories: list[Path], page: Path | None) -> str:
+    """The table of the jobs in `directories`, and the page where one is wanted.
+
+    Args:
+        directories: runs, or directories that hold runs one or two levels below.
+        page: the HTML file to write.
+
+    Raises:
+        RunError: there is no run in one of the directories, or the page cannot be written.
+    """
+    jobs = read_jobs(directories)
+    keys = varying(jobs)
+    if page is not None:
+        title = ", ".join(directory.resolve().name for directory in directories)
+        try:
+            publish(page, page_of(title, jobs, keys).encode())
+        except OSError as error:
+            raise RunError(f"cannot write {page}: {error.strerror}") from error
+    return table(jobs, keys)

@@ -1,0 +1,57 @@
+"""Run directories as a run leaves them, made up in a moment."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CONFIG: dict[str, dict[str, Any]] = {
+    "run": {"name": "study", "root": "outputs", "resume": "auto", "seed": 1337},
+    "model": {"name": "gpt_nano", "architecture": "gpt", "n_layer": 3, "dropout": 0.0},
+    "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
+    "data": {"name": "python_docs", "path": "builtin:python_docs", "block_size": 64},
+    "trainer": {"max_steps": 100, "batch_size": 12},
+}
+
+
+def made_up(
+    directory: Path,
+    values: dict[str, Any] | None = None,
+    status: str | None = "complete",
+    val_loss: float | None = 2.0,
+    steps: int = 100,
+    faults: int = 0,
+    overrides: list[str] | None = None,
+) -> Path:
+    """A run whose loss falls from 4.5 to `val_loss` in `steps` steps.
+
+    Args:
+        values: what differs from CONFIG, by dotted key.
+        status: None: there is no result.
+        val_loss: None: nothing was measured.
+    """
+    config = {group: dict(keys) for group, keys in CONFIG.items()}
+    for key, value in (values or {}).items():
+        group, _, name = key.partition(".")
+        config.setdefault(group, {})[name] = value
+    (directory / ".hydra").mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    if overrides is not None:
+        (directory / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    lines: list[dict[str, Any]] = [{"start": 1.7e9, "step": 0, "world_size": 1}]
+    lines += [{"start": 1.7e9, "step": 0, "world_size": 1}] * faults
+    if val_loss is not None:
+        for step in range(5, steps + 1, 5):
+            loss = val_loss + (4.5 - val_loss) * math.exp(-step / steps * 5)
+            lines.append({"step": step, "train_loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 40_000.0})
+            if step % 20 == 0:
+                lines.append({"step": step, "val_loss": val_loss if step == steps else loss + 0.05})
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if status is not None:
+        result = {"status": status, "step": steps, "val_loss": val_loss, "wall_seconds": 61.5}
+        (directory / "result.json").write_text(json.dumps(result))
+    return directory

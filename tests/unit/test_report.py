@@ -1,0 +1,434 @@
+"""The report of a sweep: what is read of run directories, the table, the page, the command line."""
+
+from __future__ import annotations
+
+import fcntl
+import html.parser
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_dir
+from launching import ROOT
+from made_up import made_up
+
+from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.launch import config_directory
+from mingpt_ddp.report import __main__ as tool
+from mingpt_ddp.report import report
+from mingpt_ddp.report.command import command_line, hydra_value
+from mingpt_ddp.report.plots import POINTS, shaded, thinned
+from mingpt_ddp.report.runs import best_of, read_jobs, varying
+from mingpt_ddp.report.scales import linear, of_losses, of_values
+from mingpt_ddp.report.values import brief, plain, short_names
+
+HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
+
+
+# What is read.
+
+
+def test_jobs_by_objective_and_what_differs(tmp_path):
+    made_up(tmp_path / "a", {"optimizer.lr": 1e-3, "run.name": "x"}, val_loss=2.0)
+    made_up(tmp_path / "b" / "c", {"optimizer.lr": 3e-3}, val_loss=1.5, faults=2)
+    made_up(tmp_path / "d", {"optimizer.lr": 1e-2}, "preempted", 1.0, steps=60)
+    jobs = read_jobs([tmp_path])
+    assert [(job.name, job.status, job.objective) for job in jobs] == [
+        ("b/c", "complete", 1.5),
+        ("a", "complete", 2.0),
+        ("d", "preempted", None),
+    ]
+    assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
+    assert best_of(jobs).name == "b/c"
+    assert [(job.step, job.tokens_per_s, job.faults) for job in jobs] == [(100, 4e4, 2), (100, 4e4, 0), (60, 4e4, 0)]
+    assert jobs[2].val_loss == pytest.approx(1.0), "the last that was measured"
+
+
+def test_a_directory_may_be_a_run_itself_and_several_may_be_named(tmp_path):
+    made_up(tmp_path / "one")
+    made_up(tmp_path / "sweep" / "job")
+    assert [job.name for job in read_jobs([tmp_path / "one"])] == ["one"]
+    assert [job.name for job in read_jobs([tmp_path / "sweep", tmp_path / "one", tmp_path])] == ["one", "sweep/job"]
+
+
+def test_the_newest_configuration_counts(tmp_path):
+    run = made_up(tmp_path / "run")
+    for number, lr in ((2, 0.1), (10, 0.2)):
+        (run / f"config.{number}.yaml").write_text(f"optimizer: {{lr: {lr}}}")
+    assert read_jobs([run])[0].config == {"optimizer.lr": 0.2}
+
+
+def test_what_has_no_result(tmp_path):
+    """Whoever trains holds the lock."""
+    running, failed, copied = (made_up(tmp_path / name, status=None) for name in ("running", "failed", "copied"))
+    (failed / ".lock").touch()
+    with open(running / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        statuses = {job.name: job.status for job in read_jobs([tmp_path])}
+    assert statuses == {"running": "running", "failed": "failed", "copied": "unfinished"}
+    assert copied.is_dir()
+
+
+@pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"1"', "true", "1e999", "{}", "-1e200"])
+def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, loss):
+    made_up(tmp_path / "good", {"optimizer.lr": 0.5}, val_loss=3.0)
+    run = made_up(tmp_path / "bad", val_loss=2.0)
+    (run / "result.json").write_text(f'{{"status": "complete", "val_loss": {loss}}}')
+    jobs = read_jobs([tmp_path])
+    assert [(job.name, job.objective) for job in jobs] == [("good", 3.0), ("bad", None)]
+    best, bad = report([tmp_path], tmp_path / "page.html").splitlines()[1:3]
+    assert best.split()[:2] == ["*", "3.0000"]
+    assert bad.split()[0] == "-"
+
+
+def test_keys_that_only_some_jobs_have(tmp_path):
+    made_up(tmp_path / "a", {"optimizer.name": "adamw"})
+    made_up(tmp_path / "b", {"optimizer.name": "sgd", "optimizer.momentum": 0.9})
+    made_up(tmp_path / "c", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1})
+    made_up(tmp_path / "d", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1.0})
+    assert varying(read_jobs([tmp_path])) == ["optimizer.name", "optimizer.lr"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.yaml", "a: [1"),
+        ("config.yaml", "!!python/object/apply:os.system ['touch stolen']"),
+        ("config.yaml", "[1, 2]"),
+        ("config.yaml", "{" * 5000),
+        ("config.yaml", "x" * (1 << 20) + "y"),
+        ("config.yaml", b"\xff\xfe\x00"),
+        ("result.json", '{"status"'),
+        ("result.json", "[" * 100_000),
+        ("metrics.jsonl", '{"step": 1}\nnonsense\n{"step": 2}\n'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, content):
+    monkeypatch.chdir(tmp_path)
+    made_up(tmp_path / "sweep" / "good")
+    run = made_up(tmp_path / "sweep" / "run")
+    (run / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    text = report([tmp_path / "sweep"], tmp_path / "page.html")
+    assert file in next(line for line in text.splitlines() if line.startswith("note: "))
+    assert "Notes" in (tmp_path / "page.html").read_text()
+    assert not (tmp_path / "stolen").exists()
+
+
+@pytest.mark.parametrize("directory", ["nothing", "empty", "file"])
+def test_no_run_is_an_error(tmp_path, directory):
+    (tmp_path / "empty" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="name a run or the directory of a sweep"):
+        report([tmp_path / directory], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+# Values and scales.
+
+
+def test_values_are_brief():
+    assert [brief(v) for v in (0, 0.0003, 1e-3, 0.25, 1 / 3, 2, 123456, 12345.678, 1e12, -2e-5)] == [
+        *("0", "3e-4", "0.001", "0.25", "0.3333", "2", "123456", "1.235e4", "1e12", "-2e-5"),
+    ]
+    assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, 10**5000, float("inf"))] == [
+        *("[0.9, 0.99]", "list", "dict", "int", "inf"),
+    ]
+    keys = ["optimizer.lr", "model.name", "a.x", "b.x"]
+    assert list(short_names(keys).values()) == ["lr", "model.name", "a.x", "b.x"]
+
+
+def test_decades_are_logarithmic():
+    scale = of_values([1e-4, 1e-3, 1e-2], 0.0, 200.0)
+    assert [tick.label for tick in scale.ticks] == ["1e-4", "1e-3", "1e-2"]
+    assert scale.at(1e-3) == pytest.approx(100.0)
+    assert of_values([1.0, 2.0, 5.0], 0.0, 200.0).at(3.0) == pytest.approx(100.0)
+
+
+def test_words_stand_one_by_one():
+    scale = of_values(["gelu", None, True, 3], 0.0, 400.0)
+    assert [(tick.label, tick.at) for tick in scale.ticks] == [("3", 50), ("gelu", 150), ("null", 250), ("true", 350)]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [[0.0], [5], [-1e99, 1e99], [1e-99, 1e99], [1.0, 1.0 + 1e-15], [None], list(range(1000)), ["x" * 999] * 3, []],
+    ids=str,
+)
+@pytest.mark.parametrize("upright", [False, True])
+def test_any_values_have_a_legible_axis(values, upright):
+    scale = of_values(values, 40.0, 340.0, upright)
+    assert len(scale.ticks) <= 20
+    assert all(40 <= tick.at <= 340 and len(tick.label) <= 16 for tick in scale.ticks)
+    assert all(40 <= scale.at(value) <= 340 for value in values)
+
+
+@pytest.mark.parametrize("far", [90.0, 1e99])
+def test_losses_far_above_the_others_do_not_squeeze_them(far):
+    scale = of_losses([1.5, 1.6, 1.7, 1.8, far], 200.0, 0.0)
+    assert scale.at(1.5) - scale.at(1.8) > 150
+    assert not scale.holds(far)
+    assert scale.at(far) == 0.0
+
+
+@pytest.mark.parametrize(
+    "losses", [[], [2.0], [2.0] * 5, [1e99, 1.0], [1e-99, -1e99, 0.0, 1e99], [0.0, 5e-324]], ids=str
+)
+def test_any_losses_have_an_axis(losses):
+    scale = of_losses(losses, 200.0, 0.0)
+    assert all(scale.holds(loss) and 0 <= scale.at(loss) <= 200 for loss in losses)
+    assert len(scale.ticks) <= 8
+
+
+def test_round_ticks_have_equally_many_digits():
+    assert [tick.label for tick in linear(1.4, 3.1, 0, 300).ticks] == ["1.5", "2.0", "2.5", "3.0"]
+    assert [tick.label for tick in linear(0, 240, 0, 480).ticks] == ["0", "50", "100", "150", "200"]
+
+
+def test_long_curves_are_thinned():
+    points = [(float(step), 1000.0 - step) for step in range(1, 1001)]
+    thin = thinned(points)
+    assert len(thin) <= POINTS
+    assert thin[-1] == points[-1]
+    assert all(x + y == pytest.approx(1000) for x, y in thin)
+    assert thinned(points[:POINTS]) == points[:POINTS]
+
+
+# The table and the page.
+
+
+class Reader(html.parser.HTMLParser):
+    """Elements with their attributes, and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def count(self, tag: str, word: str = "") -> int:
+        return sum(name == tag and word in [*(values.get("class") or "").split(), ""] for name, values in self.tags)
+
+
+def test_hostile_names_and_values_are_only_text(tmp_path):
+    sweep = tmp_path / "<b>sweep"
+    name = "<img src=x onerror=alert(1)>\udcff\n'"
+    made_up(
+        sweep / name, {"model.name": HOSTILE, "optimizer.lr": 1}, val_loss=1.0, overrides=[f"model.name='{HOSTILE}'"]
+    )
+    made_up(sweep / "b", {f"model.{HOSTILE}": 1, "model.name": "</title></style>", "optimizer.lr": 2}, status=HOSTILE)
+    made_up(sweep / "c", {f"model.{HOSTILE}": 2})
+    text = report([sweep], tmp_path / "page.html")
+    assert "\x1b" not in text
+    assert all("note:" not in line for line in text.splitlines())
+    page = Reader((tmp_path / "page.html").read_text())
+    assert page.count("script") == page.count("style") == page.count("title") == 1
+    assert page.count("img") == page.count("b") == 0
+    assert not [name for _, values in page.tags for name in values if name.startswith("on")]
+    assert "<script>alert" in page.text
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path):
+    for number in range(3):
+        made_up(tmp_path / f"{number}", {"optimizer.lr": 10.0**-number})
+    report([tmp_path], tmp_path / "page.html")
+    page = Reader((tmp_path / "page.html").read_text())
+    addresses = [
+        v for _, values in page.tags for k, v in values.items() if k in ("src", "href", "action", "data", "style")
+    ]
+    assert addresses == []
+    policy = next(values["content"] for tag, values in page.tags if "http-equiv" in values)
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy and "http" not in policy
+    assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttp|import\(", (tmp_path / "page.html").read_text())
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 100])
+def test_every_job_is_drawn_everywhere(tmp_path, jobs):
+    for number in range(jobs):
+        values = {"optimizer.lr": 1e-4 * 1.05**number, "model.n_layer": number % 3}
+        made_up(tmp_path / f"job{number}", values, val_loss=2 + number / 100)
+    report([tmp_path], tmp_path / "page.html")
+    page = Reader((tmp_path / "page.html").read_text())
+    drawn = 2 if jobs > 1 else 0
+    assert page.count("svg") == 2 + drawn + (jobs > 1)
+    assert page.count("tr", "job") == jobs
+    assert page.count("g", "job") == 2 * jobs, "two curves each"
+    assert page.count("circle", "job") == drawn * jobs
+    assert page.count("path", "job") == (jobs if jobs > 1 else 0)
+    assert (tmp_path / "page.html").stat().st_size < 1_000_000
+
+
+def test_jobs_without_curves(tmp_path):
+    made_up(tmp_path / "a", {"optimizer.lr": 1}, None, None)
+    made_up(tmp_path / "b", {"optimizer.lr": 2}, "failed", None)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "result.json").write_text('{"status": "complete", "val_loss": 2.5}')
+    text = report([tmp_path], tmp_path / "page.html")
+    page = Reader((tmp_path / "page.html").read_text())
+    assert page.count("g", "job") == 0
+    assert page.count("tr", "job") == 3
+    assert "2.5000  complete" in text
+    (tmp_path / "c" / "result.json").unlink()
+    (tmp_path / "c").rmdir()
+    assert "no job is complete" in report([tmp_path], tmp_path / "page.html")
+
+
+def test_many_parameters(tmp_path):
+    for number in range(3):
+        made_up(tmp_path / f"{number}", {f"model.key{key}": number for key in range(40)})
+    text = report([tmp_path], tmp_path / "page.html")
+    assert "and 32 more parameters: model.key8, " in text
+    page = Reader((tmp_path / "page.html").read_text())
+    assert page.count("svg", "against") == 12
+    assert "the table has the other 28" in page.text
+
+
+def test_a_loss_far_off_has_no_colour_of_its_own(tmp_path):
+    for number, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 60.0]):
+        made_up(tmp_path / f"{number}", {"optimizer.lr": 1.0 + number}, val_loss=loss)
+    assert shaded(read_jobs([tmp_path])) == (1.5, 2.1, True)
+    report([tmp_path], tmp_path / "page.html")
+    text = Reader((tmp_path / "page.html").read_text()).text
+    assert "final validation loss 1.500" in text and "2.100 or more" in text
+
+
+def test_the_text_has_a_line_for_each_job(tmp_path):
+    made_up(tmp_path / "a", {"optimizer.lr": 3e-4}, val_loss=2.0, faults=1)
+    made_up(tmp_path / "b", {"optimizer.lr": 1e-3}, "pruned", 2.5, steps=40)
+    made_up(tmp_path / "c", {"optimizer.lr": 1e-2}, None, None)
+    assert [line.split() for line in report([tmp_path], None).splitlines()[:4]] == [
+        ["val", "loss", "status", "lr", "step", "tokens/s", "faults", "time", "job"],
+        ["*", "2.0000", "complete", "3e-4", "100", "40,000", "1", "0:01:02", "a"],
+        ["(2.5000)", "pruned", "0.001", "40", "40,000", "0", "0:01:02", "b"],
+        ["-", "unfinished", "0.01", "-", "-", "0", "-", "c"],
+    ]
+
+
+# The command line.
+
+SWEEP = [
+    "experiment=demo",
+    "run.name=study",
+    "optimizer=sgd",
+    "optimizer.lr=0.003",
+    "+trainer={}",
+    "data.path='a b=$x'",
+]
+
+
+def composed(words: list[str]) -> dict:
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        return from_dictconfig(compose("config", words)).to_dict()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
+    words = [
+        *SWEEP,
+        "data.path='a b=\\'$x\\' \"é\"\\\\'",
+        "data.name='{null}'",
+        "model.name='true'",
+        "data.sha256=null",
+    ]
+    config = composed(words)
+    run = made_up(tmp_path / "study" / "optimizer.lr=0.003-0123abcd", overrides=words if recorded else None)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    command = command_line(read_jobs([tmp_path])[0])
+    python, main, *again = shlex.split(command)
+    assert (python, main) == ("python", "main.py")
+    told = subprocess.run(["bash", "-c", f"printf '%s\\n' {shlex.join(again)}"], capture_output=True, text=True).stdout
+    assert told.splitlines() == again
+    assert composed(again) == {**config, "run": {**config["run"], "name": "study-best-0123abcd"}}
+
+
+def test_a_run_of_its_own_keeps_its_name(tmp_path):
+    run = made_up(tmp_path / "study", overrides=["run.name=study"])
+    assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
+    other = made_up(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=["optimizer.lr=1"])
+    assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=1"
+
+
+def test_any_text_survives_hydra():
+    texts = ["a", "it's", "\\", "a\\'b", "\\'", "${run.name}", "\\${x}", "nUll", "1e3", "", " ", "a,b", "[1,2", "{"]
+    texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        words = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
+        assert list(compose("config", words).probe.values()) == texts
+
+
+# The tool.
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["report", *map(str, words)])
+        code = 0
+        try:
+            tool.main()
+        except SystemExit as left:
+            code = left.code
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_it_says_where_the_page_is(tmp_path, call):
+    made_up(tmp_path / "sweep" / "a")
+    code, out, error = call(tmp_path / "sweep")
+    assert (code, error) == (0, "")
+    assert out.splitlines()[-1] == f"the page is {tmp_path / 'sweep' / 'report.html'}"
+    assert (tmp_path / "sweep" / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert [job.name for job in read_jobs([tmp_path / "sweep"])] == ["a"], "the page is no run"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("nothing", "nothing is not a directory"),
+        ("--open", "--open is not an option"),
+        ("s3://bucket/run", "s3://bucket/run is not a local directory"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, call, word, message):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = call(word)
+    assert (code, out) == (2, "")
+    assert error.startswith(f"run error: {message}; " if word == "nothing" else f"run error: {message}")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_written(tmp_path, call):
+    made_up(tmp_path / "sweep" / "a")
+    (tmp_path / "sweep" / "report.html").mkdir()
+    code, _, error = call(tmp_path / "sweep")
+    assert code == 2
+    assert re.match(r"run error: cannot write .*report.html: ", error)
+
+
+def test_without_arguments_it_explains_itself(call):
+    code, out, _ = call()
+    assert code == 0
+    assert "python -m mingpt_ddp.report" in out
+
+
+def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
+    made_up(tmp_path / "a")
+    script = (
+        "import json, sys; from pathlib import Path; from mingpt_ddp.report import report;"
+        f"report([Path({str(tmp_path)!r})], Path({str(tmp_path)!r}) / 'page.html');"
+        "print(json.dumps([name for name in ('torch', 'tensorboard', 'numpy') if name in sys.modules]))"
+    )
+    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert json.loads(told) == []
