@@ -68,13 +68,16 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
 def _recorded_places(run: str) -> list[str]:
     """Where a run directory says that it keeps its snapshots, if that is somewhere else."""
     try:
-        text = Storage(run).read("config.yaml", limit=LARGEST_CONFIG)
+        directory = Storage(run)
+        text = directory.read("config.yaml", limit=LARGEST_CONFIG)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make gigabytes
             return []
-        recorded = yaml.safe_load(text)["snapshot"]
-        paths = [recorded.get("path"), recorded.get("fallback_path")]
+        recorded = yaml.safe_load(text)
+        paths = [recorded["snapshot"].get("path"), recorded["snapshot"].get("fallback_path")]
+        parts = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job is two
     except Exception:  # it is no run directory of ours
         return []
     # A chain of URLs could name a file system that runs what it reads, or writes; snapshot.path is never one.
     paths = [path for path in paths if isinstance(path, str) and "::" not in path]
-    return [f"{path.rstrip('/')}/{run.rsplit('/', 1)[-1]}" for path in paths]
+    name = "/".join(directory.root.rstrip("/").split("/")[-parts:])  # as it is now: a -2 may have come after run.name
+    return [f"{path}{name}" if path.endswith("/") else f"{path}/{name}" for path in paths]

@@ -168,8 +168,8 @@ def test_a_pickle_is_never_run(name, tmp_path, genuine):
     "text",
     [
         "!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path [RAN]]",
-        "snapshot: {path: 'reference::RAN'}",
-        "a: &a {x: 1}\nsnapshot: {path: *a}",
+        "run: {name: null}\nsnapshot: {path: 'reference::RAN'}",
+        "a: &a {x: 1}\nrun: {name: null}\nsnapshot: {path: *a}",
     ],
 )
 def test_a_config_yaml_leads_nowhere_it_should_not(text, tmp_path):

@@ -545,6 +545,23 @@ def test_load_in_memory(store):
     assert load(store.url.removesuffix("/snapshots")).step == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "directory"),
+    [(None, "text-gpt-01234567"), ("run", "run"), ("run", "run-2"), ("sweep/lr=1", "sweep/lr=1")],
+)
+@pytest.mark.parametrize("key", ["path", "fallback_path"])
+def test_load_finds_what_a_run_keeps_elsewhere(key, name, directory, tmp_path, monkeypatch):
+    """Below the path that its config.yaml records, under as much of the directory's name as run.name has."""
+    run = tmp_path / "outputs" / directory
+    run.mkdir(parents=True)
+    commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), content(4))
+    for path in (f"{tmp_path}/elsewhere", f"{tmp_path}/elsewhere/"):
+        (run / "config.yaml").write_text(json.dumps({"run": {"name": name}, "snapshot": {key: path}}))
+        assert load(str(run)).step == 4
+    monkeypatch.chdir(run)
+    assert load(".").step == 4
+
+
 def test_load_without_a_snapshot(store):
     with pytest.raises(SnapshotError, match="there is no whole snapshot at"):
         load(store.url)
