@@ -17,6 +17,8 @@ from mingpt_ddp.schema import build, closest, refuse_credentials
 from mingpt_ddp.schema import check as _check
 
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
+DIRECTORY = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"  # the names that a run's directory may have
+LIMITS = ("max_epochs", "max_steps")
 # Keys that stand in a record only where they have a value, and those of them that say where, not what.
 OPTIONAL, WHERE = ("reader", "code", "code_sha256"), ("code", "code_sha256")
 
@@ -25,15 +27,15 @@ OPTIONAL, WHERE = ("reader", "code", "code_sha256"), ("code", "code_sha256")
 class RunConfig:
     """Which run this is and where it lives."""
 
-    name: str | None  # a directory below root; null: derived from the configuration
+    name: str | None  # a directory below root, or two: group/name; null: derived from the configuration
     root: str  # local directory of all runs
     resume: str  # auto | never | a snapshot's path or URL to start from
     seed: int  # every random number of the run follows from it
 
     def __post_init__(self) -> None:
         if self.name is not None:
-            fits = re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}", self.name)
-            _check(bool(fits), f"run.name={self.name} must be one directory name of letters, digits and . _ + = , -")
+            fits = re.fullmatch(rf"{DIRECTORY}(/{DIRECTORY})?", self.name)
+            _check(bool(fits), f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -")
         refuse_credentials("run.root", self.root)
         _check(bool(self.root.strip()), "run.root is empty; name a directory")
         _check("://" not in self.root, f"run.root={self.root} must be a local directory; snapshot.path may be a URL")
@@ -156,10 +158,10 @@ class DDPConfig:
     """How the ranks find each other and share gradients (mingpt_ddp/runtime.py)."""
 
     strategy: Literal["ddp"]
-    launcher: Literal["elastic"]  # what nproc_per_node starts its workers with
+    launcher: Literal["elastic", "spawn"]  # nproc_per_node starts its workers by torch's elastic agent or mp.spawn
     backend: Literal["auto", "nccl", "gloo", "mpi"]
     timeout_s: float  # seconds a rank waits for the others
-    nproc_per_node: int | None  # workers to start on this machine; null: none
+    nproc_per_node: int | None  # workers to start on this machine; 0 or null: none, this process trains
     max_restarts: int  # of the workers that nproc_per_node starts
     bucket_cap_mb: float  # MiB of gradients per all-reduce
     gradient_as_bucket_view: bool
@@ -171,7 +173,7 @@ class DDPConfig:
     def __post_init__(self) -> None:
         _check(1 <= self.timeout_s <= 1e7, f"ddp.timeout_s={self.timeout_s} must lie in 1 .. 10,000,000 seconds")
         workers = self.nproc_per_node
-        _check(workers is None or workers >= 1, f"ddp.nproc_per_node={workers} must be at least 1 or null")
+        _check(workers is None or workers >= 0, f"ddp.nproc_per_node={workers} must not be negative")
         _check(self.max_restarts >= 0, f"ddp.max_restarts={self.max_restarts} must not be negative")
         _check(self.bucket_cap_mb > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
         both = self.static_graph and self.find_unused_parameters
@@ -284,26 +286,33 @@ class Config:
                     del values[key]
         return plain
 
-    def run_name(self) -> str:
+    def run_name(self, beside: dict[str, str] | None = None) -> str:
         """`run.name`, or `<data>-<model>-<8 hex>`: the same on every rank, node and restart.
 
-        The hash covers what makes the training: not where the run lives, how it is distributed or saved, how long it
-        lasts or what it displays. The seed is part of it, so that two seeds are two runs; a user's code is not, so that
-        a run goes on when a mistake in it has been mended.
+        Args:
+            beside: what else tells this run from others, by key.
         """
-        if self.run.name is not None:
-            return self.run.name
-        values = self.to_dict()
-        made_by = {group: values[group] for group in ("model", "optimizer", "data", "trainer")}
-        for key in ("max_epochs", "max_steps", "log_every", "eval_every", "sample_every"):
-            del made_by["trainer"][key]
-        del made_by["data"]["cache_dir"]
-        for group in made_by.values():
-            for key in WHERE:
-                group.pop(key, None)
-        made_by["seed"] = self.run.seed
-        digest = hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()
-        return f"{_slug(self.data.name)}-{_slug(self.model.name)}-{digest[:8]}"
+        return self.run.name or f"{_slug(self.data.name)}-{_slug(self.model.name)}-{self.digest(beside)}"
+
+    def digest(self, beside: dict[str, str] | None = None) -> str:
+        """8 hexadecimal digits of what makes the training, however long it lasts."""
+        made = made_by(self.to_dict())
+        for limit in LIMITS:
+            del made["trainer"][limit]
+        text = json.dumps({**made, **({"beside": beside} if beside else {})}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def made_by(values: dict[str, Any]) -> dict[str, Any]:
+    """Of the plain values of a configuration those that make the training.
+
+    Not where the run lives, how it is distributed or saved, or what it displays. The seed is among them, so that two
+    seeds are two runs; a user's code is not, so that a run goes on when a mistake in it has been mended.
+    """
+    shown = {"data": ("cache_dir",), "trainer": ("log_every", "eval_every", "sample_every")}
+    groups = ("model", "optimizer", "data", "trainer")
+    made = {g: {k: v for k, v in values[g].items() if k not in (*shown.get(g, ()), *WHERE)} for g in groups}
+    return {**made, "seed": values["run"]["seed"]}
 
 
 def _slug(name: str) -> str:

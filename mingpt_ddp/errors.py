@@ -56,6 +56,12 @@ class TrainingError(UserError):
     kind = "training error"
 
 
+class JobError(UserError):
+    """A job of a sweep has failed, and has told why; the sweep goes on."""
+
+    kind = "job error"
+
+
 def printable(text: str) -> str:
     """The text without what a terminal would obey: C0 and C1 control characters other than newline and tab."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -21,8 +21,10 @@ class Place:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    agent: bool = False  # an elastic agent started this process and holds the store
+    agent: bool = False  # the parent holds the store, and starts this process again when it dies
     master: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
+    alone: bool = True  # nobody has set RANK and its relatives
+    worker: bool = False  # whoever set them has started this process as one of several on this machine
 
     @property
     def is_main(self) -> bool:
@@ -47,6 +49,8 @@ def find_place() -> Place:
         world_size=_number("WORLD_SIZE"),
         agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         master=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
+        alone=False,
+        worker="LOCAL_RANK" in os.environ,
     )
     if not 0 <= place.master[1] < 1 << 16:
         raise ConfigError(f"MASTER_PORT={place.master[1]} must lie below 65536")
@@ -55,11 +59,43 @@ def find_place() -> Place:
     return place
 
 
+def place_or_default() -> Place:
+    """Where this process stands, or that of a single one if that cannot be told."""
+    try:
+        return find_place()
+    except ConfigError:
+        return Place()
+
+
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"the environment variable {name}={text!r} must be a whole number")
     return int(text)
+
+
+def under_agent(port: int, world_size: int) -> Place:
+    """The first of `world_size` ranks on this machine, whose parent holds a store at `port`."""
+    return Place(world_size=world_size, agent=True, master=("localhost", port))
+
+
+def worker_variables(first: Place, index: int, local_world_size: int) -> dict[str, str]:
+    """What tells worker number `index` of a machine its place, as torchrun would.
+
+    Args:
+        first: the place of the machine's first worker.
+    """
+    variables = {
+        "RANK": first.rank + index,
+        "LOCAL_RANK": index,
+        "WORLD_SIZE": first.world_size,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": first.master[0],
+        "MASTER_PORT": first.master[1],
+        "TORCHELASTIC_RUN_ID": "none",  # it has a parent, which it must not outlive
+        "TORCHELASTIC_USE_AGENT_STORE": first.agent,
+    }
+    return {name: str(value) for name, value in variables.items()}
 
 
 def started_at() -> float:

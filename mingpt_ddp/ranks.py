@@ -26,6 +26,7 @@ from mingpt_ddp.rendezvous import connect, meet, stop_if_fatal, within
 T = TypeVar("T")
 FAILURE = "failure"  # the store's key of what the first rank to fail met
 ANSWER_S = 1.0  # that the store may take
+ALL_FAILED_S = 5.0  # within which ranks that meet the same error do so
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,22 @@ class Ranks:
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
+
+    def all_failed(self, message: str) -> bool:
+        """Whether every rank has met the same error; then this attempt is over, and all may begin another together."""
+        if self.world_size > 1:
+            assert self.store is not None
+            store = self.store
+            keys = [f"failed/{rank}" for rank in range(self.world_size)]
+            try:
+                within(ANSWER_S, lambda: store.set(keys[self.rank], message))
+                within(ALL_FAILED_S + ANSWER_S, lambda: store.wait(keys, timedelta(seconds=ALL_FAILED_S)))
+                if any(store.get(key).decode() != message for key in keys):
+                    return False
+            except Exception:  # another rank has not failed, or cannot say so
+                return False
+            dist.destroy_process_group()
+        return True
 
     # Small control data travels as JSON in CPU tensors: torch's object collectives would unpickle it.
 

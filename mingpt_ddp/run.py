@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import started_at
 from mingpt_ddp.registry import uses_own_code
 from mingpt_ddp.rehearsal import rehearse
-from mingpt_ddp.rundir import LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
+from mingpt_ddp.rundir import COMPLETE, LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshots.find import load, places
@@ -47,20 +48,20 @@ def run(
     config: Config,
     runtime: Runtime,
     hydra_files: dict[str, str],
-    job: str | None = None,
     interrupt: Interrupt | None = None,
+    begun_at: float | None = None,
 ) -> float | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
     Args:
         hydra_files: what goes to `.hydra/`, by file name.
-        job: the directory of a sweep's job below the sweep's own.
         interrupt: the signals that may end the run early; None: there are none.
+        begun_at: when this start began, in seconds since 1970; None: with the process.
 
     Returns:
         The validation loss in nats per character, or None where a signal has ended the run early.
     """
-    interrupt = interrupt or Interrupt()
+    interrupt, begun_at = interrupt or Interrupt(), begun_at or started_at()
     # Whatever can be refused is refused here, before anything is written.
     _check_same(runtime, config)
     encoded = Encoded(**runtime.first(lambda: asdict(prepare(config.data)), per_node=True))
@@ -70,67 +71,51 @@ def run(
     )
     plan = plan_batches(config.trainer, runtime.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
-    runtime.first(lambda: _check_resume(config, job, encoded, runtime.world_size))
+    runtime.first(lambda: _check_resume(config, encoded, runtime.world_size))
     if uses_own_code(config):
         runtime.first(lambda: rehearse(config, runtime, corpus.vocab_size, loader.step(1, plan, 0)[0]))
 
-    owner, directory = _own_directory(config, runtime, job)
-    last_sign = owner.last_sign() if owner else 0.0
-    logs.to_file(directory, runtime.place)
-    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
-    for store in stores:
-        store.lease = owner.leases.get(store.url) if owner else None
-    urls = {store.url for store in stores}
-    former = [store for store in places(str(directory)) if store.url not in urls] if runtime.is_main else []
-    saver = Saver(config, runtime, stores, encoded, former)
-    found = saver.find()
-    kept = found.state["micro_batch_size"] if found else None
-    plan = plan_batches(config.trainer, runtime.world_size, kept)
-    if owner:
-        owner.record_start(config.to_dict(), hydra_files)
+    with contextlib.ExitStack() as held:
+        owner, directory = _own_directory(config, runtime, held)
+        last_sign = owner.last_sign() if owner else 0.0
+        logs.to_file(directory, runtime.place)
+        saver = _saver(config, runtime, owner, directory, encoded)
+        found = saver.find()
+        plan = plan_batches(config.trainer, runtime.world_size, found.state["micro_batch_size"] if found else None)
+        if owner:
+            owner.record_start(config.to_dict(), hydra_files)
 
-    seed_everything("weights", config.run.seed)
-    model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
-    if config.trainer.compile:
-        model.compile()
-    optimizer = build_optimizer(model, config.optimizer)
-    position = saver.restore(found, model, optimizer) if found else Position(world_size=runtime.world_size)
-    evaluator = Evaluator(corpus.val, config.data.block_size, runtime)
-    sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed, runtime.is_main)
-    _introduce(config, runtime, corpus, model, directory, position.step, steps)
+        seed_everything("weights", config.run.seed)
+        model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
+        if config.trainer.compile:
+            model.compile()
+        optimizer = build_optimizer(model, config.optimizer)
+        position = saver.restore(found, model, optimizer) if found else Position(world_size=runtime.world_size)
+        evaluator = Evaluator(corpus.val, config.data.block_size, runtime)
+        sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed, runtime.is_main)
+        _introduce(config, runtime, corpus, model, directory, position.step, steps)
 
-    if position.step < steps or (position.step == steps and position.val_step != steps):
-        position.world_size = runtime.world_size
-        undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
-        position.lost_seconds += undone + time.time() - started_at()
-        board = Board(
-            directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
-        )
-        history = History(directory / METRICS if runtime.is_main else None)
-        stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
-        trainer = Trainer(config, runtime, stepper, evaluator, saver, board, history, position, sample, interrupt)
-        watch = Watch(runtime, interrupt.stalled)
-        interrupt.heeded = True
-        try:
-            complete = trainer.fit()
-        finally:
-            interrupt.heeded = False
-            watch.stop()
-    else:
-        complete = True
-        if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
-            position.val_loss = evaluator.run(model)
-        log.info("a sample:\n%s\n", sample(position.step))
-
-    if owner:
-        owner.write_result(_result(position, config, loader.steps_per_epoch, complete))
-        if complete:
-            log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * position.goodput)
-            log.info(
-                "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
-                *(position.val_loss, (position.val_loss or 0) / NATS_PER_BIT, position.step, directory),
+        if position.step < steps or (position.step == steps and position.val_step != steps):
+            position.world_size = runtime.world_size
+            undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
+            position.lost_seconds += undone + time.time() - begun_at
+            stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
+            board = Board(
+                directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
             )
-        owner.release()
+            history = History(directory / METRICS if runtime.is_main else None)
+            trainer = Trainer(config, runtime, stepper, evaluator, saver, board, history, position, sample, interrupt)
+            complete = _fit(trainer, runtime, interrupt)
+        else:
+            complete = True
+            if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
+                position.val_loss = evaluator.run(model)
+            log.info("a sample:\n%s\n", sample(position.step))
+
+        if owner:
+            owner.write_result(_result(position, config, loader.steps_per_epoch, complete))
+            if complete:
+                _conclude(position, directory)
     return position.val_loss if complete else None
 
 
@@ -145,22 +130,51 @@ def snapshot_urls(config: Config, directory: Path) -> list[str]:
     return below if config.snapshot.path is not None else [str(directory / "snapshots"), *below]
 
 
-def _own_directory(config: Config, runtime: Runtime, job: str | None) -> tuple[RunDirectory | None, Path]:
-    """The run directory, the same on every rank; its owner is rank 0."""
+def _own_directory(config: Config, runtime: Runtime, held: contextlib.ExitStack) -> tuple[RunDirectory | None, Path]:
+    """The run directory, the same on every rank; its owner is rank 0, until `held` is closed."""
     owner: RunDirectory | None = None
 
     def take() -> str:
         nonlocal owner
-        wanted = run_directory(config, job)
+        wanted = run_directory(config)
         if config.run.resume == "never":
             wanted = Path(runtime.remember("directory", lambda: str(fresh_directory(wanted))))
         owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
+        held.callback(owner.release)
         for url in snapshot_urls(config, wanted):
             owner.own_snapshots(Storage(url))
         return str(wanted)
 
     directory = Path(runtime.first(take))
     return owner, directory
+
+
+def _saver(config: Config, runtime: Runtime, owner: RunDirectory | None, directory: Path, corpus: Encoded) -> Saver:
+    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
+    for store in stores:
+        store.lease = owner.leases.get(store.url) if owner else None
+    urls = {store.url for store in stores}
+    former = runtime.first(lambda: [store.url for store in places(str(directory)) if store.url not in urls])
+    return Saver(config, runtime, stores, corpus, [SnapshotStore(url) for url in former] if owner else [])
+
+
+def _fit(trainer: Trainer, runtime: Runtime, interrupt: Interrupt) -> bool:
+    """Train while signals are heeded and the other ranks are watched; whether the run is complete."""
+    watch = Watch(runtime, interrupt.stalled)
+    interrupt.heeded = True
+    try:
+        return trainer.fit()
+    finally:
+        interrupt.heeded = False
+        watch.stop()
+
+
+def _conclude(position: Position, directory: Path) -> None:
+    log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * position.goodput)
+    log.info(
+        "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
+        *(position.val_loss, (position.val_loss or 0) / NATS_PER_BIT, position.step, directory),
+    )
 
 
 def _check_same(runtime: Runtime, config: Config) -> None:
@@ -172,9 +186,9 @@ def _check_same(runtime: Runtime, config: Config) -> None:
             raise ConfigError(f"rank {rank} is configured otherwise than rank 0: {'; '.join(differing)}")
 
 
-def _check_resume(config: Config, job: str | None, corpus: Encoded, world_size: int) -> None:
+def _check_resume(config: Config, corpus: Encoded, world_size: int) -> None:
     """The place of the snapshots can be read, and what run.resume names can be continued."""
-    own = [step for url in snapshot_urls(config, run_directory(config, job)) for step in SnapshotStore(url).steps()]
+    own = [step for url in snapshot_urls(config, run_directory(config)) for step in SnapshotStore(url).steps()]
     if config.run.resume not in ("auto", "never") and not own:
         source = load(config.run.resume)
         check_state(source.step, source.state, config, corpus)
@@ -224,7 +238,7 @@ def _sample(model: nn.Module, vocabulary: Vocabulary, seed: int, is_main: bool, 
 def _result(position: Position, config: Config, steps_per_epoch: int, complete: bool) -> dict[str, Any]:
     val_loss = position.val_loss
     return {
-        "status": "complete" if complete else PREEMPTED,
+        "status": COMPLETE if complete else PREEMPTED,
         "step": position.step,
         "epoch": position.step / steps_per_epoch,
         "train_loss": position.train_loss,

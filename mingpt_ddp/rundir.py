@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,17 +26,16 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
 RESULT = "result.json"
-PREEMPTED = "preempted"  # the status of a run that a signal has ended early
+COMPLETE, PREEMPTED = "complete", "preempted"  # the status of a run that has ended, or a signal has ended early
 
 
-def run_directory(config: Config, job: str | None = None) -> Path:
-    """Where this run lives: a function of the configuration alone.
+def run_directory(config: Config) -> Path:
+    """Where this run lives: a function of the configuration alone."""
+    return Path(config.run.root) / config.run_name()
 
-    Args:
-        job: the directory of a sweep's job below the sweep's `run.name`.
-    """
-    base = Path(config.run.root) / config.run_name()
-    return base / job if job and config.run.name else base
+
+def renamed(config: Config, name: str) -> Config:
+    return replace(config, run=replace(config.run, name=name))
 
 
 def fresh_directory(directory: Path) -> Path:
@@ -57,8 +57,7 @@ class RunDirectory:
             RunError: another process group owns it, or it cannot be written.
         """
         self.path = path
-        self._lock = _open_lock(path, "the run directory", "run.root")
-        _acquire(self._lock, path, time.monotonic() + wait_s)
+        self._lock = hold(path, wait_s)
         self._others: list[IO[str]] = []
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
 
@@ -95,43 +94,57 @@ class RunDirectory:
 
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
-        if read_status(self.path) == PREEMPTED:  # no longer: it goes on
+        if read_result(self.path).get("status") == PREEMPTED:  # no longer: it goes on
             (self.path / RESULT).unlink(missing_ok=True)
         for name, content in hydra_files.items():
             publish(self.path / ".hydra" / name, content.encode())
-        previous = self._last_config()
+        previous = recorded_config(self.path)
         if previous is None:
             publish(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
             return
         changes = difference(previous, config)
         if changes:
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
-            number = max([1, *self._later_configs()]) + 1
+            number = max([1, *_later_configs(self.path)]) + 1
             publish(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False).encode())
-
-    def _later_configs(self) -> list[int]:
-        numbers = (re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in self.path.glob("config.*.yaml"))
-        return sorted(int(number[1]) for number in numbers if number)
-
-    def _last_config(self) -> dict[str, Any] | None:
-        """The newest record that can be read; it is only a record, nothing depends on it."""
-        names = [f"config.{number}.yaml" for number in reversed(self._later_configs())]
-        for name in [*names, "config.yaml"]:
-            with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-                config = yaml.safe_load((self.path / name).read_text())
-                if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
-                    return config
-        return None
 
     def write_result(self, result: dict[str, Any]) -> None:
         publish(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
 
 
-def read_status(directory: Path) -> str | None:
-    """How the run in this directory ended the last time; None: not, or without a word."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        return str(json.loads((directory / RESULT).read_text()).get("status"))
+def read_result(directory: Path) -> dict[str, Any]:
+    """How the run in this directory ended the last time; empty where it did not, or without a word."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        result = json.loads((directory / RESULT).read_text())
+        return result if isinstance(result, dict) else {}
+    return {}
+
+
+def _later_configs(directory: Path) -> list[int]:
+    numbers = (re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in directory.glob("config.*.yaml"))
+    return sorted(int(number[1]) for number in numbers if number)
+
+
+def recorded_config(directory: Path) -> dict[str, Any] | None:
+    """The newest record that can be read of how the run was configured."""
+    names = [f"config.{number}.yaml" for number in reversed(_later_configs(directory))]
+    for name in [*names, "config.yaml"]:
+        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+            config = yaml.safe_load((directory / name).read_text())
+            if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
+                return config
     return None
+
+
+def hold(directory: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
+    """Create a directory below run.root where needed and own it for as long as the file returned is open.
+
+    Raises:
+        RunError: another process owns it, or it cannot be written.
+    """
+    lock = _open_lock(directory, "the run directory", "run.root")
+    _acquire(lock, directory, time.monotonic() + wait_s)
+    return lock
 
 
 def _open_lock(path: Path, what: str, key: str) -> IO[str]:

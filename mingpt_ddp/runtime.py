@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -58,7 +59,7 @@ class Runtime(Ranks):
         Args:
             job: the number of the job in a sweep; every job has a process group of its own.
         """
-        self.ddp = config.ddp
+        self.ddp, self.compiles = config.ddp, config.trainer.compile
         self.device = choose_device(config.trainer, config.ddp, place)
         self.precision = _precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -66,6 +67,19 @@ class Runtime(Ranks):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
+
+    def close(self) -> None:
+        super().close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Leave nothing to the next job of this process."""
+        gc.collect()
+        if self.compiles:
+            torch.compiler.reset()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     # The model's surroundings.
 

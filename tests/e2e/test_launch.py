@@ -35,7 +35,16 @@ def test_run_directory(pair):
     cwd, _ = pair
     run = cwd / "outputs" / "pair"
     names = {p.name for p in run.iterdir()}
-    expected = {"config.yaml", ".hydra", "main.rank0.log", "main.rank1.log", "tensorboard", "snapshots", "result.json"}
+    expected = {
+        "config.yaml",
+        ".hydra",
+        "main.rank0.log",
+        "main.rank1.log",
+        "tensorboard",
+        "snapshots",
+        "result.json",
+        "metrics.jsonl",
+    }
     assert names - {".lock"} == expected
     assert {p.name for p in (run / "tensorboard").iterdir()} == {"rank0", "rank1"}
     newest = run / "snapshots" / "step_00000012"

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import (
     GROUPS,
     OPTIONAL,
@@ -26,7 +27,6 @@ from mingpt_ddp.config import (
     from_mapping,
 )
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.launch import config_directory
 from mingpt_ddp.schema import build, convert
 
 CONF = config_directory()

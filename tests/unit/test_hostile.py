@@ -17,9 +17,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp import sample as sample_module
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.errors import SnapshotError, printable
-from mingpt_ddp.launch import config_directory
 from mingpt_ddp.model import build_model
 from mingpt_ddp.sample import SampleConfig, sample
 from mingpt_ddp.snapshots.find import load

@@ -82,9 +82,13 @@ ALLOWED: dict[str, set[str]] = {
         ),
         *("runtime", "seeds", "snapshots.find", "snapshots.position", "snapshots.saver", "snapshots.store", "trainer"),
     },
+    "composed": {"config", "registry", "schema"},
+    "leave": {"errors", "logs", "place", "rendezvous", "runtime"},
+    "workers": {"config", "errors", "leave", "loader", "place", "rundir", "runtime"},
+    "sweep": {"composed", "config", "errors", "leave", "place", "rundir"},
     "launch": {
-        *("config", "errors", "interrupt", "loader", "logs", "place", "registry", "rendezvous", "run", "rundir"),
-        *("runtime", "schema", "storage"),
+        *("composed", "config", "errors", "interrupt", "leave", "logs", "place", "run", "rundir", "runtime"),
+        *("schema", "storage", "sweep", "workers"),
     },
     "sample": {
         *("config", "corpus", "errors", "generate", "logs", "model", "place", "registry", "schema"),
@@ -189,7 +193,7 @@ def test_the_loop_knows_no_model_no_text_and_no_launcher():
 
 def test_what_the_first_error_needs_does_not_import_torch():
     """A mistyped key is told before a second is spent on torch: these modules do without it when they are loaded."""
-    for module in ("errors", "schema", "config", "registry", "storage", "place", "logs", "launch"):
+    for module in ("errors", "schema", "config", "registry", "storage", "place", "logs", "composed", "leave", "sweep", "launch"):
         top = ast.parse(FILES[module].read_text()).body
         direct = [node for node in top if isinstance(node, (ast.Import, ast.ImportFrom))]
         names = {alias.name for node in direct if isinstance(node, ast.Import) for alias in node.names}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import Config, from_dictconfig, from_mapping
 from mingpt_ddp.corpus import Encoded
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.launch import config_directory
 from mingpt_ddp.model import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import Place

@@ -13,8 +13,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from storing import commit
 
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import Config, from_dictconfig
-from mingpt_ddp.launch import config_directory
 from mingpt_ddp.model import build_model
 from mingpt_ddp.snapshots import __main__ as tool
 from mingpt_ddp.snapshots import format as format_module

@@ -1,0 +1,199 @@
+"""A sweep: what is checked before its first job, what its jobs are called, which of them are done, how it ends."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from mingpt_ddp import composed, leave
+from mingpt_ddp.config import LIMITS, Config, made_by
+from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.place import Place, find_place, place_or_default
+from mingpt_ddp.rundir import COMPLETE, hold, read_result, recorded_config, renamed, run_directory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Sweep:
+    """What this process knows about the sweep whose jobs it does or starts."""
+
+    tells: bool = False  # it is the one that tells how the sweep went
+    directory: Path | None = None  # of all jobs; None: every job has one of its own beside other runs
+    lock: IO[str] | None = None
+    jobs: int = 0
+    before: int = 0  # of them, done by an earlier start
+    failed: list[str] = field(default_factory=list)
+    code: int = 0  # the exit code
+
+    def trained(self, loss: float) -> float:
+        self.jobs += 1
+        return loss
+
+    def skips(self, config: Config, loss: float) -> float:
+        self.jobs, self.before = self.jobs + 1, self.before + 1
+        log.info("%s: done before, validation loss %.4f", run_directory(config), loss)
+        return loss
+
+    def fails(self, message: str, code: int) -> JobError:
+        self.jobs += 1
+        self.failed.append(composed.job_label())
+        self.code = leave.FAILURE if leave.FAILURE in (self.code, code) else code
+        if self.tells:
+            log.error("%s", message)
+        return JobError(f"{composed.job_label()} has failed")
+
+    def end(self) -> None:
+        if self.tells:
+            log.info("sweep: %d jobs, %d of them done before, %d failed", self.jobs, self.before, len(self.failed))
+            for label in self.failed:
+                log.error("failed: %s; the same command tries it again", label)
+
+
+current = Sweep()  # Hydra makes the callback and calls the jobs: they meet here
+
+
+class Start(Callback):
+    """Hydra's callback: before a sweep writes anything, see whether its jobs can be run at all."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        global current
+        try:
+            place = find_place()
+            random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
+            words = _words(config)
+            checked = _check_jobs(config.hydra, words)
+            _check_sampler(config)
+            with read_write(config), open_dict(config):
+                constant = [composed.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
+                excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
+                config.hydra.overrides.hydra.append(excluded)
+                directory = Path(checked.run.root, checked.run.name or "")
+                config.hydra.sweep.dir = str(directory)
+                _prepare_study(config, place)
+            named = directory if checked.run.name else None
+            current = Sweep(place.is_main, named, hold(directory) if named and place.is_main else None)
+        except UserError as error:
+            leave.with_user_error(error, place_or_default(), job=0)
+
+
+def _words(config: DictConfig) -> list[Override]:
+    """The overrides of the sweep, those of a preset first."""
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    return OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
+
+
+def _check_jobs(hydra: DictConfig, words: list[Override]) -> Config:
+    """Every value on its own beside the first values of the others; the configuration of the latter.
+
+    Raises:
+        ConfigError: a job cannot be run.
+    """
+    values = {word.get_key_element(): _values(word) for word in words}
+    first = {key: choices[0] for key, choices in values.items()}
+    jobs = [first, *({**first, key: choice} for key, choices in values.items() for choice in choices[1:])]
+    configs = []
+    for job in jobs:
+        try:
+            configs.append(composed.typed(compose(hydra.job.config_name, [*job.values()]), hydra))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigError(composed.explain(error)) from error
+    if any((other.run.root, other.run.name) != (configs[0].run.root, configs[0].run.name) for other in configs):
+        raise ConfigError("run.root and run.name must be the same for all jobs of a sweep; they name its directory")
+    return configs[0]
+
+
+def _values(word: Override) -> list[str]:
+    """The overrides that a word of the command line stands for; of an interval its ends."""
+    if not word.is_sweep_override():
+        return [str(word.input_line)]
+    value, key = word.value(), word.get_key_element()
+    if isinstance(value, IntervalSweep):
+        return [f"{key}={value.start}", f"{key}={value.end}"]
+    return [f"{key}={choice}" for choice in word.sweep_string_iterator()]
+
+
+# A search. It is continued by drawing the same trials again: those that are done return what they returned before.
+
+
+def _check_sampler(config: DictConfig) -> None:
+    sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
+    if sampler is not None and "seed" in sampler and sampler.seed is None:
+        raise ConfigError(
+            "hydra.sweeper.sampler.seed is null: every rank, and every start of this search, would draw other trials; "
+            "give it a number"
+        )
+
+
+def _prepare_study(config: DictConfig, place: Place) -> None:
+    """The study on disk is written by one process, and anew: the results themselves lie with the jobs."""
+    storage = OmegaConf.select(config, "hydra.sweeper.storage")
+    if storage is None:
+        return
+    file = re.fullmatch(r"sqlite:///([^?]+)", str(storage))
+    if not file:
+        raise ConfigError(f"hydra.sweeper.storage={storage} must be sqlite:///FILE or null")
+    if not place.is_main:
+        config.hydra.sweeper.storage = None
+        return
+    study = Path(file[1])
+    study.parent.mkdir(parents=True, exist_ok=True)
+    if study.exists():
+        study.replace(study.with_name(f"{study.name}.before"))
+
+
+# Jobs.
+
+
+def look_up(config: Config, varying: dict[str, str]) -> tuple[str, float | None]:
+    """The `run.name` of a job, and its validation loss if it is done."""
+    name = name_job(config, varying)
+    return name, _objective(run_directory(renamed(config, name)), config)
+
+
+def name_job(config: Config, varying: dict[str, str]) -> str:
+    """The `run.name` of a job: below that of the sweep what varies, readable, and a digest of what the job is.
+
+    The words in front may be others when the sweep is edited; whatever ends with the digest is the job's directory.
+    """
+    beside = {key: value for key, value in varying.items() if key.lstrip("+") not in _in_digest(config)}
+    if config.run.name is None:
+        return config.run_name(beside)
+    digest = config.digest(beside)
+    there = sorted(Path(config.run.root, config.run.name).glob(f"*-{digest}"))
+    readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(f"{k}={v}" for k, v in sorted(varying.items())))
+    directory = there[0].name if there else f"{readable.lstrip('._=,+-')[:100] or 'job'}-{digest}"
+    return f"{config.run.name}/{directory}"
+
+
+def _in_digest(config: Config) -> set[str]:
+    """The keys and groups whose values a configuration's digest covers."""
+    made = made_by(config.to_dict())
+    del made["seed"]
+    keys = {f"{group}.{key}" for group, values in made.items() for key in values if key not in LIMITS}
+    return {*keys, "model", "optimizer", "data", "run.seed"}
+
+
+def _objective(directory: Path, config: Config) -> float | None:
+    """The validation loss of a job that is done; None where there is something left to do."""
+    result, recorded = read_result(directory), recorded_config(directory)
+    if config.run.resume == "never" or recorded is None or result.get("status") != COMPLETE:
+        return None
+    try:
+        same = made_by(recorded) == made_by(config.to_dict())
+        return float(result["val_loss"]) if same else None
+    except (KeyError, TypeError, ValueError, AttributeError):  # the files were made by something else
+        return None

@@ -1,0 +1,157 @@
+"""Start one worker per local rank, wait for them, start them again when they die: `ddp.nproc_per_node`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from mingpt_ddp.config import Config
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.leave import FAILURE, TRY_AGAIN, USER_ERROR
+from mingpt_ddp.loader import plan_batches
+from mingpt_ddp.place import Place, under_agent, worker_variables
+from mingpt_ddp.rundir import PREEMPTED, read_result
+
+log = logging.getLogger(__name__)
+
+# What an agent hands on to its workers.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the workers ended."""
+
+    code: int = 0  # the exit code of the first that failed, negative for the signal that ended it; 0: none has
+    rank: int = 0  # which one that was
+    signal: int = 0  # that this process was sent meanwhile
+
+
+def train_on_workers(
+    config: Config, place: Place, directory: Path, words: Sequence[str], main: Callable[[], None]
+) -> int:
+    """Be the parent of `ddp.nproc_per_node` workers until they have trained.
+
+    Args:
+        place: of the first of them.
+        directory: the run's.
+        words: the command line that composes `config`.
+        main: what each of them runs.
+
+    Returns:
+        The exit code: 0 after a complete or preempted run, 128 + n where signal n ended it otherwise.
+
+    Raises:
+        ConfigError: this machine or this batch cannot have so many ranks.
+    """
+    from mingpt_ddp.runtime import choose_device
+
+    n = config.ddp.nproc_per_node or 0
+    by_hand = not place.alone
+    world_size = place.world_size if by_hand else n
+    if place.rank + n > world_size:
+        raise ConfigError(f"RANK={place.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={place.rank + n} or more")
+    choose_device(config.trainer, config.ddp, Place(local_rank=n - 1))
+    plan_batches(config.trainer, world_size)
+    start = _spawn if by_hand or config.ddp.launcher == "spawn" else _elastic
+    with _environment(n):
+        for restart in range(config.ddp.max_restarts + 1):
+            if restart:
+                log.warning("restart %d of %d", restart, config.ddp.max_restarts)
+            ending = start(config, place, words, main)
+            if ending.signal:
+                return 0 if read_result(directory).get("status") == PREEMPTED else 128 + ending.signal
+            if ending.code < 0:  # it could not tell itself
+                log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)
+            if ending.code in (0, USER_ERROR):  # an error of the user's would come again
+                return ending.code
+    return USER_ERROR if ending.code == TRY_AGAIN else FAILURE
+
+
+@contextlib.contextmanager
+def _environment(workers: int) -> Iterator[None]:
+    """The variables that workers inherit, and afterwards what was there before."""
+    before = dict(os.environ)
+    package_home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, before.get("PYTHONPATH")]))
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[[], None]) -> Ending:
+    """One attempt under torch's elastic agent; restarts are ours, so that an error of the user's is final."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell what went wrong
+    n = config.ddp.nproc_per_node or 0
+    launch = LaunchConfig(1, 1, n, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    launch.max_restarts = 0
+    launch.signals_to_handle = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    launch.shutdown_timeout = round(config.snapshot.grace_seconds) + 5  # seconds; older versions of torch have 30
+    try:
+        elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *words)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return Ending(failure.exitcode, rank)
+    except SignalException as stop:
+        return Ending(signal=stop.sigval)
+    return Ending()
+
+
+def _spawn(config: Config, place: Place, words: Sequence[str], main: Callable[[], None]) -> Ending:
+    """One attempt of processes started by torch.multiprocessing, which may be a part of the ranks only."""
+    from torch import multiprocessing
+    from torch.distributed import TCPStore
+
+    n = config.ddp.nproc_per_node or 0
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if place.alone else None
+    if store is not None:
+        place = under_agent(store.port, n)
+    variables = [worker_variables(place, index, n) for index in range(n)]
+    started = multiprocessing.start_processes(
+        _worker, (variables, list(words), main), nprocs=n, join=False, start_method="spawn"
+    )
+    got = 0
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        nonlocal got
+        got = number
+        for process in started.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    for number in SIGNALS:
+        signal.signal(number, hand_on)
+    try:
+        while not started.join():
+            pass
+    except multiprocessing.ProcessExitedException as failure:
+        return Ending(failure.exit_code, place.rank + failure.error_index, got)
+    except multiprocessing.ProcessRaisedException as failure:
+        return Ending(FAILURE, place.rank + failure.error_index, got)
+    return Ending(signal=got)
+
+
+def _worker(index: int, variables: list[dict[str, str]], words: list[str], main: Callable[[], None]) -> None:
+    os.setsid()  # Ctrl-C on the terminal comes once, through the parent
+    os.environ.update(variables[index])
+    sys.argv = [sys.argv[0], *words]
+    main()
