@@ -24,7 +24,7 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-def typed(cfg: DictConfig, hydra: DictConfig) -> Config:
+def typed(cfg: DictConfig, hydra: Any) -> Config:
     """The configuration of a run, after running the user's own code that it names.
 
     Args:

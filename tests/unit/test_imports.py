@@ -193,7 +193,19 @@ def test_the_loop_knows_no_model_no_text_and_no_launcher():
 
 def test_what_the_first_error_needs_does_not_import_torch():
     """A mistyped key is told before a second is spent on torch: these modules do without it when they are loaded."""
-    for module in ("errors", "schema", "config", "registry", "storage", "place", "logs", "composed", "leave", "sweep", "launch"):
+    for module in (
+        "errors",
+        "schema",
+        "config",
+        "registry",
+        "storage",
+        "place",
+        "logs",
+        "composed",
+        "leave",
+        "sweep",
+        "launch",
+    ):
         top = ast.parse(FILES[module].read_text()).body
         direct = [node for node in top if isinstance(node, (ast.Import, ast.ImportFrom))]
         names = {alias.name for node in direct if isinstance(node, ast.Import) for alias in node.names}
