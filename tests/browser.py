@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
+ANSWER_S = 60.0  # seconds, on a machine that has much else to do
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
@@ -65,6 +67,7 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            assert select.select([self._from], [], [], ANSWER_S)[0], "the browser does not answer"
             chunk = os.read(self._from, 1 << 16)
             assert chunk, "the browser is gone"
             self._rest += chunk

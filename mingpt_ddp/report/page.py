@@ -12,7 +12,7 @@ from mingpt_ddp.report.plots import FEW, SHADES, Mark, against, curves, marks_of
 from mingpt_ddp.report.runs import Job, best_of
 from mingpt_ddp.report.svg import Markup, tag
 from mingpt_ddp.report.table import cells
-from mingpt_ddp.report.values import Value, brief, is_number, number, short_names, shown
+from mingpt_ddp.report.values import Value, brief, cut_inside, is_number, number, short_names, shown
 
 MOST = 12  # parameters that are drawn; the table has them all
 LONGEST_NAME = 48  # characters of a directory's name that are shown
@@ -66,7 +66,7 @@ def _digest(content: str) -> str:
 
 def _shades() -> str:
     """A class for each colour that stands for an objective."""
-    light = "".join(f".c{n}{{--c:{_shade(0.92 * n / (SHADES - 1))}}}" for n in range(SHADES))
+    light = "".join(f".c{n}{{--c:{_shade(0.86 * n / (SHADES - 1))}}}" for n in range(SHADES))
     dark = "".join(f".c{n}{{--c:{_shade(1 - 0.82 * n / (SHADES - 1))}}}" for n in range(SHADES))
     return f"{light}@media (prefers-color-scheme:dark){{{dark}}}"
 
@@ -167,13 +167,8 @@ def _row(mark: Mark, keys: list[str], names: dict[str, str]) -> Markup:
     columns = [_cell(shown, value) for shown, value in zip(cells(job, keys), sorted_by, strict=True)]
     loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
     tip = f"{described(mark, keys, names)}{loss} ({job.status})"
-    last = tag("td", middle_out(job.name), class_="name", title=job.name)
+    last = tag("td", cut_inside(job.name, LONGEST_NAME), class_="name", title=job.name)
     return tag("tr", first, *columns, last, class_=mark.classes("job"), data_job=mark.number, data_tip=tip)
-
-
-def middle_out(name: str) -> str:
-    """The beginning and the end of a long name: jobs of a sweep differ in both."""
-    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 21]}…{name[-20:]}"
 
 
 def _cell(content: str, value: Value) -> Markup:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mingpt_ddp.report.runs import Job
 from mingpt_ddp.report.scales import CHARACTER, LONGEST_LABEL, Scale, linear, of_losses, of_values
 from mingpt_ddp.report.svg import ROOM, Markup, frame, joined, line, path, picture, tag, text
-from mingpt_ddp.report.values import cut, identity, is_number, order, shown
+from mingpt_ddp.report.values import cut, cut_inside, identity, is_number, order, shown
 
 POINTS = 200  # of a curve, at most
 FEW = 6  # jobs that have a colour each
@@ -147,7 +147,7 @@ def parallel(marks: list[Mark], keys: list[str], names: dict[str, str]) -> Marku
     if not keys or not drawn:
         return None
     gap = max(130, min(460, 950 // len(keys)))
-    labels = [cut(shown(mark.job.config.get(keys[0])), LONGEST_LABEL) for mark in drawn]
+    labels = [cut_inside(shown(mark.job.config.get(keys[0])), LONGEST_LABEL) for mark in drawn]
     left = max(45.0, 14 + CHARACTER * max(map(len, labels)), 3.8 * len(cut(names[keys[0]], gap // 8)))
     xs = [left + gap * place for place in range(len(keys) + 1)]
     width, height, top = round(xs[-1]) + 66, 330, 46.0

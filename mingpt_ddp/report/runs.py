@@ -22,6 +22,7 @@ from mingpt_ddp.report.values import Value, identity, number, plain
 
 SIGNS = ("config.yaml", METRICS, "result.json")  # of a run; one is enough
 NOT_MADE_BY = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
+UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
 LARGEST = 1 << 20  # bytes of a file that is read as a whole
 
 
@@ -33,7 +34,6 @@ class Job:
     directory: Path
     status: str  # as result.json has it: complete, preempted, pruned ...; else running, failed or unfinished
     config: dict[str, Value]  # of the last start, by dotted key
-    overrides: list[str] | None  # words of the command line, as Hydra has recorded them
     result: dict[str, Any]
     history: Records
     notes: list[str]  # what could not be read
@@ -140,7 +140,6 @@ def _read(path: Path, name: str) -> Job:
         path,
         status=str(result["status"]) if "status" in result else _without_result(path),
         config=_flat(config),
-        overrides=_overrides(path / ".hydra" / "overrides.yaml"),
         result=result,
         history=history,
         notes=notes,
@@ -162,18 +161,23 @@ def _without_result(path: Path) -> str:
 def _load(path: Path, notes: list[str]) -> dict[str, Any]:
     """The mapping in a YAML or JSON file; an empty one where there is none, with a note if it is for a bad reason."""
     try:
-        content = _parse(path)
+        content = parse(path)
         if isinstance(content, dict):
             return content
         notes.append(f"{path} holds no mapping")
     except FileNotFoundError:
         pass
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except UNREADABLE as error:
         notes.append(f"{path} cannot be read: {' '.join(str(error).split())[:200]}")
     return {}
 
 
-def _parse(path: Path) -> Any:
+def parse(path: Path) -> Any:
+    """What a YAML or JSON file holds.
+
+    Raises:
+        any of UNREADABLE: it is not such a file.
+    """
     if path.stat().st_size > LARGEST:
         raise ValueError("it is too large")
     text = path.read_text()
@@ -187,10 +191,3 @@ def _flat(values: dict[str, Any]) -> dict[str, Value]:
         for key, value in (keys if isinstance(keys, dict) else {"": keys}).items():
             flat[f"{group}.{key}" if key != "" else str(group)] = plain(value)
     return flat
-
-
-def _overrides(path: Path) -> list[str] | None:
-    words = None
-    with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-        words = _parse(path)
-    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mingpt_ddp.report.values import Value, brief, cut, identity, is_number, order, scientific, shown
+from mingpt_ddp.report.values import Value, brief, cut_inside, identity, is_number, order, scientific, shown
 
 CHARACTER = 6.6  # pixels: the width of a character of a tick's label, rather too much
 LINE = 16  # pixels between labels one below the other
@@ -113,7 +113,8 @@ def _one_by_one(distinct: list[Value], start: float, end: float, upright: bool) 
     def place(value: Value) -> float:
         return start + (end - start) * (order_of.get(identity(value), 0) + 0.5) / max(1, len(distinct))
 
-    ticks = [Tick(place(value), cut(shown(value), LONGEST_LABEL)) for value in distinct]
+    room = LONGEST_LABEL if upright else abs(end - start) / max(1, len(distinct)) / CHARACTER - 1
+    ticks = [Tick(place(value), cut_inside(shown(value), max(5, min(LONGEST_LABEL, int(room))))) for value in distinct]
     return Scale(place, _legible(ticks, upright), start, end)
 
 

@@ -78,3 +78,8 @@ def short_names(keys: list[str]) -> dict[str, str]:
 def cut(text: str, most: int) -> str:
     """The text, or its beginning in at most so many characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def cut_inside(text: str, most: int) -> str:
+    """The text, or its beginning and its end in at most so many characters: what is alike often differs at the end."""
+    return text if len(text) <= most else f"{text[: (most - 1) // 2]}…{text[len(text) - most // 2 :]}"

@@ -358,6 +358,17 @@ def test_a_run_of_its_own_keeps_its_name(tmp_path):
     assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=1"
 
 
+def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
+    run = made_up(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
+    sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
+    record = {"hydra": {"runtime": {"config_sources": sources}}}
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
+    assert command_line(read_jobs([run])[0]) == "python main.py --config-dir '/b presets' model=mine"
+    for broken in ("", "[]", "hydra: {runtime: 1}", "hydra: {runtime: {config_sources: [1]}}", "{"):
+        (run / ".hydra" / "hydra.yaml").write_text(broken)
+        assert command_line(read_jobs([run])[0]) == "python main.py model=mine"
+
+
 def test_any_text_survives_hydra():
     texts = ["a", "it's", "\\", "a\\'b", "\\'", "${run.name}", "\\${x}", "nUll", "1e3", "", " ", "a,b", "[1,2", "{"]
     texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
