@@ -16,9 +16,9 @@ from hydra import compose, initialize_config_dir
 from launching import ROOT
 from made_up import made_up
 
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.launch import config_directory
 from mingpt_ddp.report import __main__ as tool
 from mingpt_ddp.report import report
 from mingpt_ddp.report.command import command_line, hydra_value
