@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 CONFIG: dict[str, dict[str, Any]] = {
-    "run": {"name": "study", "root": "outputs", "resume": "auto", "seed": 1337},
+    "run": {"name": None, "root": "outputs", "resume": "auto", "seed": 1337},
     "model": {"name": "gpt_nano", "architecture": "gpt", "n_layer": 3, "dropout": 0.0},
     "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1},
     "data": {"name": "python_docs", "path": "builtin:python_docs", "block_size": 64},

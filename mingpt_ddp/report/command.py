@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import shlex
 from pathlib import Path
 
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import OPTIMIZERS
 from mingpt_ddp.report.runs import UNREADABLE, Job, parse
 from mingpt_ddp.report.values import Listed, Value
@@ -17,17 +17,15 @@ from mingpt_ddp.report.values import Listed, Value
 def command_line(job: Job) -> str:
     """`python main.py key=value ...`, quoted for the shell and for Hydra.
 
-    It composes to the configuration of the job's last start. Only run.name is another where the job is one of a sweep:
-    that names the directory of all jobs.
+    It composes to the configuration of the job's last start, with its run.name: it continues the job, or, with another
+    run.name behind it, trains it anew.
     """
     recorded = _recorded(job.directory / ".hydra")
     flags, words = recorded if recorded is not None else ([], _every_key(job))
     name = job.config.get("run.name")
-    if isinstance(name, str) and job.directory.name != name:
+    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose command line has the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
-        tail = re.search(r"-([0-9a-f]{8})$", job.directory.name)
-        digest = tail[1] if tail else hashlib.sha256(job.name.encode(errors="replace")).hexdigest()[:8]
-        words.append(f"run.name={hydra_value(f'{name[:120]}-best-{digest}')}")
+        words.append(f"run.name={hydra_value(name)}")
     return shlex.join(["python", "main.py", *flags, *words])
 
 
@@ -39,11 +37,23 @@ def _recorded(directory: Path) -> tuple[list[str], list[str]] | None:
             return None
     except UNREADABLE:
         return None
-    with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
-        sources = parse(directory / "hydra.yaml")["hydra"]["runtime"]["config_sources"]
-        added = [str(source["path"]) for source in sources if source["provider"] == "command-line"]
-        return [word for path in added for word in ("--config-dir", path)], words
-    return [], words
+    flags: list[str] = []
+    with contextlib.suppress(*UNREADABLE, KeyError, TypeError, AttributeError):
+        hydra = parse(directory / "hydra.yaml")["hydra"]
+        flags = _flags(hydra["runtime"]["config_sources"], hydra.get("job", {}).get("config_name"))
+    return flags, words
+
+
+def _flags(sources: list[dict[str, str]], name: str | None) -> list[str]:
+    """Which YAML files the command line chose to compose from, where they are not those of the program."""
+    flags = [f"--config-name={name}"] if name not in (None, "config") else []
+    for source in sources:
+        path = source["path"]
+        if source["provider"] == "main" and Path(path) != config_directory() and Path(path).is_dir():
+            flags.append(f"--config-path={path}")
+        if source["provider"] == "command-line":
+            flags.append(f"--config-dir={path}")
+    return flags
 
 
 def _every_key(job: Job) -> list[str]:

@@ -106,7 +106,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "report.values": set(),
     "report.runs": {"errors", "history", "report.values"},
-    "report.command": {"config", "report.runs", "report.values"},
+    "report.command": {"composed", "config", "report.runs", "report.values"},
     "report.table": {"errors", "report.command", "report.runs", "report.values"},
     "report.scales": {"report.values"},
     "report.svg": {"errors", "report.scales"},

@@ -341,14 +341,15 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
         "data.sha256=null",
     ]
     config = composed(words)
-    run = made_up(tmp_path / "study" / "optimizer.lr=0.003-0123abcd", overrides=words if recorded else None)
+    config["run"]["name"] = "study/optimizer.lr=0.003,a=b-0123abcd"
+    run = made_up(tmp_path / config["run"]["name"], overrides=words if recorded else None)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     command = command_line(read_jobs([tmp_path])[0])
     python, main, *again = shlex.split(command)
     assert (python, main) == ("python", "main.py")
     told = subprocess.run(["bash", "-c", f"printf '%s\\n' {shlex.join(again)}"], capture_output=True, text=True).stdout
     assert told.splitlines() == again
-    assert composed(again) == {**config, "run": {**config["run"], "name": "study-best-0123abcd"}}
+    assert composed(again) == config
 
 
 def test_a_run_of_its_own_keeps_its_name(tmp_path):
@@ -363,7 +364,12 @@ def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
     sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
     record = {"hydra": {"runtime": {"config_sources": sources}}}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
-    assert command_line(read_jobs([run])[0]) == "python main.py --config-dir '/b presets' model=mine"
+    assert command_line(read_jobs([run])[0]) == "python main.py '--config-dir=/b presets' model=mine"
+    sources[0]["path"] = str(tmp_path)
+    record["hydra"]["job"] = {"config_name": "mine"}
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
+    flags = f"--config-name=mine --config-path={tmp_path} '--config-dir=/b presets'"
+    assert command_line(read_jobs([run])[0]) == f"python main.py {flags} model=mine"
     for broken in ("", "[]", "hydra: {runtime: 1}", "hydra: {runtime: {config_sources: [1]}}", "{"):
         (run / ".hydra" / "hydra.yaml").write_text(broken)
         assert command_line(read_jobs([run])[0]) == "python main.py model=mine"
