@@ -130,12 +130,12 @@ def _legend(marks: list[Mark], keys: list[str], names: dict[str, str]) -> Markup
 
 def _entry(mark: Mark, keys: list[str], names: dict[str, str]) -> Markup:
     swatch = tag("i", class_=f"swatch {mark.colour}")
-    return tag("span", swatch, f" {described(mark, keys, names)}", class_="job", data_job=mark.number)
+    return tag("span", swatch, f" {described(mark, keys[:4], names)}", class_="job", data_job=mark.number)
 
 
 def described(mark: Mark, keys: list[str], names: dict[str, str]) -> str:
     """The job in few words: its number and its parameters."""
-    words = [f"{names[key]} {shown(mark.job.config[key])}" for key in keys[:4] if key in mark.job.config]
+    words = [f"{names[key]} {shown(mark.job.config[key])}" for key in keys if key in mark.job.config]
     return f"#{mark.number} {', '.join(words) or mark.job.name}"
 
 
@@ -166,7 +166,7 @@ def _row(mark: Mark, keys: list[str], names: dict[str, str]) -> Markup:
     first = tag("td", tag("i", class_=f"swatch {mark.colour}"), f" {mark.number}", data_value=mark.number)
     columns = [_cell(shown, value) for shown, value in zip(cells(job, keys), sorted_by, strict=True)]
     loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
-    tip = f"{described(mark, keys, names)}{loss} ({job.status})"
+    tip = f"{described(mark, keys[:MOST], names)}{loss} ({job.status})"
     last = tag("td", cut_inside(job.name, LONGEST_NAME), class_="name", title=job.name)
     return tag("tr", first, *columns, last, class_=mark.classes("job"), data_job=mark.number, data_tip=tip)
 

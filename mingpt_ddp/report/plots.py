@@ -13,6 +13,7 @@ from mingpt_ddp.report.values import cut, cut_inside, identity, is_number, order
 POINTS = 200  # of a curve, at most
 FEW = 6  # jobs that have a colour each
 SHADES = 20  # of the colours that stand for the objective
+FAR = 1e4  # pixels: further up a curve is not drawn
 LACKS = 24  # pixels below an axis: where jobs pass that do not have the parameter
 LOSS = "nats per character"
 
@@ -74,7 +75,7 @@ def curves(marks: list[Mark], key: str, title: str) -> Markup | None:
 
 
 def _curve(mark: Mark, points: list[tuple[float, float]], x: Scale, y: Scale) -> Markup:
-    places = [(x.place(step), y.place(loss)) for step, loss in points]
+    places = [(x.at(step), min(max(y.place(loss), -FAR), FAR)) for step, loss in points]
     end = tag("circle", cx=places[-1][0], cy=places[-1][1], r=2.5, class_="dot")
     return tag("g", path(places, class_="line"), end, class_=mark.classes("job"), data_job=mark.number)
 

@@ -26,11 +26,9 @@ def table(jobs: list[Job], keys: list[str]) -> str:
     if len(keys) > MOST:
         lines.append(f"and {len(keys) - MOST} more parameters: {', '.join(keys[MOST:])}")
     lines += [f"note: {note}" for job in jobs for note in job.notes]
-    if best is None:
-        lines.append("no job is complete")
-    else:
-        lines += [f"best: {best.directory}", command_line(best)]
-    return printable("\n".join(line.replace("\n", "\\n") for line in lines))
+    lines.append("no job is complete" if best is None else f"best: {best.directory}")
+    lines = [line.replace("\n", "\\n") for line in lines]
+    return printable("\n".join([*lines, *([command_line(best)] if best else [])]))
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:

@@ -36,7 +36,8 @@ def number(value: Any) -> float | None:
 
 def identity(value: Value) -> str:
     """Equal for values that mean the same, such as 1 and 1.0."""
-    return json.dumps(float(value) if is_number(value) and value is not None else value)
+    whole = type(value) is float and is_number(value) and value == int(value)
+    return json.dumps(int(value) if whole and value is not None else value)
 
 
 def order(value: Value) -> tuple[bool, float, str]:

@@ -302,6 +302,10 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
     done = call(command, tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stdout
     assert result(tmp_path / "outputs" / "wheel")["step"] == 12
+    told = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
+    assert told.endswith(
+        "python main.py " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
+    )
 
 
 def test_local_rank_flag_of_the_old_launcher_is_ignored(tmp_path):

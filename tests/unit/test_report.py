@@ -94,6 +94,12 @@ def test_keys_that_only_some_jobs_have(tmp_path):
     assert varying(read_jobs([tmp_path])) == ["optimizer.name", "optimizer.lr"]
 
 
+def test_seeds_that_differ_in_the_last_digit_differ(tmp_path):
+    for number in range(2):
+        made_up(tmp_path / f"{number}", {"run.seed": 2**62 + number})
+    assert varying(read_jobs([tmp_path])) == ["run.seed"]
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -266,6 +272,18 @@ def test_every_job_is_drawn_everywhere(tmp_path, jobs):
     assert page.count("circle", "job") == drawn * jobs
     assert page.count("path", "job") == (jobs if jobs > 1 else 0)
     assert (tmp_path / "page.html").stat().st_size < 1_000_000
+
+
+def test_curves_of_any_height(tmp_path):
+    for number, loss in enumerate([1e299, -1e299, 0.0, 5e-324]):
+        run = made_up(tmp_path / f"{number}", {"optimizer.lr": loss})
+        (run / "metrics.jsonl").write_text(
+            f'{{"step": {10**250}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
+        )
+    report([tmp_path], tmp_path / "page.html")
+    page = Reader((tmp_path / "page.html").read_text())
+    assert page.count("g", "job") == 8
+    assert not re.search(r"[0-9]{7}", " ".join(values.get("d", "") for _, values in page.tags))
 
 
 def test_jobs_without_curves(tmp_path):
