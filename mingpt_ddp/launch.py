@@ -54,7 +54,7 @@ def main() -> None:
     sweep.current.end()
     # Everything is written, and the process group is closed. Interpreters that end in their own time have been seen to
     # abort in a thread of torch's, which an agent takes for a failure.
-    leave.leave(None, sweep.current.code)
+    leave.leave(None, 0)
 
 
 def train(cfg: DictConfig) -> float:
@@ -103,7 +103,7 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         if loss is None:  # preempted: a sweep must not go on with the next job
             leave.leave(None, 0)
         logs.close()
-        return sweep.current.trained(loss)
+        return sweep.current.trained(config, loss)
     except UserError as error:
         if composed.sweeping() and (alike or (runtime is not None and runtime.all_failed(str(error)))):
             return sweep.current.fails(str(error), leave.USER_ERROR)
@@ -141,7 +141,7 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
         leave.leave(None, code)
     if code != 0:
         return sweep.current.fails(f"job error: its workers ended with exit code {code}", code)
-    return sweep.current.trained(float(result["val_loss"]))
+    return sweep.current.trained(config, float(result["val_loss"]))
 
 
 def _check_urls(config: Config) -> None:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import composed, leave
 from mingpt_ddp.config import LIMITS, Config, made_by
-from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.place import Place, find_place, place_or_default
 from mingpt_ddp.rundir import COMPLETE, hold, read_result, recorded_config, renamed, run_directory
 
@@ -31,24 +31,24 @@ class Sweep:
     """What this process knows about the sweep whose jobs it does or starts."""
 
     tells: bool = False  # it is the one that tells how the sweep went
-    directory: Path | None = None  # of all jobs; None: every job has one of its own beside other runs
-    lock: IO[str] | None = None
-    jobs: int = 0
-    before: int = 0  # of them, done by an earlier start
+    directory: Path = Path()  # of all jobs, or of the runs among which they are
+    lock: IO[str] | None = None  # on a directory that is the sweep's own
+    jobs: list[Path] = field(default_factory=list)  # their directories
+    before: int = 0  # how many of them were done by an earlier start
     failed: list[str] = field(default_factory=list)
-    code: int = 0  # the exit code
+    code: int = 0  # the exit code of this process
 
-    def trained(self, loss: float) -> float:
-        self.jobs += 1
+    def trained(self, config: Config, loss: float) -> float:
+        self.jobs.append(run_directory(config))
         return loss
 
     def skips(self, config: Config, loss: float) -> float:
-        self.jobs, self.before = self.jobs + 1, self.before + 1
-        log.info("%s: done before, validation loss %.4f", run_directory(config), loss)
+        self.jobs.append(run_directory(config))
+        self.before += 1
+        log.info("%s: done before, validation loss %.4f", self.jobs[-1], loss)
         return loss
 
     def fails(self, message: str, code: int) -> JobError:
-        self.jobs += 1
         self.failed.append(composed.job_label())
         self.code = leave.FAILURE if leave.FAILURE in (self.code, code) else code
         if self.tells:
@@ -56,10 +56,25 @@ class Sweep:
         return JobError(f"{composed.job_label()} has failed")
 
     def end(self) -> None:
-        if self.tells:
-            log.info("sweep: %d jobs, %d of them done before, %d failed", self.jobs, self.before, len(self.failed))
-            for label in self.failed:
-                log.error("failed: %s; the same command tries it again", label)
+        """Tell what came out of it: a table, a page, and which jobs have failed."""
+        if not self.tells:
+            return
+        from mingpt_ddp.report import PAGE, report  # a fifth of a second that only its end needs
+
+        own = [self.directory] if self.lock else self.jobs
+        try:
+            print(report(own, self.directory / PAGE) if own else "")
+            log.info("the page is %s", self.directory / PAGE)
+        except RunError as error:  # not one job has got so far, or this machine does not see them
+            log.warning("%s", error)
+        count = len(self.jobs) + len(self.failed)
+        log.info("sweep: %d jobs, %d of them done before, %d failed", count, self.before, len(self.failed))
+        if not self.failed:
+            return
+        told = JobError(f"{len(self.failed)} of {count} failed: {'; '.join(self.failed)}; the same command tries again")
+        if self.code == leave.FAILURE:
+            leave.leave(str(told), self.code)
+        leave.with_user_error(told, place_or_default(), job=0)  # an agent need not try it once more
 
 
 current = Sweep()  # Hydra makes the callback and calls the jobs: they meet here
@@ -77,14 +92,15 @@ class Start(Callback):
             checked = _check_jobs(config.hydra, words)
             _check_sampler(config)
             with read_write(config), open_dict(config):
-                constant = [composed.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
+                last = {composed.key_of(str(word.input_line)): word for word in words}  # the one that counts
+                constant = [key for key, word in last.items() if not word.is_sweep_override()]
                 excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
                 config.hydra.overrides.hydra.append(excluded)
                 directory = Path(checked.run.root, checked.run.name or "")
                 config.hydra.sweep.dir = str(directory)
                 _prepare_study(config, place)
-            named = directory if checked.run.name else None
-            current = Sweep(place.is_main, named, hold(directory) if named and place.is_main else None)
+            own = checked.run.name is not None and place.is_main
+            current = Sweep(place.is_main, directory, hold(directory) if own else None)
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
 

@@ -1,0 +1,162 @@
+"""Sweeps: in lock-step and from one parent, killed anywhere, edited, with jobs that fail."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import TINY, Job, call, python_main, torchrun
+
+from mingpt_ddp.history import METRICS, read_history
+
+SHORT = [*TINY, "trainer.max_steps=6", "trainer.eval_every=3", "snapshot.every_steps=2", "trainer.log_every=1"]
+TWELVE = [*SHORT, "optimizer.lr=1e-3,2e-3,4e-3", "model.n_embd=24,48", "run.seed=1,2"]
+KILLS = 3
+LIMIT_S = 240
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a finished job left."""
+
+    loss: float
+    weights: bytes
+    starts: int
+
+
+def lock_step(*words: str) -> list[str]:
+    return [*torchrun(2), "-m", *words]
+
+
+def from_one_parent(*words: str) -> list[str]:
+    return [*python_main(), "-m", "ddp.nproc_per_node=2", *words]
+
+
+def in_this_process(*words: str) -> list[str]:
+    return [*python_main(), "-m", *words]
+
+
+def finished(sweep: Path) -> dict[str, Done]:
+    """The finished jobs of a sweep by the name of their directory."""
+    done = {}
+    for result in sweep.glob("*/result.json"):
+        job = result.parent
+        told = json.loads(result.read_text())
+        if told["status"] == "complete":
+            newest = job / "snapshots" / f"step_{told['step']:08d}" / "model.safetensors"
+            done[job.name] = Done(told["val_loss"], newest.read_bytes(), read_history(job / METRICS).starts)
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The twelve jobs of two ranks each of a sweep that nobody disturbed."""
+    cwd = tmp_path_factory.mktemp("undisturbed")
+    done = call(lock_step(*TWELVE, "run.name=sweep"), cwd, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stdout
+    assert "sweep: 12 jobs, 0 of them done before, 0 failed" in done.stdout
+    jobs = finished(cwd / "outputs" / "sweep")
+    assert len(jobs) == 12
+    assert all(job.starts == 1 for job in jobs.values())
+    return jobs
+
+
+def kill_at_random(command: list[str], cwd: Path, generator: random.Random, enough: int) -> None:
+    """Start it, and kill all of it somewhere in a job, when `enough` jobs are finished."""
+    sweep = cwd / "outputs" / "sweep"
+    job = Job(command, cwd)
+    deadline = time.monotonic() + LIMIT_S
+    while len(finished(sweep)) < enough:
+        assert time.monotonic() < deadline, job.text()
+        assert job.process.poll() is None, job.text()
+        time.sleep(0.02)
+    time.sleep(generator.uniform(0, 1.5))
+    assert job.process.poll() is None, "it was over before it could be killed"
+    job.kill_tree()
+
+
+@pytest.mark.timeout(LIMIT_S * 2)
+@pytest.mark.parametrize("way", [lock_step, from_one_parent])
+def test_twelve_jobs_killed_three_times(way, undisturbed, tmp_path):
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    command = way(*TWELVE, "run.name=sweep")
+    sweep = tmp_path / "outputs" / "sweep"
+    starts: dict[str, int] = {}
+    for enough in sorted(generator.sample(range(11), KILLS)):
+        kill_at_random(command, tmp_path, generator, enough)
+        now = {name: job.starts for name, job in finished(sweep).items()}
+        assert starts.items() <= now.items(), "a finished job ran again"
+        starts = now
+    last = call(command, tmp_path, timeout=LIMIT_S)
+    assert last.returncode == 0, last.stdout
+    assert f"sweep: 12 jobs, {len(starts)} of them done before, 0 failed" in last.stdout
+    jobs = finished(sweep)
+    assert starts.items() <= {name: job.starts for name, job in jobs.items()}.items(), "a finished job ran again"
+    assert {n: (j.loss, j.weights) for n, j in jobs.items()} == {n: (j.loss, j.weights) for n, j in undisturbed.items()}
+
+
+def test_an_edited_sweep_keeps_what_is_done(tmp_path):
+    """A value more, a default that now varies, another spelling: the two jobs that are done are skipped."""
+    words = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,2e-3"]
+    assert call(in_this_process(*words), tmp_path).returncode == 0
+    before = finished(tmp_path / "outputs" / "sweep")
+    assert (
+        sorted(before) == sorted(name for name in before if name.startswith("optimizer.lr=0.00")) and len(before) == 2
+    )
+    edited = [*SHORT, "run.name=sweep", "optimizer.lr=0.004,0.002,0.0010", "model.dropout=0.0,0.1"]
+    done = call(in_this_process(*edited), tmp_path)
+    assert "sweep: 6 jobs, 2 of them done before, 0 failed" in done.stdout, done.stdout
+    after = finished(tmp_path / "outputs" / "sweep")
+    assert len(after) == 6
+    assert before.items() <= after.items()
+
+
+def test_a_longer_sweep_goes_on_with_its_jobs(tmp_path):
+    words = [*SHORT, "run.name=sweep", "run.seed=1,2"]
+    assert call(in_this_process(*words), tmp_path).returncode == 0
+    done = call(in_this_process(*words, "trainer.max_steps=8"), tmp_path)
+    assert "sweep: 2 jobs, 0 of them done before, 0 failed" in done.stdout, done.stdout
+    assert done.stdout.count("resuming from the snapshot of step 6 of 8") == 2
+    assert len(finished(tmp_path / "outputs" / "sweep")) == 2
+
+
+def test_what_the_digest_leaves_out_still_tells_jobs_apart(tmp_path):
+    """Limits do not make the training, but a sweep may vary them."""
+    done = call(in_this_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
+    assert done.returncode == 0, done.stdout
+    results = [json.loads(path.read_text())["step"] for path in (tmp_path / "outputs").glob("*/result.json")]
+    assert sorted(results) == [2, 4]
+
+
+# The second of three jobs learns so fast that it is lost after a step.
+FAILING = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3"]
+
+
+@pytest.mark.parametrize("way", [lock_step, from_one_parent, in_this_process])
+def test_a_job_that_fails_does_not_stop_the_others(way, tmp_path):
+    done = call(way(*FAILING), tmp_path, timeout=LIMIT_S)
+    lines = done.stdout.splitlines()
+    assert len([line for line in lines if line.startswith("training error: step ")]) == 1, done.stdout
+    assert "sweep: 3 jobs, 0 of them done before, 1 failed" in lines, done.stdout
+    assert "job error: 1 of 3 failed: optimizer.lr=1e+30; the same command tries again" in lines
+    assert done.returncode == (1 if way is lock_step else 2)  # torchrun's own code is 1
+    assert len(finished(tmp_path / "outputs" / "sweep")) == 2
+
+
+def test_sweeps_of_the_same_name_do_not_run_at_the_same_time(tmp_path):
+    words = [*TINY, "run.name=sweep", "run.seed=1,2", "trainer.max_steps=1000000"]
+    first = Job(in_this_process(*words), tmp_path)
+    lock = tmp_path / "outputs" / "sweep" / ".lock"
+    while not (lock.exists() and lock.read_text()):
+        assert first.process.poll() is None, first.text()
+        time.sleep(0.05)
+    second = call(in_this_process(*words), tmp_path)
+    first.kill_tree()
+    assert second.returncode == 2
+    assert second.stdout.startswith("run error: outputs/sweep belongs to process"), second.stdout
