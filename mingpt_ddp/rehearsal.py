@@ -13,7 +13,7 @@ from mingpt_ddp.loader import MicroBatch
 from mingpt_ddp.model import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.registry import blaming
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.runtime import Runtime, evaluating
 from mingpt_ddp.seeds import seed_everything
 from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.tensors import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -31,6 +31,7 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
     x, y = runtime.to_device(batch.x[:ROWS]), runtime.to_device(batch.y[:ROWS])
     with blaming():
         first = _Copy(config, runtime, vocab_size)
+        check_savable(first.model, first.optimizer)
         first.check_scores(x)
         fresh = first.digest()
         first.step(1, x, y)
@@ -42,20 +43,20 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
         del first
         second = _Copy(config, runtime, vocab_size)
         if fresh != second.digest():
-            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('first weights')}")
+            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('first weights depend')}")
         load_model(second.model, saved[0])
         load_optimizer(second.model, second.optimizer, saved[1])
         again = second.step(3, x, y)
         if not (runtime.device.type == "cpu" or config.trainer.deterministic):
             return  # a GPU adds up in an order of its own
         if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
-            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('loss')}")
+            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('loss depends')}")
         if end != second.digest():
-            raise CodeError(f"the optimizer {config.optimizer.name} {_OTHER.format('step')}")
+            raise CodeError(f"the optimizer {config.optimizer.name} {_OTHER.format('step depends')}")
 
 
 _OTHER = (
-    "would not resume exactly: its {} depends on more than the snapshot and torch's seed; keep what it remembers in "
+    "would not resume exactly: its {} on more than the snapshot and torch's seed; keep what it remembers in "
     "parameters, buffers or optimizer.state, and draw random numbers from torch's global generator"
 )
 
@@ -71,7 +72,7 @@ class _Copy:
         self.unused: list[str] = []  # parameters without a gradient in the last step
 
     def check_scores(self, x: Tensor) -> None:
-        with torch.no_grad(), self.runtime.autocast():
+        with evaluating(self.model), self.runtime.autocast():
             scores = self.model(x)
         self._check_shape("model(tokens)", scores, (*x.shape, self.vocab_size))
 

@@ -65,7 +65,7 @@ def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor) or value.dtype not in NAMES:
-            raise CodeError(f"the model's {name} cannot be saved: {_kind(value)} is not a tensor of a usual type")
+            raise CodeError(f"the model's {name} cannot be saved: {_kind(value)}; use a tensor of a usual type")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter not in names:

@@ -1,0 +1,295 @@
+"""Three steps before anything is written: code that would not resume exactly, or not at all, is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mingpt_ddp import registry
+from mingpt_ddp.config import GROUPS, AdamWConfig, Config, ModelConfig, from_mapping
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.loader import MicroBatch
+from mingpt_ddp.place import Place
+from mingpt_ddp.registry import register
+from mingpt_ddp.rehearsal import rehearse
+from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.snapshots.tensors import load_optimizer, optimizer_tensors
+
+V, T = 5, 4
+BATCH = MicroBatch(0, torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return from_mapping(configure("data.block_size=4", "trainer.batch_size=2"))
+
+
+@pytest.fixture(scope="module")
+def runtime(config) -> Runtime:
+    return Runtime(config, Place())
+
+
+@pytest.fixture
+def try_out(config, runtime, monkeypatch):
+    """Rehearse with a model and an optimizer, of which one may be ours."""
+
+    def run(model=None, optimizer=None, ranks: int = 1) -> None:
+        for group in ("model", "optimizer"):
+            for names in (registry.BUILDERS[group], GROUPS[group][1]):
+                monkeypatch.setitem(names, "own", None)
+                del names["own"]
+        chosen = config
+        register("model", "own", ModelConfig)(model or Plain)
+        chosen = replace(chosen, model=ModelConfig("own", "own"))
+        if optimizer is not None:
+            register("optimizer", "own", AdamWConfig)(lambda model, config: optimizer(model.parameters(), {"lr": 0.1}))
+            chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
+        monkeypatch.setattr(runtime, "world_size", ranks)
+        rehearse(chosen, runtime, V, BATCH)
+
+    return run
+
+
+class Plain(nn.Module):
+    """The least that a model can be: a table of scores, with dropout."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int, block_size: int) -> None:
+        super().__init__()
+        self.scores = nn.Embedding(vocab_size, vocab_size)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return F.dropout(self.scores(tokens), 0.5, self.training)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = self.hidden(tokens)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Own(torch.optim.Optimizer):
+    """Plain descent, to which the classes below add what they remember."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] * self.scale(p, self.state[p]))
+
+    def scale(self, parameter: Tensor, state: dict[str, object]) -> float:
+        return 1.0
+
+
+# What is accepted
+
+
+class WithBuffer(Plain):
+    """A running mean, as batch normalisation keeps one, and a mask."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.register_buffer("mean", torch.zeros(V))
+        self.register_buffer("mask", torch.ones(V, dtype=torch.bool))
+
+    def hidden(self, tokens):
+        scores = super().hidden(tokens)
+        if self.training:
+            self.mean.lerp_(scores.detach().mean(dim=(0, 1)), 0.1)
+        return (scores - self.mean) * self.mask
+
+
+class Tied(Plain):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.head = nn.Linear(V, V, bias=False)
+        self.head.weight = self.scores.weight
+
+    def hidden(self, tokens):
+        return self.head(super().hidden(tokens))
+
+
+class Counting(Own):
+    """Numbers of every kind, and tensors in another type and shape than the parameter's."""
+
+    def scale(self, parameter, state):
+        state["step"] = state.get("step", 0) + 1
+        state["fine"] = state.get("fine", 0.1) * 1.1  # float32 would not do
+        state["odd"] = not state.get("odd", False)
+        state["sum"] = state.get("sum", torch.zeros(3, dtype=torch.float64)) + 1 / 3
+        state["nothing"] = None
+        assert type(state["step"]) is int and type(state["odd"]) is bool
+        return state["fine"] * state["step"] * float(state["sum"].sum())
+
+
+class Noisy(Own):
+    def scale(self, parameter, state):
+        return torch.rand(()).item()
+
+
+@pytest.mark.parametrize("model", [Plain, WithBuffer, Tied])
+def test_models_that_resume_exactly(model, try_out):
+    try_out(model)
+
+
+@pytest.mark.parametrize("optimizer", [Own, Counting, Noisy])
+def test_optimizers_that_resume_exactly(optimizer, try_out):
+    try_out(optimizer=optimizer)
+
+
+def test_numbers_of_an_optimizer_come_back_as_they_were():
+    model = nn.Linear(2, 2)
+    optimizer = Counting(model.parameters(), {"lr": 0.1})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    assert set(saved) == {
+        f"{n}:{key}" for n in ("weight", "bias") for key in ("step:int", "fine:float", "odd:bool", "sum")
+    }
+    other = Counting(model.parameters(), {"lr": 0.1})
+    load_optimizer(model, other, saved)
+    for p in model.parameters():
+        old, new = optimizer.state[p], other.state[p]
+        assert [type(new[key]) for key in ("step", "fine", "odd")] == [int, float, bool]
+        assert all(new[key] == old[key] for key in ("step", "fine", "odd"))
+        assert torch.equal(new["sum"], old["sum"]) and new["sum"].dtype == torch.float64
+
+
+# What is refused
+
+
+class OwnGenerator(Plain):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def hidden(self, tokens):
+        return super().hidden(tokens) + torch.rand(V, generator=self.generator)
+
+
+class PythonRandom(Plain):
+    def hidden(self, tokens):
+        return super().hidden(tokens) * random.random()
+
+
+class Counter(Plain):
+    calls = 0
+
+    def hidden(self, tokens):
+        self.calls += self.training
+        return super().hidden(tokens) * self.calls
+
+
+class OtherWeights(Plain):
+    seeds = itertools.count()
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        nn.init.normal_(self.scores.weight, generator=torch.Generator().manual_seed(next(self.seeds)))
+
+
+class LogitsOfTheLast(Plain):
+    def forward(self, tokens, targets=None):
+        return super().forward(tokens, targets) if targets is not None else self.hidden(tokens)[:, -1]
+
+
+class Losses(Plain):
+    def forward(self, tokens, targets=None):
+        logits = self.hidden(tokens)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+
+
+class Complex(Plain):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (OwnGenerator, "the model own would not resume exactly: its loss depends on more than"),
+        (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),
+        (Counter, "the model own would not resume exactly: its loss depends on more than"),
+        (OtherWeights, "the model own would not resume exactly: its first weights depend on more than"),
+        (LogitsOfTheLast, r"model\(tokens\) must give logits of the shape \(2, 4, 5\), not \(2, 5\)"),
+        (Losses, r"model\(tokens, targets\) must give the mean loss, a scalar, not \(8,\)"),
+        (Complex, "the model's phases cannot be saved: torch.complex64"),
+        (lambda *_: "no module", "the model own must be an nn.Module, not str"),
+    ],
+)
+def test_models_that_are_refused(model, expected, try_out):
+    with pytest.raises(CodeError, match=expected):
+        try_out(model)
+
+
+class OnItself(Own):
+    calls = 0
+
+    def scale(self, parameter, state):
+        self.calls += 1
+        return self.calls
+
+
+class InItsGroup(Own):
+    def scale(self, parameter, state):
+        group = self.param_groups[0]
+        group["k"] = group.get("k", 0) + 1
+        return group["k"]
+
+
+class Words(Own):
+    def scale(self, parameter, state):
+        state["phase"] = "early"
+        return 1.0
+
+
+class Shared(Own):
+    def scale(self, parameter, state):
+        self.state["all"] = {"k": 1}
+        return 1.0
+
+
+class Colon(Own):
+    def scale(self, parameter, state):
+        state["a:b"] = 1
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (OnItself, "the optimizer own would not resume exactly: its step depends on more than"),
+        (InItsGroup, "the optimizer own would not resume exactly: its step depends on more than"),
+        (Words, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
+        (Shared, r"the optimizer's state\['all'\] cannot be saved: it is of no parameter"),
+        (Colon, "names without a colon"),
+        (lambda *_: None, "own must be a torch.optim.Optimizer, not NoneType"),
+    ],
+)
+def test_optimizers_that_are_refused(optimizer, expected, try_out):
+    with pytest.raises(CodeError, match=expected):
+        try_out(optimizer=optimizer)
+
+
+class Unused(Plain):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.spare = nn.Linear(2, 2)
+
+
+def test_parameters_without_gradients_are_refused_where_ranks_would_wait_for_them(try_out):
+    try_out(Unused)
+    with pytest.raises(ConfigError, match=r"spare.weight, spare.bias of the model own have no gradient"):
+        try_out(Unused, ranks=2)
+
+
+def test_what_is_ours_is_not_rehearsed(config):
+    assert not registry.uses_own_code(config)
