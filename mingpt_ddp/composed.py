@@ -24,6 +24,16 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
+VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # a value may follow as a word
+
+
+def flags_first(words: list[str]) -> list[str]:
+    """A command line with `key=value` behind all else, in whatever order it was typed: Hydra's parser needs it so."""
+    before = ["", *words]
+    moved = [i for i, word in enumerate(words) if re.match(r"[^-][^=]*=", word) and before[i] not in VALUED]
+    return [word for i, word in enumerate(words) if i not in moved] + [words[i] for i in moved]
+
+
 def typed(cfg: DictConfig, hydra: Any) -> Config:
     """The configuration of a run, after running the user's own code that it names.
 

@@ -175,13 +175,14 @@ class _Pieces(io.RawIOBase):
         return len(part)
 
     def _next(self) -> Any:
-        try:
-            with blaming():
+        with blaming():
+            try:
                 if self._pieces is None:
                     self._pieces = iter(BUILDERS["data"][str(self.config.reader)](self.config))
                 return next(self._pieces, _END)
-        except OSError as error:
-            raise DataError(f"data.reader={self.config.reader} cannot read {self.config.path}: {error}") from error
+            except OSError as error:
+                reader, path = self.config.reader, self.config.path
+                raise DataError(f"data.reader={reader} cannot read data.path={path}: {error}") from error
 
 
 def _open(path: Path) -> io.BufferedReader:

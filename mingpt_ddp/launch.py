@@ -34,7 +34,8 @@ def main() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent
         die_with_parent()
     # torch.distributed.launch passes the local rank as a flag that Hydra does not know; the environment has it as well.
-    sys.argv = [arg for arg in sys.argv if not re.match(r"--local[-_]rank\b", arg)]
+    words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
+    sys.argv[1:] = composed.flags_first(words)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hands us Hydra's errors instead of printing them
     logs.to_console(place_or_default())
     try:

@@ -10,15 +10,24 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from launching import ROOT, Job, call, committed, last_step, torchrun, wait_for
+from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
 
-STEPS = 40
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.sample import SampleConfig, sample
+from mingpt_ddp.snapshots.manage import ExportConfig, export
+
+STEPS = 30
 PAGE = (ROOT / "docs" / "your-own-model.md").read_text()
-# Slow enough to be hit in the middle.
-SETTINGS = [
-    *("model.n_hidden=96", "data.block_size=64", "trainer.batch_size=24", "trainer.max_epochs=null"),
-    *(f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8", "trainer.log_every=1"),
-]
+SETTINGS = {
+    "model.n_hidden": "96",  # slow enough to be hit in the middle
+    "data.block_size": "64",
+    "trainer.batch_size": "24",
+    "trainer.max_epochs": "null",
+    "trainer.max_steps": str(STEPS),
+    "trainer.eval_every": "25",
+    "trainer.log_every": "1",
+    "snapshot.every_steps": "8",
+}
 
 
 def page_files() -> dict[str, str]:
@@ -45,18 +54,12 @@ def project(tmp_path_factory) -> Path:
     return cwd
 
 
-def train(*more: str) -> list[str]:
-    """The page's command for torchrun, with the words of the tests behind it."""
+def train(**other: str) -> list[str]:
+    """The words of the page's command for torchrun and those of the tests, some with other values."""
     words = page_commands()[0]
     assert words[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
-    return [*torchrun(2), *words[3:], *SETTINGS, *more]
-
-
-def sample(cwd: Path, *changes: str) -> tuple[int, str]:
-    words = page_commands()[1]
-    assert words[:2] == ["python", "sample.py"]
-    done = call([sys.executable, str(ROOT / "sample.py"), *(words[2:] if not changes else changes)], cwd)
-    return done.returncode, done.stdout
+    given = dict(word.split("=", 1) for word in words[3:]) | SETTINGS | other
+    return [f"{key}={value}" for key, value in given.items()]
 
 
 def test_the_page_names_the_files_that_it_shows():
@@ -67,7 +70,7 @@ def test_the_page_names_the_files_that_it_shows():
 
 @pytest.fixture(scope="module")
 def undisturbed(project) -> Path:
-    done = call(train(), project)
+    done = call([*torchrun(2), *train()], project)
     assert done.returncode == 0, done.stdout
     return project / "outputs" / "notes"
 
@@ -77,37 +80,44 @@ def weights(run: Path) -> bytes:
 
 
 def test_the_page_trains_and_samples(undisturbed, project):
-    code, text = sample(project)
-    assert code == 0, text
-    assert len(text) == 100 + len("\n")
+    words = page_commands()[1]
+    assert words[:2] == ["python", "sample.py"]
+    done = call([sys.executable, str(ROOT / "sample.py"), *words[2:]], project)
+    assert done.returncode == 0, done.stdout
+    assert len(done.stdout) == 100 + len("\n")
     assert not list(project.rglob("__pycache__")), "nothing is written beside the user's files"
 
 
 def test_killed_and_resumed_from_another_directory_byte_for_byte(undisturbed, project, tmp_path):
     """The file is found by the configuration's directory; the second start finds that directory another way."""
-    here = [f"data.path={project / 'notes.csv'}", f"--config-dir={project / 'my_project'}", "run.name=victim"]
-    job = Job(
-        [word for word in train() if not word.startswith(("--config-dir", "data.path", "run.name"))] + here, tmp_path
-    )
+    elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
+    job = Job([*torchrun(2), *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path)
     run = tmp_path / "outputs" / "victim"
-    wait_for(lambda: last_step(run) >= 20 and committed(run), what="step 20")
+    wait_for(lambda: (last_step(run) >= 15 and committed(run)) or job.process.poll(), what="step 15")
+    assert job.process.poll() is None, job.text()
     job.kill_tree()
-    searched = [w for w in here if not w.startswith("--config-dir")] + [f"hydra.searchpath=[{project / 'my_project'}]"]
-    words = [word for word in train() if not word.startswith(("--config-dir", "data.path", "run.name", "ddp"))]
-    agent = [sys.executable, *words[words.index(str(ROOT / "main.py")) :], *searched, "ddp.nproc_per_node=2"]
-    done = call(agent, tmp_path)
+    words = [word for word in train(**elsewhere) if not word.startswith("--config-dir")]
+    words += [f"hydra.searchpath=[{project / 'my_project'}]", "ddp.nproc_per_node=2"]
+    done = call([*python_main(), *words], tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
     assert weights(run) == weights(undisturbed)
 
 
-def test_only_the_user_says_what_is_run(undisturbed, project, tmp_path):
-    """The snapshot names the file, which lies where it did: without the user's word it is not touched."""
-    code, text = sample(project, "snapshot=outputs/notes")
-    assert code == 2
-    [line] = text.splitlines()
-    assert line.startswith("snapshot error: model.architecture=lstm is none of ours; name the Python file")
-    words = [sys.executable, "-m", "mingpt_ddp.snapshots", "export", "outputs/notes", f"to={tmp_path / 'export'}"]
-    done = call(words, project, PYTHONPATH=str(ROOT))
+def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
+    words = train(
+        **{"trainer.max_steps": "1", "trainer.eval_every": "null", "data.block_size": "8", "model.n_hidden": "4,8"},
+        **{"run.name": "sweep", "run.root": str(tmp_path)},
+    )
+    done = call([*python_main(), *words, "-m"], project)
     assert done.returncode == 0, done.stdout
+    assert "sweep: 2 jobs, 0 of them done before, 0 failed" in done.stdout
+    assert len(list(tmp_path.glob("sweep/model.n_hidden=[48]-*/result.json"))) == 2
+
+
+def test_only_the_user_says_what_is_run(undisturbed, tmp_path):
+    """The snapshot names the file, which lies where it did: without the user's word it is not touched."""
+    with pytest.raises(SnapshotError, match=r"model\.architecture=lstm is none of ours; name the Python file"):
+        sample(SampleConfig(str(undisturbed)), "")
+    assert export(ExportConfig(str(undisturbed), str(tmp_path / "export"))) == 0
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(undisturbed)

@@ -58,6 +58,45 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 os._exit(0)
 """
+# Files of a user's own, each named by a model of the same name.
+CODE = {
+    "good": """from dataclasses import dataclass
+import torch
+from torch import nn
+from mingpt_ddp.registry import DataConfig, ModelConfig, check, register
+
+@dataclass(frozen=True)
+class Table(ModelConfig):
+    width: int
+    def __post_init__(self):
+        check(self.width > 0, f"model.width={self.width} must be at least 1")
+        assert self.width < 100
+
+@register("model", "table", Table)
+class Model(nn.Module):
+    def __init__(self, config, vocab_size, block_size):
+        super().__init__()
+        self.scores = nn.Embedding(vocab_size, vocab_size)
+    def forward(self, tokens, targets=None):
+        return self.scores[tokens]
+
+@register("data", "lines", DataConfig)
+def lines(config):
+    yield "to be"
+    yield 7 if config.path == "7" else open(config.path).read() if config.path != "0" else 1 / 0
+""",
+    "name": "import os\nos.nowhere()\n",
+    "syntax": "import os\n\nif os\n",
+    "taken": "from mingpt_ddp.registry import *\nregister('model', 'gpt', ModelConfig)(print)\n",
+    "plain": "from mingpt_ddp.registry import *\nclass Mine(ModelConfig): pass\nregister('model', 'mine', Mine)\n",
+    "hint": """from dataclasses import dataclass
+from mingpt_ddp.registry import *
+@dataclass(frozen=True)
+class Mine(ModelConfig):
+    widths: dict[str, int]
+register("model", "mine", Mine)
+""",
+}
 TEXT = "To be, or not to be, that is the question.\n" * 100
 OTHER_SHA = "0" * 64
 
@@ -99,6 +138,11 @@ def cwd(tmp_path):
     (directory / "extra" / "experiment").mkdir(parents=True)
     (directory / "extra" / "experiment" / "broken.yaml").write_text("trainer: [1\n")
     (directory / "extra" / "experiment" / "number.yaml").write_text("7\n")
+    (directory / "own" / "model").mkdir(parents=True)
+    for name, code in CODE.items():
+        (directory / "own" / f"{name}.py").write_text(code)
+        model = f"name: own\narchitecture: table\ncode: {name}.py\nwidth: 1\n"
+        (directory / "own" / "model" / f"{name}.yaml").write_text(model)
     (directory / "good.txt").write_text(TEXT)
     (directory / "latin1.txt").write_bytes(TEXT.encode() + b"caf\xe9" + TEXT.encode())
     (directory / "empty.txt").write_bytes(b"")
@@ -118,6 +162,10 @@ def check(outcome: Outcome, expected: str, may_write: frozenset[str] = frozenset
 
 def text_file(name: str) -> str:
     return f"data=text_file data.path={name}"
+
+
+def own(name: str) -> str:
+    return f"model={name} --config-dir=own"
 
 
 needs_no_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
@@ -207,6 +255,29 @@ CASES = [
     (  # 4,300 characters, 3,870 of them train: (3870 - 64) // 64 = 59 windows
         text_file("good.txt") + " trainer.batch_size=60",
         "data error: the training text has 59 windows of data.block_size=64, fewer than trainer.batch_size=60",
+    ),
+    # Code of the user's own
+    (own("name"), "code error: own/name.py:2: AttributeError: module 'os' has no attribute 'nowhere'"),
+    (own("syntax"), "code error: own/syntax.py:3: SyntaxError: expected ':'"),
+    (own("taken"), "code error: own/taken.py:2: ValueError: @register('model', 'gpt', ...): the name is taken"),
+    (own("plain"), "code error: own/plain.py:3: TypeError: Mine must be a class below ModelConfig with @dataclass"),
+    (own("hint"), "code error: own/hint.py:6: TypeError: Mine.widths has a type that YAML does not have"),
+    (own("good") + " model.code=nowhere.py", "config error: model.code=nowhere.py is in none of /"),
+    (own("good") + " model.code=good", "config error: model.code=good must be a local Python file, as in mine.py"),
+    (own("good") + " model.code=https://x.org/a.py", "config error: model.code=https://x.org/a.py must be a local"),
+    (own("good") + f" +model.code_sha256={OTHER_SHA}", "config error: model.code=/"),
+    (own("good") + " model.widht=2", "config error: model.widht is not a key; did you mean model.width?"),
+    (own("good") + " model.width=wide", "config error: model.width='wide' must be a whole number"),
+    (own("good") + " model.width=0", "config error: model.width=0 must be at least 1"),
+    (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
+    (own("good") + " model.architecture=tabel", "config error: model.architecture=tabel must be one of gpt, table"),
+    (own("good"), "code error: own/good.py:19: TypeError: 'Embedding' object is not subscriptable"),
+    (own("good") + " +data.reader=words", "config error: data.reader=words must be one of null, lines"),
+    (own("good") + " +data.reader=lines data.path=0", "code error: own/good.py:24: ZeroDivisionError"),
+    (own("good") + " +data.reader=lines data.path=7", "data error: data.reader=lines must yield text: 'int' object"),
+    (
+        own("good") + " +data.reader=lines data.path=nowhere",
+        "data error: data.reader=lines cannot read data.path=nowhere",
     ),
     # Hydra's own errors
     ("optimizer.lr", "config error: cannot read 'optimizer.lr'"),
