@@ -11,6 +11,7 @@ from mingpt_ddp.report.table import table
 from mingpt_ddp.storage import publish
 
 PAGE = "report.html"
+MOST = 3  # directories that are in the title
 
 
 def report(directories: list[Path], page: Path | None) -> str:
@@ -26,7 +27,8 @@ def report(directories: list[Path], page: Path | None) -> str:
     jobs = read_jobs(directories)
     keys = varying(jobs)
     if page is not None:
-        title = ", ".join(directory.resolve().name for directory in directories)
+        names = [directory.resolve().name for directory in directories]
+        title = ", ".join(names) if len(names) <= MOST else f"{', '.join(names[:MOST])} and {len(names) - MOST} more"
         try:
             publish(page, page_of(title, jobs, keys).encode())
         except OSError as error:

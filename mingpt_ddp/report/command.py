@@ -72,6 +72,7 @@ def hydra_value(value: Value) -> str:
     word = re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_./:-]*", value)
     if word and value.lower() not in ("null", "true", "false", "nan", "inf"):
         return value
-    text = re.sub(r"(\\*)(\$\{)", lambda match: f"{match[1] * 2}\\{match[2]}", value)  # no interpolation
-    text = re.sub(r"(\\*)'", lambda match: f"{match[1] * 2}\\'", text)
-    return "'" + re.sub(r"(\\+)$", lambda match: match[1] * 2, text) + "'"
+    quote = "'" if '"' in value else '"'
+    for special in (re.escape("${"), quote):  # no interpolation, no end of the text
+        value = re.sub(rf"(\\*)({special})", lambda match: f"{match[1] * 2}\\{match[2]}", value)
+    return quote + re.sub(r"(\\+)$", lambda match: match[1] * 2, value) + quote

@@ -174,7 +174,7 @@ def _row(mark: Mark, keys: list[str], names: dict[str, str]) -> Markup:
 def _cell(content: str, value: Value) -> Markup:
     if is_number(value) and value is not None:
         return tag("td", content, data_value=repr(float(value)), class_="number")
-    return tag("td", content)
+    return tag("td", content, class_="number" if content == "-" else None)
 
 
 def _notes(jobs: list[Job]) -> Markup:
