@@ -47,6 +47,7 @@ def sweep(tmp_path_factory):
             "optimizer.betas": [0.9, 0.95 + 0.01 * (number % 3)],
             "model.activation": ["gelu", "<img src=http://127.0.0.1:9/ onerror='stolen = 2'>" * 3][number % 2],
             "model.n_layer": 1 + number % 4,
+            "optimizer.weight_decay": [0.0, 0.001, 0.002, 0.1][number % 4],
             "trainer.batch_size": [8, 12, 16, 24, 64, 128][number % 6],
             "data.path": f"/a/rather/long/path/of/a/text/{number % 5}",
         }
@@ -73,7 +74,7 @@ def test_everything_is_drawn_and_nothing_runs_into_anything(browser, sweep, sche
     assert counted(browser, "svg.curves") == 2
     measured = JOBS - 1  # one has no loss at all
     assert counted(browser, "svg.curves g.job path.line") == 2 * measured
-    assert counted(browser, "svg.against") == 7
+    assert counted(browser, "svg.against") == 8
     assert counted(browser, "svg.parallel path.line") == JOBS
     assert counted(browser, "tbody tr") == JOBS
     sizes = "[...document.querySelectorAll('svg.curves path.line')].map(e => e.getBBox()).map(b => [b.width, b.height])"
@@ -115,8 +116,8 @@ def test_a_job_stands_out_everywhere(browser, sweep):
       return [box.x + box.width / 2, box.y + box.height / 2];
     })()"""
     browser.point_at(*browser.evaluate(place))
-    assert counted(browser, ".on") == counted(browser, "[data-job='1']:not(.hit)") == 2 + 7 + 1 + 1
-    assert counted(browser, "svg:has(.on), tr.on") == 2 + 7 + 1 + 1
+    assert counted(browser, ".on") == counted(browser, "[data-job='1']:not(.hit)") == 2 + 8 + 1 + 1
+    assert counted(browser, "svg:has(.on), tr.on") == 2 + 8 + 1 + 1
     assert browser.evaluate("document.querySelector('#tip').textContent").startswith("#1 ")
     assert not browser.evaluate("document.querySelector('#tip').hidden")
     browser.point_at(2, 2)
