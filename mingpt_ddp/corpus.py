@@ -29,7 +29,7 @@ import numpy as np
 
 from mingpt_ddp.config import DataConfig
 from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.registry import BUILDERS, blaming
+from mingpt_ddp.reader import Pieces
 from mingpt_ddp.schema import build
 from mingpt_ddp.storage import publish, sync_directory
 
@@ -37,7 +37,6 @@ BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
 FORMAT = 2
 CODE_POINTS = 0x110000
-_END = object()
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def prepare(config: DataConfig) -> Encoded:
 def _opener(config: DataConfig, cache: Path) -> Callable[[], io.BufferedReader]:
     """How to open the file's bytes, as often as needed; remote files are fetched into the cache first."""
     if config.reader is not None:
-        return lambda: io.BufferedReader(_Pieces(config), CHUNK_BYTES)
+        return lambda: io.BufferedReader(Pieces(config), CHUNK_BYTES)
     if config.path == BUILTIN:
         content = python_docs().encode()
         return lambda: io.BufferedReader(io.BytesIO(content))
@@ -143,46 +142,6 @@ def _opener(config: DataConfig, cache: Path) -> Callable[[], io.BufferedReader]:
             f"cannot read data.path={path} ({reason[:200]}); without a network, set data.path to a local copy"
         ) from error
     return partial(_open, Path(name))
-
-
-class _Pieces(io.RawIOBase):
-    """The pieces of text that a user's reader yields, as a file of UTF-8 that is never whole in memory."""
-
-    def __init__(self, config: DataConfig) -> None:
-        self.config = config
-        self._pieces: Iterator[str] | None = None
-        self._left = memoryview(b"")  # of the last piece
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """
-        Raises:
-            CodeError: naming the line of the reader that goes wrong.
-            DataError: it yields something else than text, or cannot read its source.
-        """
-        while not self._left:
-            piece = self._next()
-            if piece is _END:
-                return 0
-            try:
-                self._left = memoryview(piece.encode())
-            except (AttributeError, UnicodeEncodeError) as error:
-                raise DataError(f"data.reader={self.config.reader} must yield text: {error}") from error
-        part, self._left = self._left[: len(buffer)], self._left[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def _next(self) -> Any:
-        with blaming():
-            try:
-                if self._pieces is None:
-                    self._pieces = iter(BUILDERS["data"][str(self.config.reader)](self.config))
-                return next(self._pieces, _END)
-            except OSError as error:
-                reader, path = self.config.reader, self.config.path
-                raise DataError(f"data.reader={reader} cannot read data.path={path}: {error}") from error
 
 
 def _open(path: Path) -> io.BufferedReader:

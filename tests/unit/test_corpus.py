@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import http.server
+import itertools
 import json
 import os
 import random
@@ -18,7 +19,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from mingpt_ddp import corpus
+from mingpt_ddp import corpus, registry
 from mingpt_ddp.config import DataConfig
 from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
 from mingpt_ddp.errors import DataError
@@ -369,6 +370,48 @@ def test_a_local_file_with_another_sha256_is_refused(settings):
 
 
 # The vocabulary.
+
+
+# Readers of a user's own
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """Registers what yields pieces of text, by the name `own`."""
+
+    def register_as_own(pieces) -> None:
+        monkeypatch.setitem(registry.BUILDERS["data"], "own", pieces)
+
+    return register_as_own
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_pieces_are_the_text_of_a_file(settings, reader, monkeypatch, size):
+    """Characters of several bytes, pieces without any, and ones that are longer than a chunk."""
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", 64)
+    text = LINE * 50
+    as_file = prepare(settings(text))
+    reader(lambda config: (piece for at in range(0, len(text), size) for piece in ("", text[at : at + size])))
+    own = prepare(replace(settings(text), reader="own", path="anything", cache_dir=f"{settings(text).cache_dir}-own"))
+    assert text_of(own) == text
+    assert (own.sha256, own.tokens_sha256) == (as_file.sha256, as_file.tokens_sha256)
+
+
+def test_a_reader_is_asked_once_when_its_text_is_known(settings, reader):
+    calls = []
+    reader(lambda config: calls.append(config.path) or iter([LINE * 10]))
+    config = settings(LINE, reader="own", path="somewhere")
+    first = prepare(config)
+    known = len(calls)
+    assert prepare(config) == first
+    assert (known, len(calls)) == (4, 5)
+
+
+def test_a_reader_that_says_something_else_each_time_is_refused(settings, reader):
+    count = itertools.count()
+    reader(lambda config: iter([LINE, str(next(count))]))
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(settings(LINE, reader="own"))
 
 
 def test_vocabulary_there_and_back():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt_ddp.config import GPTConfig
 from mingpt_ddp.corpus import Vocabulary
@@ -47,6 +47,22 @@ def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
         scores = model(tokens[:, -T:])[:, -1]
         tokens = torch.cat([tokens, scores.argmax(dim=-1, keepdim=True)], dim=1)
     return tokens[:, -count:]
+
+
+class Uncached(nn.Module):
+    """A model without a cache, as a user may bring one: a call is all it has."""
+
+    def __init__(self, inner: GPT) -> None:
+        super().__init__()
+        self.inner, self.block_size = inner, inner.block_size
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens)
+
+
+def test_a_model_without_a_cache_writes_the_same(model):
+    tokens = prompt(2)
+    assert torch.equal(drawn(Uncached(model), tokens, 3 * T), drawn(model, tokens, 3 * T))
 
 
 @pytest.mark.parametrize("length", [1, 3, T - 1, T, T + 1, 3 * T])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,8 @@ from hydra import compose, initialize_config_dir
 
 from mingpt_ddp import sample as sample_module
 from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.config import from_dictconfig, from_mapping
+from mingpt_ddp.corpus import Encoded
 from mingpt_ddp.errors import SnapshotError, printable
 from mingpt_ddp.model import build_model
 from mingpt_ddp.sample import SampleConfig, sample
@@ -36,6 +38,8 @@ from mingpt_ddp.snapshots.format import (
     plain,
 )
 from mingpt_ddp.snapshots.image import decode, encode
+from mingpt_ddp.snapshots.manage import ExportConfig, export
+from mingpt_ddp.snapshots.position import check_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.survey import check, look
 from mingpt_ddp.snapshots.tensors import model_tensors
@@ -324,6 +328,22 @@ def test_a_yaml_that_grows_is_refused(tmp_path):
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     assert "no whole snapshot" in limited(str(tmp_path))[0]
     assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, "it would be read otherwise"
+
+
+def test_code_that_a_snapshot_names_is_never_run(tmp_path, genuine):
+    """Neither for sampling nor for export nor to go on from it; the name of the file is no more than a word."""
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")
+    for group, key in (("model", "architecture"), ("optimizer", "name"), ("data", "reader")):
+        for i, values in enumerate(({"code": str(evil)}, {"code": str(evil), key: "evil"})):
+            url = lay(tmp_path / f"{group}{i}", changed(genuine, group, **values))
+            with contextlib.suppress(SnapshotError):
+                sample(SampleConfig(url, max_new_tokens=1), "a")
+            export(ExportConfig(url, str(tmp_path / f"export {group}{i}")))
+            state = load(url).state
+            with pytest.raises(SnapshotError):
+                check_state(8, state, from_mapping(json.loads(genuine[STATE])["config"]), Encoded(*[""] * 6))
+    assert not (tmp_path / "was here").exists()
 
 
 # Links and things that are no files

@@ -219,7 +219,7 @@ class Complex(Plain):
         (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),
         (Counter, "the model own would not resume exactly: its loss depends on more than"),
         (OtherWeights, "the model own would not resume exactly: its first weights depend on more than"),
-        (LogitsOfTheLast, r"model\(tokens\) must give logits of the shape \(2, 4, 5\), not \(2, 5\)"),
+        (LogitsOfTheLast, r"model\(tokens\) must give logits of the shape \(2, 1, 5\), not \(2, 5\)"),
         (Losses, r"model\(tokens, targets\) must give the mean loss, a scalar, not \(8,\)"),
         (Complex, "the model's phases cannot be saved: torch.complex64"),
         (lambda *_: "no module", "the model own must be an nn.Module, not str"),
