@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.config import Config, DDPConfig, TrainerConfig
+from mingpt_ddp.eager import without_compiler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
@@ -60,6 +61,8 @@ class Runtime(Ranks):
             job: the number of the job in a sweep; every job has a process group of its own.
         """
         self.ddp, self.compiles = config.ddp, config.trainer.compile
+        if not self.compiles:
+            without_compiler()
         self.device = choose_device(config.trainer, config.ddp, place)
         self.precision = _precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
