@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from mingpt_ddp import composed, leave, logs, sweep
 from mingpt_ddp.config import Config
-from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.place import Place, die_with_parent, find_place, place_or_default
 from mingpt_ddp.rundir import COMPLETE, fresh_directory, read_result, renamed, run_directory
@@ -43,14 +43,16 @@ def main() -> None:
             refuse_credentials(word.partition("=")[0], word)
         directory = str(composed.config_directory())
         hydra.main(version_base="1.3", config_path=directory, config_name="config")(train)()
-    except JobError:
-        pass  # told, and counted
+    except JobError as error:
+        sweep.current.hears(error)
     except UserError as error:
         leave.with_user_error(error, place_or_default(), job=0)
     except BrokenPipeError:  # of --help and its like: the reader has had enough
         leave.leave(None, 0)
-    except Exception as error:  # `train` lets none pass: what arrives here went wrong while Hydra composed
-        leave.with_user_error(ConfigError(composed.explain(error)), place_or_default(), job=0)
+    except Exception as error:  # `train` lets none pass: it arose while Hydra composed, or while submitit submitted
+        submitted = type(error).__module__.startswith("submitit.")
+        told = RunError(str(error)) if submitted else ConfigError(composed.explain(error))
+        leave.with_user_error(told, place_or_default(), job=0)
     logs.to_console(place_or_default())
     sweep.current.end()
     # Everything is written, and the process group is closed. Interpreters that end in their own time have been seen to
@@ -102,7 +104,7 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         loss = run(config, runtime, composed.records(cfg), interrupt, begun_at)
         runtime.close()
         if loss is None:  # preempted: a sweep must not go on with the next job
-            leave.leave(None, 0)
+            leave.leave(None, leave.told(place, 0))
         logs.close()
         return sweep.current.trained(config, loss)
     except UserError as error:
@@ -138,7 +140,9 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
     words.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
     code = train_on_workers(config, place, directory, words, main)
     result = read_result(directory)
-    if not composed.sweeping() or code > 128 or (code == 0 and result.get("status") != COMPLETE):
+    if code > 128 or (code == 0 and result.get("status") != COMPLETE):
+        leave.leave(None, leave.told(place, code))
+    if not composed.sweeping():
         leave.leave(None, code)
     if code != 0:
         return sweep.current.fails(f"job error: its workers ended with exit code {code}", code)

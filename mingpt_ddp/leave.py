@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 USER_ERROR, FAILURE = 2, 1  # exit codes
-TRY_AGAIN = 75  # of a worker to its agent: EX_TEMPFAIL of <sysexits.h>
+TRY_AGAIN = 75  # of a worker to its agent, of a job to its scheduler: EX_TEMPFAIL of <sysexits.h>
 VICTIM_WAIT_S = 1.0  # how long a rank that lost the others waits for the reason
 STORE_S = 5.0  # how long the job's store may take to answer
 AGENT_S = 1.0  # within which an elastic agent notices that one worker is gone and ends the others
@@ -35,6 +35,16 @@ def leave(message: str | None, code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
             stream.flush()
     os._exit(code)
+
+
+def told(place: Place, code: int) -> int:
+    """The exit code of a process that ends early because a signal has asked for it.
+
+    A SLURM job of submitit's has one with which it is queued again (conf/sweep/slurm.yaml), but not when its time was
+    over before training began: it would be again.
+    """
+    submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and place.alone
+    return TRY_AGAIN if submitted and code != 128 + signal.SIGUSR1 else code
 
 
 def with_user_error(error: UserError, place: Place, job: int) -> NoReturn:
@@ -94,7 +104,7 @@ def on_signal(number: int, place: Place, runtime: Runtime | None) -> None:
         elif place.is_main:
             log.error("ended by %s; the same command continues from the last snapshot", signal.Signals(number).name)
     finally:
-        os._exit(128 + number)
+        os._exit(told(place, 128 + number))
 
 
 def _lost_peers(error: BaseException) -> bool:

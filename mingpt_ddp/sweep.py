@@ -37,6 +37,7 @@ class Sweep:
     before: int = 0  # how many of them were done by an earlier start
     failed: list[str] = field(default_factory=list)
     code: int = 0  # the exit code of this process
+    launcher: str = ""  # Hydra's, which starts the jobs; empty: this process does not lead the sweep, it does a job
 
     def trained(self, config: Config, loss: float) -> float:
         self.jobs.append(run_directory(config))
@@ -51,9 +52,19 @@ class Sweep:
     def fails(self, message: str, code: int) -> JobError:
         self.failed.append(composed.job_label())
         self.code = leave.FAILURE if leave.FAILURE in (self.code, code) else code
-        if self.tells:
+        if self.tells or not self.launcher:
             log.error("%s", message)
         return JobError(f"{composed.job_label()} has failed")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Other processes do the jobs: they count them, and tell what goes wrong."""
+        return bool(self.launcher) and not self.launcher.startswith("hydra._internal.")
+
+    def hears(self, error: JobError) -> None:
+        """A job has failed, elsewhere perhaps the first of several; one that was done here is counted already."""
+        if self.elsewhere:
+            self.failed.append(error.args[0])
 
     def end(self) -> None:
         """Tell what came out of it: a table, a page, and which jobs have failed."""
@@ -67,6 +78,8 @@ class Sweep:
             log.info("the page is %s", self.directory / PAGE)
         except RunError as error:  # not one job has got so far, or this machine does not see them
             log.warning("%s", error)
+        if self.elsewhere:
+            leave.leave(f"job error: {self.failed[0]}" if self.failed else None, leave.FAILURE if self.failed else 0)
         count = len(self.jobs) + len(self.failed)
         log.info("sweep: %d jobs, %d of them done before, %d failed", count, self.before, len(self.failed))
         if not self.failed:
@@ -101,6 +114,7 @@ class Start(Callback):
                 _prepare_study(config, place)
             own = checked.run.name is not None and place.is_main
             current = Sweep(place.is_main, directory, hold(directory) if own else None)
+            current.launcher = str(config.hydra.launcher._target_)
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
 

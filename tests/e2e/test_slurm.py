@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 from held import SETTINGS, SITE, patches, train, weights
-from launching import ROOT, wait_for
+from launching import ROOT, Job, python_main, wait_for
 from multiprocess.ranks import configure, run_ranks
 from slurm import NoSlurm, Slurm
 
 SCRIPT = ROOT / "scripts" / "train.sbatch"
 
-# Every rank waits before these steps until the file `go` is there; `hold` waits at each of them once.
-HOLD_AT_STEPS = """
+# Every rank of a job waits before this step once; of an array the first job.
+HOLD_BEFORE_STEP_7 = """
 def patch(loader):
     step_of = loader.Loader.step
     settling = [True]
     def step(self, number, plan, rank):
-        if number in <steps> and not settling[0]:
-            hold(f"step{number}")
+        if number == 7 and not settling[0] and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
+            hold("step7")
         settling[0] = False
         return step_of(self, number, plan, rank)
     loader.Loader.step = step
@@ -40,59 +40,71 @@ def slurm(tmp_path_factory):
 
 
 class Site:
-    """The module that holds the ranks of a job: see `held`."""
+    """The module that holds the ranks of a job before step 7: see `held`."""
 
-    def __init__(self, directory: Path, *steps: int) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir()
         (directory / "sitecustomize.py").write_text(SITE)
-        (directory / "patches.py").write_text(patches(HOLD_AT_STEPS, steps=steps))
+        (directory / "patches.py").write_text(patches(HOLD_BEFORE_STEP_7))
         self.directory = directory
+        self.path = f"{directory}:{ROOT}"
 
-    def wait_until(self, point: str) -> None:
-        """Both ranks have come there."""
+    def held(self) -> None:
+        self._wait_until("step7")
+
+    def told(self) -> None:
+        """Both ranks have been told to make room; they may go on now."""
+        self._wait_until("signal")
+        (self.directory / "go").touch()
+
+    def _wait_until(self, point: str) -> None:
         for rank in (0, 1):
             wait_for((self.directory / f"{point}.{rank}").exists, what=f"{point}.{rank}")
 
-    def told(self) -> None:
-        """Both ranks have been told to make room; let them go on, and be ready for the next time."""
-        self.wait_until("signal")
-        (self.directory / "go").touch()
 
-    def again(self) -> None:
-        for name in ("go", "signal.0", "signal.1"):
-            (self.directory / name).unlink()
-
-
-def paths(site: Site | None = None) -> str:
-    return ":".join([*([str(site.directory)] if site else []), str(ROOT)])
-
-
-def test_told_to_make_room_twice(slurm, tmp_path):
-    """By the signal before the time limit, and by a job that goes first; the run begins where it stopped."""
-    site = Site(tmp_path / "site", 7, 13)
-    job = slurm.submit(SCRIPT, tmp_path, [], SETTINGS[:-1], PYTHONPATH=paths(site))
-    site.wait_until("step7")
-    slurm.call("scancel", "--signal=USR1", job)  # what --signal=USR1@120 does
-    site.told()
-    slurm.wait(job, "PENDING")
-    site.again()
-    site.wait_until("step13")
-    urgent = slurm.call("sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--wrap=true", "--output=/dev/null")
-    site.told()
-    slurm.wait(urgent.strip(), "COMPLETED")
-    slurm.wait(job, "COMPLETED")
-    run = tmp_path / "outputs" / f"slurm-{job}"
-    assert slurm.job(job)["Restarts"] == "2"
+def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
+    """From step 7, to the same end as the run that nobody disturbed."""
     assert json.loads((run / "result.json").read_text())["status"] == "complete"
     resumed = re.findall(r"resuming from the snapshot of step (\d+) ", (run / "main.rank0.log").read_text())
-    assert resumed == ["7", "13"]
-    run_ranks(2, train, tmp_path / "ranks", values=configure(*SETTINGS, f"run.root={tmp_path}"))
-    assert weights(run) == weights(tmp_path / "run")
+    assert resumed == ["7"]
+    run_ranks(2, train, cwd / "ranks", values=configure(*SETTINGS, *settings, f"run.root={cwd}"))
+    assert weights(run) == weights(cwd / "run")
+
+
+def test_told_before_the_time_is_over(slurm, tmp_path):
+    site = Site(tmp_path / "site")
+    job = slurm.submit(SCRIPT, tmp_path, [], SETTINGS[:-1], PYTHONPATH=site.path)
+    site.held()
+    slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
+    site.told()
+    slurm.wait(job, "COMPLETED")
+    assert slurm.job(job)["Restarts"] == "1"
+    check_resumed(tmp_path / "outputs" / f"slurm-{job}", tmp_path)
 
 
 def test_a_run_that_fails_by_itself_is_not_queued_again(slurm, tmp_path):
-    job = slurm.submit(SCRIPT, tmp_path, ["--nodes=1"], ["model.n_head=0"], PYTHONPATH=paths(), MAX_RESTARTS="0")
+    job = slurm.submit(SCRIPT, tmp_path, ["--nodes=1"], ["model.n_head=0"], PYTHONPATH=str(ROOT), MAX_RESTARTS="0")
     slurm.wait(job, "FAILED")
     assert slurm.job(job)["Restarts"] == "0"
     assert "config error: model.n_head=0" in (tmp_path / f"{job}.out").read_text()
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_sweep_of_jobs_one_of_which_makes_room_for_a_more_urgent_one(slurm, tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    site = Site(tmp_path / "site")
+    words = ["-m", "sweep=slurm", *SETTINGS, "run.name=lr", "ddp.nproc_per_node=2", "hydra.launcher.cpus_per_task=1"]
+    extra = slurm.environment(PYTHONPATH=site.path)
+    sweep = Job([*python_main(), *words, "optimizer.lr=3e-4,1e-3"], tmp_path, **extra)
+    site.held()
+    first = "{}_0".format(slurm.call("squeue", "--noheader", "--format=%F").split()[0])
+    node = slurm.call("squeue", "--noheader", f"--jobs={first}", "--format=%N").strip()
+    options = ["--parsable", "--partition=urgent", f"--nodelist={node}", "--output=/dev/null"]
+    urgent = slurm.call("sbatch", *options, "--wrap=true").strip()
+    site.told()
+    slurm.wait(urgent, "COMPLETED")
+    assert sweep.wait() == 0, sweep.text()
+    slower, faster = sorted((tmp_path / "outputs" / "lr").glob("optimizer.lr=*"))
+    assert json.loads((faster / "result.json").read_text())["status"] == "complete"
+    assert "resuming" not in (faster / "main.rank0.log").read_text()
+    check_resumed(slower, tmp_path, "optimizer.lr=3e-4")
