@@ -64,6 +64,15 @@ def test_every_folder_of_conf_is_a_known_group():
     assert folders - {"sweep", "hydra"} == composed
 
 
+def test_sweep_in_slurm():
+    """The launcher is a plugin; what is asked of it, it has."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        launcher = compose("config", ["sweep=slurm"], return_hydra_config=True).hydra.launcher
+    assert launcher._target_.endswith("SlurmLauncher")
+    assert "scontrol requeue" in launcher.setup[0]
+
+
 @pytest.mark.parametrize(("model", "optimizer"), list(itertools.product(choices("model"), choices("optimizer"))))
 def test_model_with_optimizer(model, optimizer):
     config = typed(f"model={model}", f"optimizer={optimizer}")

@@ -1,0 +1,24 @@
+"""With which exit code a process ends."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from mingpt_ddp.leave import TRY_AGAIN, told
+from mingpt_ddp.place import Place
+
+EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
+
+
+def test_nobody_would_start_it_again(monkeypatch):
+    monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
+    assert [told(Place(), code) for code in (0, *EARLY)] == [0, *EARLY]
+
+
+@pytest.mark.parametrize(("alone", "codes"), [(True, [TRY_AGAIN, TRY_AGAIN, EARLY[1]]), (False, [0, *EARLY])])
+def test_a_job_of_slurm_asks_to_be_queued_again_but_its_workers_do_not(alone, codes, monkeypatch):
+    """Nor does one whose time was over before it began."""
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    assert [told(Place(alone=alone), code) for code in (0, *EARLY)] == codes
