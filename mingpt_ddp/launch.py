@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -47,11 +48,15 @@ def main() -> None:
         sweep.current.hears(error)
     except UserError as error:
         leave.with_user_error(error, place_or_default(), job=0)
+    except KeyboardInterrupt:  # while others do the jobs
+        sweep.current.close()
+        leave.leave("ended by SIGINT; the same command goes on from there", 128 + signal.SIGINT)
     except BrokenPipeError:  # of --help and its like: the reader has had enough
         leave.leave(None, 0)
-    except Exception as error:  # `train` lets none pass: it arose while Hydra composed, or while submitit submitted
-        submitted = type(error).__module__.startswith("submitit.")
-        told = RunError(str(error)) if submitted else ConfigError(composed.explain(error))
+    except Exception as error:  # `train` lets none pass: it arose while Hydra composed, or in a launcher of jobs
+        launcher = type(error).__module__.startswith(("submitit.", "ray."))
+        told = RunError(str(error)) if launcher else ConfigError(composed.explain(error))
+        sweep.current.close()
         leave.with_user_error(told, place_or_default(), job=0)
     logs.to_console(place_or_default())
     sweep.current.end()

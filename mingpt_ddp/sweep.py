@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import re
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -66,8 +68,14 @@ class Sweep:
         if self.elsewhere:
             self.failed.append(error.args[0])
 
+    def close(self) -> None:
+        """End what a launcher has started here: this process will leave without ceremony, and Ray's would stay."""
+        if "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
+
     def end(self) -> None:
         """Tell what came out of it: a table, a page, and which jobs have failed."""
+        self.close()
         if not self.tells:
             return
         from mingpt_ddp.report import PAGE, report  # a fifth of a second that only its end needs
@@ -98,6 +106,7 @@ class Start(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global current
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # where Ray is the launcher: no reports to its makers
         try:
             place = find_place()
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued

@@ -1,0 +1,61 @@
+"""A sweep whose jobs Ray runs side by side, on a Ray of its own: a job is killed, a job cannot work.
+
+Skipped where Ray is not installed (pip install 'mingpt_ddp[ray]'); it is too large for every test environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from launching import TINY, Job, call, committed, python_main, wait_for
+
+pytest.importorskip("ray", reason="Ray is not installed")
+pytest.importorskip("hydra_plugins.hydra_ray_launcher.ray_launcher", reason="hydra-ray-launcher is not installed")
+
+SWEEP = [*python_main(), "-m", "sweep=ray", "hydra.launcher.ray.init.num_cpus=2", *TINY]
+
+
+def results(sweep: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/result.json"))]
+
+
+def trainers() -> list[int]:
+    """The processes in which Ray runs a job now."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cmdline").read_bytes().startswith(b"ray::_run_job"):
+                found.append(int(process.name))
+    return found
+
+
+def test_a_killed_job_goes_on_from_its_snapshot(tmp_path):
+    others = set(trainers())
+    words = ["run.name=kill", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=400", "trainer.eval_every=null"]
+    job = Job([*SWEEP, *words], tmp_path, RAY_DEDUP_LOGS="0")
+    sweep = tmp_path / "outputs" / "kill"
+    try:
+        wait_for(lambda: sum(len(committed(run)) > 0 for run in sweep.glob("optimizer*")) == 2, 60, "two snapshots")
+        victim = min(set(trainers()) - others)
+        os.kill(victim, signal.SIGKILL)
+        assert job.wait(120) == 0, job.text()
+    finally:
+        if job.process.poll() is None:
+            job.process.terminate()
+    assert [(r["status"], r["step"]) for r in results(sweep)] == [("complete", 400)] * 2
+    assert "resuming from the snapshot of step" in job.text()
+
+
+def test_a_job_that_cannot_work_does_not_end_the_others(tmp_path):
+    (tmp_path / "text.txt").write_text("hello world " * 400)
+    words = ["run.name=bad", "data=text_file", "data.truncate=1", "data.path=missing.txt,text.txt"]
+    done = call([*SWEEP, *words], tmp_path)
+    assert done.returncode == 1, done.stdout
+    assert "data error: data.path=missing.txt: there is no such file" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("job error: data.path=missing.txt has failed")
+    assert [r["status"] for r in results(tmp_path / "outputs" / "bad")] == ["complete"]
