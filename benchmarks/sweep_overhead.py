@@ -1,0 +1,82 @@
+"""What a job of a sweep costs beside its training, against a run that is started on its own.
+
+The same short run, again and again with another seed: started alone, and as the jobs of a sweep in each of the ways that
+there are. All processes of a way are counted, from the first to the last, divided by the number of jobs: seconds on
+the clock, and seconds of CPU time, which other programs on the machine do not change as much. A sweep whose jobs are all
+done already shows what skipping one costs.
+
+    python benchmarks/sweep_overhead.py
+"""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from common import ROOT, alternate, cell, compare, environment, parser, report, spread
+
+RUN = "model=gpt_nano model.n_layer=2 model.n_embd=24 data.block_size=16 data.truncate=0.02 trainer.max_epochs=null"
+RUN += " trainer.max_steps=20 trainer.eval_every=10 trainer.batch_size=12 optimizer.warmup_steps=2"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "main.py")]
+PYTHON = [sys.executable, str(ROOT / "main.py")]
+# The way, the command of a run alone, that of a sweep.
+WAYS = {
+    "two ranks, lock-step (`torchrun main.py -m`)": (TORCHRUN, [*TORCHRUN, "-m"]),
+    "two ranks, workers for each job (`ddp.nproc_per_node=2 -m`)": (
+        [*PYTHON, "ddp.nproc_per_node=2"],
+        [*PYTHON, "-m", "ddp.nproc_per_node=2"],
+    ),
+    "one rank, in one process (`python main.py -m`)": (PYTHON, [*PYTHON, "-m"]),
+}
+HEADER = ["way", "alone: s, CPU s", "a job of a sweep: s, CPU s", "job / alone, by CPU time", "skipping a job: s"]
+
+
+def spend(command: list[str], cwd: Path) -> tuple[float, float]:
+    """Seconds on the clock and of CPU time until a command has ended."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([*command, *RUN.split()], cwd=cwd, env=environment(), check=True, capture_output=True)
+    elapsed, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return float(f"{elapsed:.4g}"), float(f"{cpu:.4g}")
+
+
+def alone(command: list[str]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as directory:
+        wall, cpu = spend([*command, "run.seed=0"], Path(directory))
+    return {"wall": wall, "cpu": cpu}
+
+
+def in_a_sweep(command: list[str], jobs: int) -> dict[str, float]:
+    words = [*command, "run.name=sweep", f"run.seed=range({jobs})"]
+    with tempfile.TemporaryDirectory() as directory:
+        wall, cpu = spend(words, Path(directory))
+        again, _ = spend(words, Path(directory))
+        start, _ = spend([*words, "run.seed=0"], Path(directory))  # of which one job is skipped
+    return {"wall": wall / jobs, "cpu": cpu / jobs, "skip": max(0.0, again - start) / (jobs - 1)}
+
+
+def main() -> None:
+    options = parser(__doc__, "sweep_overhead")
+    options.add_argument("--jobs", type=int, default=8, help="of a sweep (default: %(default)s)")
+    options.add_argument("--repetitions", type=int, default=3, help="of each pair (default: %(default)s)")
+    chosen = options.parse_args()
+    rows, figures = [], {}
+    for way, (single, sweep) in WAYS.items():
+        candidates = {"alone": partial(alone, single), "sweep": partial(in_a_sweep, sweep, chosen.jobs)}
+        values = alternate(way, candidates, chosen.repetitions)
+        taken = {side: {key: [one[key] for one in all_] for key in all_[0]} for side, all_ in values.items()}
+        ratio = compare(taken["sweep"]["cpu"], taken["alone"]["cpu"])
+        spreads = {side: {key: spread(all_) for key, all_ in keys.items()} for side, keys in taken.items()}
+        figures[way] = {**spreads, "cpu_ratio": ratio}
+        both = [", ".join(cell(spreads[side][key], ".1f") for key in ("wall", "cpu")) for side in ("alone", "sweep")]
+        rows.append([way, *both, cell(ratio, ".2f"), cell(spreads["sweep"]["skip"], ".2f")])
+    report(chosen.out, {"jobs": chosen.jobs, "ways": figures}, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()
