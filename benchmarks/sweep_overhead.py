@@ -1,9 +1,9 @@
 """What a job of a sweep costs beside its training, against a run that is started on its own.
 
-The same short run, again and again with another seed: started alone, and as the jobs of a sweep in each of the ways that
-there are. All processes of a way are counted, from the first to the last, divided by the number of jobs: seconds on
-the clock, and seconds of CPU time, which other programs on the machine do not change as much. A sweep whose jobs are all
-done already shows what skipping one costs.
+The same short run, again and again with another seed: started alone, and as the jobs of a sweep in each of the ways
+that there are. All processes of a way are counted, from the first to the last, divided by the number of jobs: seconds
+on the clock, and seconds of CPU time, which other programs on the machine do not change as much. A sweep whose jobs are
+all done already shows what skipping one costs.
 
     python benchmarks/sweep_overhead.py
 """

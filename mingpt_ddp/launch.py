@@ -73,6 +73,7 @@ def train(cfg: DictConfig) -> float:
     """
     outcome = _attempt(cfg)
     if isinstance(outcome, JobError):
+        logs.close()
         gc.collect()
         raise outcome  # from here, where the traceback does not keep the model alive
     return outcome

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import TINY, Job, call, python_main, torchrun
+from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
 
 from mingpt_ddp.history import METRICS, read_history
 
@@ -147,6 +149,53 @@ def test_a_job_that_fails_does_not_stop_the_others(way, tmp_path):
     assert "job error: 1 of 3 failed: optimizer.lr=1e+30; the same command tries again" in lines
     assert done.returncode == (1 if way is lock_step else 2)  # torchrun's own code is 1
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
+
+
+@pytest.mark.parametrize("way", [lock_step, from_one_parent])
+def test_a_preempted_sweep_saves_and_begins_no_other_job(way, tmp_path):
+    words = [*TINY, "trainer.max_steps=100000", "snapshot.every_steps=null", "run.name=sweep", "run.seed=1,2"]
+    job = Job(way(*words), tmp_path)
+    sweep = tmp_path / "outputs" / "sweep"
+    wait_for(lambda: any(last_step(run) > 5 for run in sweep.glob("run.seed=1-*")), what="the first job")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == (1 if way is lock_step else 0), job.text()  # torchrun's own code is 1
+    (run,) = sweep.glob("run.seed=*")
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "preempted"
+    assert committed(run)[-1] == result["step"]
+
+
+COUNT = """
+import gc, logging, os, threading
+import torch
+from hydra.experimental.callback import Callback
+
+class Count(Callback):
+    def on_job_end(self, config, job_return, **kwargs):
+        gc.collect()
+        tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        handlers = len(logging.getLogger("mingpt_ddp").handlers)
+        paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+        files = [os.readlink(path) for path in paths if os.path.lexists(path)]
+        runs = sum("outputs" in file and not file.endswith("sweep/.lock") for file in files)
+        print("left", os.environ.get("RANK", "0"), tensors, handlers, threading.active_count(), runs, len(files))
+"""
+
+
+@pytest.mark.parametrize("way", [lock_step, in_this_process])
+def test_nothing_is_left_to_the_next_job(way, tmp_path):
+    """Neither tensors nor log handlers, threads or open files grow from job to job, also behind one that fails."""
+    (tmp_path / "counting.py").write_text(COUNT)
+    words = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3,3e-3,4e-3"]
+    words.append("+hydra.callbacks.count._target_=counting.Count")
+    done = call(way(*words), tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    for rank in "01" if way is lock_step else "0":
+        lines = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith(f"left {rank} ")]
+        left = [[int(number) for number in line] for line in lines]
+        assert len(left) == 5, done.stdout
+        tensors, handlers, threads, runs, files = zip(*left, strict=True)
+        assert tensors == handlers == runs == (0,) * 5, left
+        assert max(threads) == threads[0] and max(files) == files[0], left
 
 
 def test_sweeps_of_the_same_name_do_not_run_at_the_same_time(tmp_path):
