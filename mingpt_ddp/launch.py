@@ -140,7 +140,7 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
             return sweep.current.skips(config, done)
         log.info("job %d: %s", composed.job_number() + 1, composed.job_label())
     directory = run_directory(config)
-    if config.run.resume == "never":  # a new directory once, not at every restart
+    if config.run.resume == "never" and place.alone:  # a new directory once, not at every restart
         directory = fresh_directory(directory)
         words.append("run.resume=auto")
     words.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
@@ -48,7 +49,7 @@ def told(place: Place, code: int) -> int:
 
 
 def with_user_error(error: UserError, place: Place, job: int) -> NoReturn:
-    """All ranks have the same error, or one alone: it is told once, by rank 0 if that has it, and not at restarts."""
+    """All ranks have the same error, or one alone: each parent tells it once, by rank 0 if that has it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not logging.getLogger(logs.ROOT).handlers:
         logs.to_console(place)
@@ -65,7 +66,8 @@ def _is_news(message: str, place: Place, job: int) -> bool:
     from mingpt_ddp.rendezvous import connect, tell_once, within
 
     try:
-        return within(STORE_S, lambda: tell_once(connect(place, job, timeout_s=STORE_S), message))
+        parent = f"{socket.gethostname()}/{os.getppid()}"  # each has a console of its own
+        return within(STORE_S, lambda: tell_once(connect(place, job, timeout_s=STORE_S), message, parent))
     except Exception:  # without the agent's store nobody can know: better twice than never
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from tqdm import tqdm
@@ -13,6 +14,7 @@ from mingpt_ddp.errors import printable
 from mingpt_ddp.place import Place
 
 ROOT = "mingpt_ddp"
+tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which nobody would remove
 
 
 class Console(logging.Handler):

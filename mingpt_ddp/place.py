@@ -25,6 +25,7 @@ class Place:
     master: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
     alone: bool = True  # nobody has set RANK and its relatives
     worker: bool = False  # whoever set them has started this process as one of several on this machine
+    siblings: bool = False  # the parent has given all of those the same environment, and so the same GPUs
 
     @property
     def is_main(self) -> bool:
@@ -51,6 +52,7 @@ def find_place() -> Place:
         master=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
         alone=False,
         worker="LOCAL_RANK" in os.environ,
+        siblings="TORCHELASTIC_RUN_ID" in os.environ,
     )
     if not 0 <= place.master[1] < 1 << 16:
         raise ConfigError(f"MASTER_PORT={place.master[1]} must lie below 65536")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 import time
 import uuid
@@ -40,18 +41,35 @@ def connect(place: Place, job: int, timeout_s: float) -> Store:
     hosts_it = place.is_main and not place.agent
     try:
         timeout = timedelta(seconds=timeout_s)
-        store = _host(host, port) if hosts_it else TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        if not hosts_it:
+            _await_host(host, port, timeout_s)
+        store = (
+            _host(host, port, timeout) if hosts_it else TCPStore(host, port, timeout=timeout, wait_for_workers=False)
+        )
         store.set_timeout(timeout)
         return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RunError(f"rank {place.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
 
 
+def _await_host(host: str, port: int, timeout_s: float) -> None:
+    """torch's own client fills the screen while it waits for a store that is not there yet."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), max(POLL_S, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(POLL_S)
+
+
 @cache
-def _host(host: str, port: int) -> TCPStore:
+def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
     """It lives as long as the process: other ranks may ask for the next job before this one has left the last."""
-    return TCPStore(host, port, is_master=True, wait_for_workers=False)
+    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
@@ -79,11 +97,10 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
     return cast(T, answer)
 
 
-def tell_once(store: Store, message: str) -> bool:
-    """Whether this is the first rank and attempt to tell of an error that every attempt would meet again."""
-    first = not store.check([FATAL])
+def tell_once(store: Store, message: str, parent: str) -> bool:
+    """Whether this is the first rank and attempt below a parent to tell of an error that every attempt would meet."""
     store.set(FATAL, message)
-    return first
+    return store.add(f"told/{parent}", 1) == 1
 
 
 def stop_if_fatal(store: Store) -> None:
@@ -93,7 +110,7 @@ def stop_if_fatal(store: Store) -> None:
         RunError: what the earlier attempt told.
     """
     if store.check([FATAL]):
-        raise RunError(_peek(store, FATAL))
+        raise RunError(_peek(store, FATAL).partition(": ")[2])  # it says what kind of error it is itself
 
 
 def meet(store: Store, place: Place, timeout_s: float) -> Store:
@@ -104,12 +121,13 @@ def meet(store: Store, place: Place, timeout_s: float) -> Store:
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
-    attempt = _lead(store, place, deadline) if place.is_main else _follow(store, place.rank, own, deadline)
+    attempt = _lead(store, place, own, deadline) if place.is_main else _follow(store, place.rank, own, deadline)
     return PrefixStore(f"attempt/{attempt}", store)
 
 
-def _lead(store: Store, place: Place, deadline: float) -> str:
+def _lead(store: Store, place: Place, own: str, deadline: float) -> str:
     """Rank 0: propose the ids at hand again and again until every rank has confirmed one and the same proposal."""
+    store.set("hello/0", own)
     others = range(1, place.world_size)
     proposed: dict[str, str] = {}
     attempt = ""
@@ -123,7 +141,7 @@ def _lead(store: Store, place: Place, deadline: float) -> str:
             store.set(f"go/{attempt}", "1")
             return attempt
         absent = [rank for rank in others if not ids[str(rank)]] or sorted(set(others) - set(confirmed))
-        _pause(deadline, f"rank {', '.join(map(str, absent))} did not appear")
+        _pause(store, 0, own, deadline, f"rank {', '.join(map(str, absent))} did not appear in time; start all ranks")
 
 
 def _follow(store: Store, rank: int, own: str, deadline: float) -> str:
@@ -136,7 +154,7 @@ def _follow(store: Store, rank: int, own: str, deadline: float) -> str:
             store.set(f"confirm/{attempt}/{rank}", "1")
             if _peek(store, f"go/{attempt}"):
                 return attempt
-        _pause(deadline, f"rank {rank} waited, but the ranks did not all appear")
+        _pause(store, rank, own, deadline, f"rank {rank} waited, but the ranks did not all appear in time; start them")
 
 
 def _peek(store: Store, key: str) -> str:
@@ -144,7 +162,11 @@ def _peek(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _pause(deadline: float, complaint: str) -> None:
+def _pause(store: Store, rank: int, own: str, deadline: float, complaint: str) -> None:
+    """Wait for a moment, unless the time is over or another rank has told what stops all of them."""
+    stop_if_fatal(store)
     if time.monotonic() > deadline:
-        raise RunError(f"{complaint} in time; start all ranks, or give them longer with ddp.timeout_s")
+        if _peek(store, f"hello/{rank}") != own:  # not before: a process cut off may find its successor here
+            raise RunError(f"another process has RANK={rank} too; give every process a rank of its own")
+        raise RunError(f"{complaint}, or give them longer with ddp.timeout_s")
     time.sleep(POLL_S)

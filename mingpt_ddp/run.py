@@ -42,6 +42,7 @@ from mingpt_ddp.watch import Watch
 log = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 400
+PER_MACHINE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ from rank to rank
 
 
 def run(
@@ -178,8 +179,10 @@ def _conclude(position: Position, directory: Path) -> None:
 
 
 def _check_same(runtime: Runtime, config: Config) -> None:
-    """Ranks that were started by hand may have been given different words."""
-    configs = runtime.gather(config.to_dict())
+    """Ranks that were started by hand may have been given different words; how many a machine starts is its own."""
+    values = config.to_dict()
+    values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_MACHINE}
+    configs = runtime.gather(values)
     for rank, other in enumerate(configs):
         differing = difference(configs[0], other)
         if differing:

@@ -44,11 +44,30 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
+    if gpus == 1 and not place.siblings:  # a scheduler may show every process a GPU of its own
+        return torch.device("cuda", 0)
     if place.local_rank >= gpus:
         raise ConfigError(
             f"local rank {place.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU"
         )
     return torch.device("cuda", place.local_rank)
+
+
+def refuse_shared_gpus(gpus: list[str]) -> None:
+    """NCCL wants a GPU for each rank, and says so less clearly.
+
+    Args:
+        gpus: what identifies each rank's, the same on all ranks.
+
+    Raises:
+        ConfigError: two ranks have the same.
+    """
+    for rank, gpu in enumerate(gpus):
+        if gpu in gpus[:rank]:
+            raise ConfigError(
+                f"ranks {gpus.index(gpu)} and {rank} have the same GPU; "
+                "give each its own by LOCAL_RANK or CUDA_VISIBLE_DEVICES, or use ddp.backend=gloo"
+            )
 
 
 class Runtime(Ranks):
@@ -70,6 +89,8 @@ class Runtime(Ranks):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
+        if self.device.type == "cuda" and config.ddp.backend in ("auto", "nccl"):
+            refuse_shared_gpus(self.gather(str(torch.cuda.get_device_properties(self.device).uuid)))
 
     def close(self) -> None:
         super().close()

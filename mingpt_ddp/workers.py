@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError
@@ -24,6 +26,7 @@ log = logging.getLogger(__name__)
 
 # What an agent hands on to its workers.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+OTHERS_S = 3.0  # for which the store of a run on several machines stays, so that all can learn what went wrong
 
 
 @dataclass(frozen=True)
@@ -59,20 +62,28 @@ def train_on_workers(
     world_size = place.world_size if by_hand else n
     if place.rank + n > world_size:
         raise ConfigError(f"RANK={place.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={place.rank + n} or more")
-    choose_device(config.trainer, config.ddp, Place(local_rank=n - 1))
+    choose_device(config.trainer, config.ddp, Place(local_rank=n - 1, siblings=True))
     plan_batches(config.trainer, world_size)
     start = _spawn if by_hand or config.ddp.launcher == "spawn" else _elastic
     with _environment(n):
-        for restart in range(config.ddp.max_restarts + 1):
-            if restart:
-                log.warning("restart %d of %d", restart, config.ddp.max_restarts)
-            ending = start(config, place, words, main)
-            if ending.signal:
-                return 0 if read_result(directory).get("status") == PREEMPTED else 128 + ending.signal
-            if ending.code < 0:  # it could not tell itself
-                log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)
-            if ending.code in (0, USER_ERROR):  # an error of the user's would come again
-                return ending.code
+        code = _attempts(lambda: start(config, place, words, main), config.ddp.max_restarts, directory)
+        if by_hand and place.is_main and code:
+            time.sleep(OTHERS_S)
+    return code
+
+
+def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path) -> int:
+    """The exit code, after restarts where there is hope."""
+    for restart in range(max_restarts + 1):
+        if restart:
+            log.warning("restart %d of %d", restart, max_restarts)
+        ending = attempt()
+        if ending.signal:
+            return 0 if read_result(directory).get("status") == PREEMPTED else 128 + ending.signal
+        if ending.code < 0:  # it could not tell itself
+            log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)
+        if ending.code in (0, USER_ERROR):  # an error of the user's would come again
+            return ending.code
     return USER_ERROR if ending.code == TRY_AGAIN else FAILURE
 
 
@@ -119,27 +130,26 @@ def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[
 def _spawn(config: Config, place: Place, words: Sequence[str], main: Callable[[], None]) -> Ending:
     """One attempt of processes started by torch.multiprocessing, which may be a part of the ranks only."""
     from torch import multiprocessing
-    from torch.distributed import TCPStore
 
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # the workers tell what went wrong
     n = config.ddp.nproc_per_node or 0
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if place.alone else None
-    if store is not None:
-        place = under_agent(store.port, n)
-    variables = [worker_variables(place, index, n) for index in range(n)]
-    started = multiprocessing.start_processes(
-        _worker, (variables, list(words), main), nprocs=n, join=False, start_method="spawn"
-    )
+    first, store = _with_store(config, place)
+    variables = [worker_variables(first, index, n) for index in range(n)]
     got = 0
 
     def hand_on(number: int, frame: FrameType | None) -> None:
         nonlocal got
         got = number
-        for process in started.processes:
-            if process.is_alive():
+        for process in multiprocessing.active_children():
+            if process.pid is not None:
                 os.kill(process.pid, number)
 
     for number in SIGNALS:
         signal.signal(number, hand_on)
+    arguments = (os.getpid(), variables, list(words), main)
+    started = multiprocessing.start_processes(_worker, arguments, nprocs=n, join=False, start_method="spawn")
+    if got:  # some were not there yet
+        hand_on(got, None)
     try:
         while not started.join():
             pass
@@ -147,10 +157,33 @@ def _spawn(config: Config, place: Place, words: Sequence[str], main: Callable[[]
         return Ending(failure.exit_code, place.rank + failure.error_index, got)
     except multiprocessing.ProcessRaisedException as failure:
         return Ending(FAILURE, place.rank + failure.error_index, got)
-    return Ending(signal=got)
+    finally:
+        del store  # it lasts as long as the attempt
+    return Ending(signal=got if place.alone else 0)  # not every machine can read the run's result
 
 
-def _worker(index: int, variables: list[dict[str, str]], words: list[str], main: Callable[[], None]) -> None:
+def _with_store(config: Config, place: Place) -> tuple[Place, Any]:
+    """The place of the first worker, and the store for its attempt if this process is the only parent.
+
+    With parents on several machines the first of them has a store that outlives attempts: they end at different times.
+    """
+    from torch.distributed import TCPStore
+
+    from mingpt_ddp.rendezvous import connect
+
+    if place.alone:
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return under_agent(store.port, config.ddp.nproc_per_node or 0), store
+    if place.is_main:
+        connect(place, 0, config.ddp.timeout_s)
+    return replace(place, agent=True), None
+
+
+def _worker(
+    index: int, parent: int, variables: list[dict[str, str]], words: list[str], main: Callable[[], None]
+) -> None:
+    if os.getppid() != parent:  # it died while this one was imported
+        os._exit(FAILURE)
     os.setsid()  # Ctrl-C on the terminal comes once, through the parent
     os.environ.update(variables[index])
     sys.argv = [sys.argv[0], *words]

@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "report": {"errors", "report.page", "report.runs", "report.table", "storage"},
     "leave": {"errors", "logs", "place", "rendezvous", "runtime"},
-    "workers": {"config", "errors", "leave", "loader", "place", "rundir", "runtime"},
+    "workers": {"config", "errors", "leave", "loader", "place", "rendezvous", "rundir", "runtime"},
     "sweep": {"composed", "config", "errors", "leave", "place", "report", "rundir"},
     "launch": {
         *("composed", "config", "errors", "interrupt", "leave", "logs", "place", "run", "rundir", "runtime"),
