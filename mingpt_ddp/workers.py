@@ -93,6 +93,7 @@ def _environment(workers: int) -> Iterator[None]:
     before = dict(os.environ)
     package_home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no screenful of addresses in torch when a store has gone
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_home, before.get("PYTHONPATH")]))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

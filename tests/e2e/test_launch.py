@@ -1,4 +1,4 @@
-"""Every way to start, and what a run leaves behind."""
+"""What a run leaves behind, and how it goes on; `test_launchers` has the ways to start it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, committed, environment, last_step, python_main, torchrun, wait_for
+from launching import ROOT, TINY, Job, call, environment, last_step, python_main, torchrun, wait_for
 
 
 def weights(run: Path, step: int = 12) -> bytes:
@@ -73,37 +73,6 @@ def test_same_command_again_is_complete(pair):
     assert "complete: the snapshot of step 12" in done.stdout
     assert "step 1/" not in done.stdout
     assert weights(cwd / "outputs" / "pair") == before
-
-
-def test_own_launcher_equals_torchrun(pair, tmp_path):
-    cwd, _ = pair
-    done = call([*python_main(), *TINY, "run.name=own", "ddp.nproc_per_node=2"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert weights(tmp_path / "outputs" / "own") == weights(cwd / "outputs" / "pair")
-
-
-def test_hand_set_environment_equals_torchrun(pair, tmp_path):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by the user's own script, the ranks started in any order."""
-    cwd, _ = pair
-    port = str(20000 + os.getpid() % 20000)
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [*python_main(), *TINY, "run.name=hand"]
-    jobs = [Job(command, tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
-    assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
-    assert weights(tmp_path / "outputs" / "hand") == weights(cwd / "outputs" / "pair")
-
-
-def test_two_agents_of_different_size(tmp_path):
-    """Two nodes over c10d, two ranks and one: the same directory, a log per global rank."""
-    port = 21000 + os.getpid() % 20000
-    options = ["--nnodes=2", "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes"]
-    base = [sys.executable, "-m", "torch.distributed.run", *options, "--local-addr=127.0.0.1"]
-    script = [str(ROOT / "main.py"), *TINY, "run.name=nodes"]
-    jobs = [Job([*base, f"--nproc_per_node={n}", *script], tmp_path, GLOO_SOCKET_IFNAME="lo") for n in (2, 1)]
-    assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
-    run = tmp_path / "outputs" / "nodes"
-    assert sorted(p.name for p in run.glob("main.rank*.log")) == [f"main.rank{rank}.log" for rank in range(3)]
-    assert result(run)["world_size"] == 3
 
 
 def test_one_process_unnamed_run_is_found_again(tmp_path):
@@ -306,25 +275,6 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
     assert told.endswith(
         "python main.py " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
     )
-
-
-def test_local_rank_flag_of_the_old_launcher_is_ignored(tmp_path):
-    done = call([*python_main(), "--local-rank=0", *TINY, "trainer.max_steps=2"], tmp_path)
-    assert done.returncode == 0, done.stdout
-
-
-def test_a_dead_worker_is_told_and_restarted_in_the_same_fresh_directory(tmp_path):
-    """run.resume=never means beside older runs, not anew at every restart."""
-    (tmp_path / "outputs" / "a").mkdir(parents=True)
-    options = ["run.name=a", "run.resume=never", "ddp.nproc_per_node=2", "trainer.max_steps=3000"]
-    job = Job([*python_main(), *TINY, *options, "optimizer.schedule=constant"], tmp_path)
-    wait_for(lambda: committed(tmp_path / "outputs" / "a-2"), what="a snapshot")
-    job.kill_worker(1)
-    wait_for(lambda: "resuming from the snapshot" in job.text(), what="the resumption")
-    job.kill_tree()
-    assert "rank 1 was ended by SIGKILL" in job.text()
-    assert "restart 1 of 3" in job.text()
-    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"a", "a-2"}
 
 
 def test_a_worker_whose_agent_died_before_it_could_look_leaves(tmp_path):

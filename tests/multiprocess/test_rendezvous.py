@@ -105,6 +105,19 @@ def test_a_rank_that_never_comes_is_named(tmp_path, store):
     assert rank_1.startswith("run error: ")
 
 
+@pytest.mark.parametrize("twice", [0, 1])
+def test_a_rank_given_to_two_processes_is_named(tmp_path, store, twice):
+    """As on two machines with the same RANK; the one that came last cannot tell."""
+    config = configure("ddp.timeout_s=1")
+    same = {"port": store.port, "agent": True, "only": [twice], "config": config}
+    with Ranks(WORLD, try_to_join, tmp_path / "one", **same) as one:
+        wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{twice}"]))
+        with Ranks(WORLD, try_to_join, tmp_path / "other", **same) as other:
+            (first,), (second,) = one.results(), other.results()
+    assert first == f"run error: another process has RANK={twice} too; give every process a rank of its own"
+    assert second.startswith("run error: rank ")
+
+
 def test_an_address_where_nobody_answers_is_named(tmp_path):
     config = configure("ddp.timeout_s=1")
     port = free_port()

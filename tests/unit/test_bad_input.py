@@ -343,6 +343,12 @@ def test_ranks_that_contradict_each_other(variables, expected, program, cwd):
     check(program(["trainer.max_steps=1"], cwd, **variables), expected)
 
 
+def test_more_workers_than_ranks_are_left(program, cwd):
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    expected = "config error: RANK=0 and ddp.nproc_per_node=4 need WORLD_SIZE=4 or more"
+    check(program(["ddp.nproc_per_node=4"], cwd, **variables), expected)
+
+
 def test_the_cases_can_tell_a_run_that_works(program, cwd):
     """The same call with good input trains and leaves a run: the checks above do not pass for want of a program."""
     words = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"

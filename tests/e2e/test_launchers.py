@@ -1,0 +1,169 @@
+"""Every way to start ranks: the same run, byte for byte, also after some of them were killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from held import train, weights
+from launching import ROOT, TINY, Job, call, committed, is_running, python_main, torchrun, wait_for
+from multiprocess.ranks import configure, free_port, run_ranks
+
+STEPS = 24
+SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.device=cpu", "trainer.precision=fp32"]
+SETTINGS += ["trainer.eval_every=12", "run.name=run"]
+# Slow enough to be hit in the middle.
+SLOW = [*SETTINGS, "trainer.max_steps=2000", "optimizer.schedule=constant"]
+MAIN = str(ROOT / "main.py")
+TWO = "ddp.nproc_per_node=2"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a run without any launcher, by number of ranks."""
+    done: dict[int, bytes] = {}
+
+    def get(ranks: int) -> bytes:
+        if ranks not in done:
+            root = tmp_path_factory.mktemp("undisturbed")
+            run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, f"run.root={root}"))
+            done[ranks] = weights(root / "run", STEPS)
+        return done[ranks]
+
+    return get
+
+
+def result(run: Path) -> dict:
+    return json.loads((run / "result.json").read_text())
+
+
+def old_launcher(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2", *options, MAIN]
+
+
+ONE_MACHINE = {
+    "torchrun": torchrun(2),
+    "elastic": [*python_main(), TWO],
+    "spawn": [*python_main(), TWO, "ddp.launcher=spawn"],
+    "launch": old_launcher(),
+    "launch --use-env": old_launcher("--use-env"),
+}
+
+
+@pytest.mark.parametrize("launcher", ONE_MACHINE)
+def test_one_machine(launcher, tmp_path, undisturbed):
+    if launcher.startswith("launch") and importlib.util.find_spec("torch.distributed.launch") is None:
+        pytest.skip("this torch has no torch.distributed.launch")
+    done = call([*ONE_MACHINE[launcher], *SETTINGS], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert weights(tmp_path / "outputs" / "run", STEPS) == undisturbed(2)
+    if "ddp.launcher=spawn" in ONE_MACHINE[launcher]:
+        assert done.stdout.startswith("run outputs/run")
+        assert "done: validation loss" in done.stdout.splitlines()[-1], "there is something behind the end"
+
+
+def test_one_process_per_rank(tmp_path, undisturbed):
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by the user's own script, the ranks started in any order."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    jobs = [Job([*python_main(), *SETTINGS], tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
+    assert weights(tmp_path / "outputs" / "run", STEPS) == undisturbed(2)
+
+
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_two_machines_under_torchrun(rendezvous, tmp_path, undisturbed):
+    """Two ranks and one: the same directory, a log per global rank."""
+    port = free_port()
+    options = {
+        "c10d": ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes"],
+        "static": ["--master_addr=127.0.0.1", f"--master_port={port}"],
+    }[rendezvous]
+    base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1", *options]
+    jobs = []
+    for node, ranks in enumerate((2, 1)):
+        mine = [f"--nproc_per_node={ranks}", *([f"--node_rank={node}"] if rendezvous == "static" else [])]
+        jobs.append(Job([*base, *mine, MAIN, *SETTINGS], tmp_path, GLOO_SOCKET_IFNAME="lo"))
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
+    run = tmp_path / "outputs" / "run"
+    assert sorted(p.name for p in run.glob("main.rank*.log")) == [f"main.rank{rank}.log" for rank in range(3)]
+    assert result(run)["world_size"] == 3
+    assert weights(run, STEPS) == undisturbed(3)
+
+
+class Machines:
+    """Two machines without torchrun, of one and two ranks: RANK is each one's first."""
+
+    def __init__(self, cwd: Path, *words: str) -> None:
+        self.cwd, self.words, self.run = cwd, words, cwd / "outputs" / "run"
+        self.shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.jobs: dict[int, Job] = {}
+
+    def start(self, machine: int) -> None:
+        words = [*python_main(), f"ddp.nproc_per_node={machine + 1}", *self.words]
+        self.jobs[machine] = Job(words, self.cwd, RANK=str(machine), **self.shared)
+
+    def text(self) -> str:
+        return "\n".join(f"--- machine {machine}\n{job.text()}" for machine, job in sorted(self.jobs.items()))
+
+    def reach(self, attempt: int) -> None:
+        """Wait until this attempt has done a step, and another one will not begin from nothing."""
+
+        def there() -> bool:
+            log = self.run / "main.rank0.log"
+            attempts = log.read_text().split("parameters, on 3 x cpu")[1:] if log.exists() else []
+            return len(attempts) == attempt and " INFO step " in attempts[-1] and bool(committed(self.run))
+
+        wait_for(there, what=f"attempt {attempt}")
+
+
+def test_two_machines_by_hand(tmp_path, undisturbed):
+    """The second waits for the first; a worker is killed, then the parent that has the store: type that again."""
+    machines = Machines(tmp_path, *SETTINGS, "snapshot.every_steps=1", "snapshot.keep_last=1")
+    machines.start(1)
+    machines.start(0)
+    machines.reach(1)
+    machines.jobs[1].kill_worker(-1)
+    machines.reach(2)
+    assert "rank 2 was ended by SIGKILL" in machines.jobs[1].text()
+    orphans = machines.jobs[0].kill_agent()
+    wait_for(lambda: not any(map(is_running, orphans)), timeout=5, what="the end of the orphans")
+    machines.start(0)
+    assert [machines.jobs[machine].wait() for machine in (0, 1)] == [0, 0], machines.text()
+    assert weights(machines.run, STEPS) == undisturbed(3)
+    for job in machines.jobs.values():
+        assert not re.search(r"Traceback|resource_tracker|frame #", job.text()), job.text()
+
+
+def test_a_mistake_on_two_machines_is_told_once_on_each(tmp_path):
+    machines = Machines(tmp_path, *SETTINGS, "data.block_size=9999")
+    machines.start(0)
+    machines.start(1)
+    assert [machines.jobs[machine].wait() for machine in (0, 1)] == [2, 2]
+    for job in machines.jobs.values():
+        [line] = job.text().splitlines()
+        assert "data error: the training text has" in line
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("launcher", ["elastic", "spawn"])
+def test_killed_started_again_and_told_to_stop(launcher, tmp_path):
+    """run.resume=never means beside older runs, not anew at every restart. Ctrl-C goes to all of a terminal."""
+    runs = tmp_path / "outputs"
+    (runs / "run").mkdir(parents=True)
+    job = Job([*ONE_MACHINE[launcher], *SLOW, "run.resume=never"], tmp_path)
+    wait_for(lambda: committed(runs / "run-2"), what="a snapshot")
+    job.kill_worker(-1)
+    wait_for(lambda: "\nstep " in job.text().partition("resuming from the snapshot")[2], what="the resumption")
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.wait() == 0, job.text()
+    assert "rank 1 was ended by SIGKILL" in job.text()
+    assert "restart 1 of 3" in job.text()
+    assert {path.name for path in runs.iterdir()} == {"run", "run-2"}
+    assert result(runs / "run-2")["status"] == "preempted"
+    assert "the same command goes on from there" in job.text().splitlines()[-1]

@@ -1,0 +1,63 @@
+"""Which GPU a rank has, on machines that have some: torch is told that it sees them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.place import Place, find_place, worker_variables
+from mingpt_ddp.runtime import choose_device, refuse_shared_gpus
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The device of the process with these variables, where torch sees so many GPUs."""
+    config = from_mapping(configure("trainer.device=auto"))
+
+    def choose(gpus: int, **variables: str) -> str:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return str(choose_device(config.trainer, config.ddp, find_place()))
+
+    return choose
+
+
+SHARED = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+MACHINE = Place(rank=5, world_size=8, master=("127.0.0.1", 29500))  # whose parent was started with RANK=5
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "by hand", "parent by hand"])
+def test_each_local_rank_has_a_visible_gpu(launcher, device):
+    """`CUDA_VISIBLE_DEVICES` is torch's business: what it shows is numbered from 0."""
+
+    def variables(local_rank: int) -> dict[str, str]:
+        if launcher == "parent by hand":
+            return worker_variables(MACHINE, local_rank, 3)
+        agent = {"TORCHELASTIC_RUN_ID": "none"} if launcher == "torchrun" else {}
+        return {**SHARED, **agent, "RANK": str(5 + local_rank), "LOCAL_RANK": str(local_rank)}
+
+    assert device(0, **variables(1)) == "cpu"
+    assert [device(2, **variables(local_rank)) for local_rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU, there are 2; start 2 ranks or use the CPU"):
+        device(2, **variables(2))
+
+
+def test_a_gpu_shown_to_one_process_alone(device):
+    """As SLURM does with --gpus-per-task=1; processes below one parent see the same, and cannot share it."""
+    variables = {**SHARED, "RANK": "1", "LOCAL_RANK": "1"}
+    assert device(1, **variables) == "cuda:0"
+    with pytest.raises(ConfigError, match="local rank 1 has no GPU, there are 1"):
+        device(1, **variables, TORCHELASTIC_RUN_ID="none")
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    refuse_shared_gpus(["a", "b", "c"])
+    with pytest.raises(ConfigError, match="ranks 1 and 2 have the same GPU; give each its own by LOCAL_RANK"):
+        refuse_shared_gpus(["a", "b", "b"])
