@@ -16,6 +16,9 @@ from mingpt_ddp.config import Config, from_mapping, plain, suggest
 from mingpt_ddp.registry import blaming, run_code
 from mingpt_ddp.schema import closest
 
+# Hydra's plugins that presets use, and the extras of setup.cfg that install them.
+PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm"}
+
 
 def config_directory() -> Path:
     """conf/ of the checkout, or its copy inside an installed package."""
@@ -103,6 +106,9 @@ def records(cfg: DictConfig) -> dict[str, str]:
 def explain(error: Exception) -> str:
     """Hydra's own errors as one line, with the key that was probably meant and without what may be a password."""
     text = str(error)
+    plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)
+    if plugin and plugin[2] in PLUGINS:
+        return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
     override = re.search(r"Could not override '([^']+)'", text)
     if override:
         key = override[1].split("@")[0]

@@ -198,6 +198,8 @@ class TrainerConfig:
     on_nonfinite: Literal["stop", "skip", "rollback"]  # what to do about a step that must not be taken
     spike_factor: float | None  # a loss so many times its running average is such a step too; null: none is
     deterministic: bool  # bit-identical results on a GPU too, slower there
+    prune: Literal["none", "median"] = "none"  # end a sweep's jobs that do worse than most (mingpt_ddp/prune.py)
+    prune_after: int = 500  # steps that each of them gets
 
     def __post_init__(self) -> None:
         limits = (self.max_epochs, self.max_steps)
@@ -208,6 +210,7 @@ class TrainerConfig:
         every = self.sample_every
         _check(every is None or every >= 1, f"trainer.sample_every={every} must be at least 1")
         spike = self.spike_factor
+        _check(self.prune_after >= 0, f"trainer.prune_after={self.prune_after} must not be negative")
         _check(spike is None or spike > 1, f"trainer.spike_factor={spike} must be greater than 1 or null")
         clip = self.grad_norm_clip
         _check(clip is None or clip > 0, f"trainer.grad_norm_clip={clip} must be greater than 0 or null")
@@ -306,12 +309,13 @@ class Config:
 def made_by(values: dict[str, Any]) -> dict[str, Any]:
     """Of the plain values of a configuration those that make the training.
 
-    Not where the run lives, how it is distributed or saved, or what it displays. The seed is among them, so that two
-    seeds are two runs; a user's code is not, so that a run goes on when a mistake in it has been mended.
+    Not where the run lives, how it is distributed or saved, what it displays or when it is pruned. The seed is among
+    them, so that two seeds are two runs; a user's code is not, so that a run goes on when a mistake in it has been
+    mended.
     """
-    shown = {"data": ("cache_dir",), "trainer": ("log_every", "eval_every", "sample_every")}
+    beside = {"data": ("cache_dir",), "trainer": ("log_every", "eval_every", "sample_every", "prune", "prune_after")}
     groups = ("model", "optimizer", "data", "trainer")
-    made = {g: {k: v for k, v in values[g].items() if k not in (*shown.get(g, ()), *WHERE)} for g in groups}
+    made = {g: {k: v for k, v in values[g].items() if k not in (*beside.get(g, ()), *WHERE)} for g in groups}
     return {**made, "seed": values["run"]["seed"]}
 
 

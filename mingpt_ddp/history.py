@@ -44,7 +44,7 @@ class History:
         self._append({"step": step, "val_loss": loss})
 
     def complete(self, step: int) -> None:
-        """The run has reached its limits; a start that follows is no sign of a fault."""
+        """The run has reached its limits or is pruned; a start that follows is no sign of a fault."""
         self._append({"complete": round(time.time(), 3), "step": step})
 
     def _append(self, record: dict[str, Any]) -> None:
@@ -86,6 +86,7 @@ class Records:
     starts: int  # attempts
     faults: int  # attempts that ended before the run was complete, and were followed by another
     rollbacks: int
+    began: float = math.inf  # the first attempt, in seconds since 1970
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of every record that has it, finite."""
@@ -135,16 +136,18 @@ def _is_number(value: Any) -> bool:
 def _sift(records: Iterable[dict[str, Any]]) -> Records:
     rows: list[dict[str, Any]] = []
     starts = faults = rollbacks = 0
+    began = math.inf
     complete = True
     for record in records:
         if "start" in record or "rollback" in record:
             rows = [row for row in rows if row["step"] <= record["step"]]
         if "start" in record:
             starts, faults, complete = starts + 1, faults + (not complete), False
+            began = min(began, record["start"])
         elif "rollback" in record:
             rollbacks += 1
         elif "complete" in record:
             complete = True
         else:
             rows.append(record)
-    return Records(sorted(rows, key=lambda row: row["step"]), starts, faults, rollbacks)
+    return Records(sorted(rows, key=lambda row: row["step"]), starts, faults, rollbacks, began)

@@ -79,9 +79,10 @@ class Journal:
             self.board.text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)
 
-    def complete(self, val_loss: float | None) -> None:
+    def complete(self, step: int, val_loss: float | None) -> None:
+        """The run goes no further than `step`."""
         self.board.hparams(self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
-        self.history.complete(self.steps)
+        self.history.complete(step)
 
     def close(self) -> None:
         self.progress.close()

@@ -20,8 +20,9 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.place import Place, die_with_parent, find_place, place_or_default
-from mingpt_ddp.rundir import COMPLETE, fresh_directory, read_result, renamed, run_directory
+from mingpt_ddp.rundir import fresh_directory, read_result, renamed, run_directory
 from mingpt_ddp.schema import refuse_credentials
+from mingpt_ddp.status import Status
 from mingpt_ddp.storage import check_url
 
 if TYPE_CHECKING:
@@ -56,8 +57,9 @@ def main() -> None:
     except Exception as error:  # `train` lets none pass: it arose while Hydra composed, or in a launcher of jobs
         launcher = type(error).__module__.startswith(("submitit.", "ray."))
         told = RunError(str(error)) if launcher else ConfigError(composed.explain(error))
-        sweep.current.close()
-        leave.with_user_error(told, place_or_default(), job=0)
+        if not sweep.current.hopeless:
+            sweep.current.close()
+            leave.with_user_error(told, place_or_default(), job=0)
     logs.to_console(place_or_default())
     sweep.current.end()
     # Everything is written, and the process group is closed. Interpreters that end in their own time have been seen to
@@ -146,7 +148,8 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
     words.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
     code = train_on_workers(config, place, directory, words, main)
     result = read_result(directory)
-    if code > 128 or (code == 0 and result.get("status") != COMPLETE):
+    ended = result.get("status") in (Status.COMPLETE, Status.PRUNED)
+    if code > 128 or (code == 0 and not ended):
         leave.leave(None, leave.told(place, code))
     if not composed.sweeping():
         leave.leave(None, code)

@@ -25,15 +25,17 @@ from mingpt_ddp.metrics import NATS_PER_BIT, Board
 from mingpt_ddp.model import build_model, count_parameters
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.place import started_at
+from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.registry import uses_own_code
 from mingpt_ddp.rehearsal import rehearse
-from mingpt_ddp.rundir import COMPLETE, LOCK_WAIT_S, PREEMPTED, RunDirectory, difference, fresh_directory, run_directory
+from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, fresh_directory, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshots.find import load, places
 from mingpt_ddp.snapshots.position import Position, check_state
 from mingpt_ddp.snapshots.saver import Saver
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.status import Status
 from mingpt_ddp.stepper import Stepper
 from mingpt_ddp.storage import Storage
 from mingpt_ddp.trainer import Trainer, count_steps
@@ -60,7 +62,7 @@ def run(
         begun_at: when this start began, in seconds since 1970; None: with the process.
 
     Returns:
-        The validation loss in nats per character, or None where a signal has ended the run early.
+        The last validation loss in nats per character, or None where a signal has ended the run early.
     """
     interrupt, begun_at = interrupt or Interrupt(), begun_at or started_at()
     # Whatever can be refused is refused here, before anything is written.
@@ -105,19 +107,22 @@ def run(
                 directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
             )
             history = History(directory / METRICS if runtime.is_main else None)
-            trainer = Trainer(config, runtime, stepper, evaluator, saver, board, history, position, sample, interrupt)
-            complete = _fit(trainer, runtime, interrupt)
+            rule = MedianRule(config, runtime, directory)
+            trainer = Trainer(
+                config, runtime, stepper, evaluator, saver, board, history, position, sample, rule, interrupt
+            )
+            status = _fit(trainer, runtime, interrupt)
         else:
-            complete = True
+            status = Status.COMPLETE
             if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
                 position.val_loss = evaluator.run(model)
             log.info("a sample:\n%s\n", sample(position.step))
 
         if owner:
-            owner.write_result(_result(position, config, loader.steps_per_epoch, complete))
-            if complete:
+            owner.write_result(_result(position, config, loader.steps_per_epoch, status))
+            if status is Status.COMPLETE:
                 _conclude(position, directory)
-    return position.val_loss if complete else None
+    return None if status is Status.PREEMPTED else position.val_loss
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
@@ -159,8 +164,8 @@ def _saver(config: Config, runtime: Runtime, owner: RunDirectory | None, directo
     return Saver(config, runtime, stores, corpus, [SnapshotStore(url) for url in former] if owner else [])
 
 
-def _fit(trainer: Trainer, runtime: Runtime, interrupt: Interrupt) -> bool:
-    """Train while signals are heeded and the other ranks are watched; whether the run is complete."""
+def _fit(trainer: Trainer, runtime: Runtime, interrupt: Interrupt) -> Status:
+    """Train while signals are heeded and the other ranks are watched."""
     watch = Watch(runtime, interrupt.stalled)
     interrupt.heeded = True
     try:
@@ -238,10 +243,10 @@ def _sample(model: nn.Module, vocabulary: Vocabulary, seed: int, is_main: bool, 
     return texts[0]
 
 
-def _result(position: Position, config: Config, steps_per_epoch: int, complete: bool) -> dict[str, Any]:
+def _result(position: Position, config: Config, steps_per_epoch: int, status: Status) -> dict[str, Any]:
     val_loss = position.val_loss
     return {
-        "status": COMPLETE if complete else PREEMPTED,
+        "status": status.value,
         "step": position.step,
         "epoch": position.step / steps_per_epoch,
         "train_loss": position.train_loss,

@@ -20,13 +20,13 @@ import yaml
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import AwayError, RunError
 from mingpt_ddp.snapshots.lease import Lease
+from mingpt_ddp.status import Status
 from mingpt_ddp.storage import Storage, publish
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
 RESULT = "result.json"
-COMPLETE, PREEMPTED = "complete", "preempted"  # the status of a run that has ended, or a signal has ended early
 
 
 def run_directory(config: Config) -> Path:
@@ -94,7 +94,7 @@ class RunDirectory:
 
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
-        if read_result(self.path).get("status") == PREEMPTED:  # no longer: it goes on
+        if read_result(self.path).get("status") in (Status.PREEMPTED, Status.PRUNED):  # no longer: it goes on
             (self.path / RESULT).unlink(missing_ok=True)
         for name, content in hydra_files.items():
             publish(self.path / ".hydra" / name, content.encode())

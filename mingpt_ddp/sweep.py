@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
 import re
 import sys
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +25,8 @@ from mingpt_ddp import composed, leave
 from mingpt_ddp.config import LIMITS, Config, made_by
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.place import Place, find_place, place_or_default
-from mingpt_ddp.rundir import COMPLETE, hold, read_result, recorded_config, renamed, run_directory
+from mingpt_ddp.rundir import hold, read_result, recorded_config, renamed, run_directory
+from mingpt_ddp.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +76,11 @@ class Sweep:
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
 
+    @property
+    def hopeless(self) -> bool:
+        """All jobs have failed, and with them a search for the best."""
+        return bool(self.failed) and not self.jobs
+
     def end(self) -> None:
         """Tell what came out of it: a table, a page, and which jobs have failed."""
         self.close()
@@ -113,6 +121,8 @@ class Start(Callback):
             words = _words(config)
             checked = _check_jobs(config.hydra, words)
             _check_sampler(config)
+            if checked.trainer.prune != "none" and checked.run.name is None:
+                raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
             with read_write(config), open_dict(config):
                 last = {composed.key_of(str(word.input_line)): word for word in words}  # the one that counts
                 constant = [key for key, word in last.items() if not word.is_sweep_override()]
@@ -120,10 +130,12 @@ class Start(Callback):
                 config.hydra.overrides.hydra.append(excluded)
                 directory = Path(checked.run.root, checked.run.name or "")
                 config.hydra.sweep.dir = str(directory)
-                _prepare_study(config, place)
+                study = _study(config, place)
             own = checked.run.name is not None and place.is_main
             current = Sweep(place.is_main, directory, hold(directory) if own else None)
             current.launcher = str(config.hydra.launcher._target_)
+            if study is not None:
+                _put_aside(study)
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
 
@@ -170,28 +182,60 @@ def _values(word: Override) -> list[str]:
 
 def _check_sampler(config: DictConfig) -> None:
     sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
-    if sampler is not None and "seed" in sampler and sampler.seed is None:
+    if sampler is None:
+        return
+    _quiet_optuna()
+    if "seed" in sampler and sampler.seed is None:
         raise ConfigError(
             "hydra.sweeper.sampler.seed is null: every rank, and every start of this search, would draw other trials; "
             "give it a number"
         )
 
 
-def _prepare_study(config: DictConfig, place: Place) -> None:
-    """The study on disk is written by one process, and anew: the results themselves lie with the jobs."""
+def _quiet_optuna() -> None:
+    """It tells of every trial on the console, where the jobs tell more."""
+    with contextlib.suppress(ImportError):
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
+
+
+def _study(config: DictConfig, place: Place) -> Path | None:
+    """The file of the study, where this process is the one that writes it."""
     storage = OmegaConf.select(config, "hydra.sweeper.storage")
     if storage is None:
-        return
+        return None
     file = re.fullmatch(r"sqlite:///([^?]+)", str(storage))
     if not file:
         raise ConfigError(f"hydra.sweeper.storage={storage} must be sqlite:///FILE or null")
+    with contextlib.suppress(PackageNotFoundError):
+        if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
+            raise ConfigError(
+                f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
+                "pip install 'mingpt_ddp[sweep]'"
+            )
     if not place.is_main:
         config.hydra.sweeper.storage = None
-        return
-    study = Path(file[1])
-    study.parent.mkdir(parents=True, exist_ok=True)
-    if study.exists():
-        study.replace(study.with_name(f"{study.name}.before"))
+        return None
+    return Path(file[1])
+
+
+def _put_aside(study: Path) -> None:
+    """The study is written anew: the results themselves lie with the jobs.
+
+    Raises:
+        RunError: its directory cannot be written.
+    """
+    try:
+        study.parent.mkdir(parents=True, exist_ok=True)
+        for end in ("-journal", ""):  # what a kill left half written needs its journal
+            before = study.with_name(f"{study.name}.before{end}")
+            before.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                study.with_name(study.name + end).replace(before)
+    except OSError as error:
+        raise RunError(f"cannot write {study}: {error.strerror}; choose another hydra.sweeper.storage") from error
 
 
 # Jobs.
@@ -229,10 +273,12 @@ def _in_digest(config: Config) -> set[str]:
 def _objective(directory: Path, config: Config) -> float | None:
     """The validation loss of a job that is done; None where there is something left to do."""
     result, recorded = read_result(directory), recorded_config(directory)
-    if config.run.resume == "never" or recorded is None or result.get("status") != COMPLETE:
+    if config.run.resume == "never" or recorded is None:
         return None
     try:
+        pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
+        ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
         same = made_by(recorded) == made_by(config.to_dict())
-        return float(result["val_loss"]) if same else None
+        return float(result["val_loss"]) if ended and same else None
     except (KeyError, TypeError, ValueError, AttributeError):  # the files were made by something else
         return None

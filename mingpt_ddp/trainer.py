@@ -23,9 +23,11 @@ from mingpt_ddp.history import History
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.journal import Journal
 from mingpt_ddp.metrics import Board
+from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.snapshots.position import Position
 from mingpt_ddp.snapshots.saver import Saver
+from mingpt_ddp.status import Status
 from mingpt_ddp.stepper import Stepper
 
 log = logging.getLogger(__name__)
@@ -63,12 +65,13 @@ class Trainer:
         history: History,
         position: Position,
         sample: Callable[[int], str | None],
+        rule: MedianRule,
         interrupt: Interrupt,
     ) -> None:
         self.config, self.runtime, self.stepper = config, runtime, stepper
         self.model, self.optimizer, self.evaluator = stepper.model, stepper.optimizer, evaluator
         self.saver, self.position, self.sample = saver, position, sample
-        self.steps, self.interrupt = stepper.steps, interrupt
+        self.steps, self.rule, self.interrupt = stepper.steps, rule, interrupt
         self.journal = Journal(config, runtime, board, history, position.step, self.steps)
         self.journal.meter.load_state(position.loss_sum, position.loss_steps)
         self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
@@ -76,28 +79,28 @@ class Trainer:
         self.cadence = Cadence(wanted.every_minutes, wanted.mtbf_hours if wanted.every_steps == "auto" else None)
         self._clock = time.perf_counter()
         self._wanted = False  # a snapshot, as soon as the one before it is done
-        self._preempted = False
+        self._ended: Status | None = None  # before the last step
         # On a GPU it costs a moment to look at a loss; without a policy for it that is done when it is logged.
         self._looks = (
             runtime.device.type == "cpu" or config.trainer.on_nonfinite != "stop" or config.trainer.spike_factor
         )
         self._lr = 0.0
 
-    def fit(self) -> bool:
-        """Train to the last step, or to where a signal ends it; whether the run is complete.
+    def fit(self) -> Status:
+        """Train to the last step, or to where a signal or the rule for a sweep's jobs ends it.
 
         Whatever happens, the newest snapshot is whole.
         """
         self.stepper.settle()
         try:
             self._catch_up()
-            while self.position.step < self.steps and not self._preempted:
+            while self.position.step < self.steps and self._ended is None:
                 self._step(self.position.step + 1)
-            if not self._preempted:
-                self.journal.complete(self.position.val_loss)
+            if self._ended is not Status.PREEMPTED:
+                self.journal.complete(self.position.step, self.position.val_loss)
         finally:
             self.journal.close()
-        return not self._preempted
+        return self._ended or Status.COMPLETE
 
     def _step(self, step: int) -> None:
         """One step and what is due behind it."""
@@ -118,14 +121,15 @@ class Trainer:
             self.saver.collect()
         if self._due(step, self.config.trainer.log_every) or step == self.steps:
             self._log(step)
-        self._preempted = votes.interrupted
+        self._ended = Status.PREEMPTED if votes.interrupted else None
         improved = self._evaluate_if_due(step)
-        if not self._preempted and (self._due(step, self.config.trainer.sample_every) or step == self.steps):
+        self._judge(step)
+        if self._ended is None and (self._due(step, self.config.trainer.sample_every) or step == self.steps):
             self._show_sample(step)
         self._wanted |= votes.due or self._snapshot_due(step)
-        if self._preempted:
+        if self._ended is Status.PREEMPTED:
             self._save_in_time()
-        elif improved or step == self.steps:
+        elif improved or self._ended or step == self.steps:
             self._save()
         elif self._wanted and self._stalled(self.saver.is_free):
             self._save(wait=False)
@@ -197,9 +201,11 @@ class Trainer:
         return self._due(step, every) or self._due(step, epochs and epochs * self.stepper.loader.steps_per_epoch)
 
     def _catch_up(self) -> None:
-        """The evaluation that a signal cut short."""
+        """The evaluation that a signal cut short, and what should have followed it."""
         step = self.position.step
-        if step > 0 and self._evaluate_if_due(step):
+        improved = step > 0 and self._evaluate_if_due(step)
+        self._judge(step)
+        if improved or self._ended is Status.PRUNED:
             self._save()
         if step == self.steps:
             self._show_sample(step)
@@ -207,13 +213,13 @@ class Trainer:
     def _evaluate_if_due(self, step: int) -> bool:
         """Whether the validation loss is the lowest so far, and that is of interest."""
         due = self._due(step, self.config.trainer.eval_every) or step == self.steps
-        if not due or self._preempted or self.position.val_step == step:
+        if not due or self._ended or self.position.val_step == step:
             return False
         begin = time.perf_counter()
         loss = self.evaluator.run(self.model, stop=lambda: self.interrupt.asked is not None)
         self.journal.meter.pause(time.perf_counter() - begin)
         if loss is None:
-            self._preempted = True
+            self._ended = Status.PREEMPTED
             return False
         if not math.isfinite(loss):
             raise TrainingError(f"the validation loss of step {step} is {loss}; lower optimizer.lr and start anew")
@@ -224,6 +230,14 @@ class Trainer:
             position.best_val_loss, position.best_step = loss, step
         self.journal.validated(step, loss)
         return improved and self.config.snapshot.keep_best
+
+    def _judge(self, step: int) -> None:
+        """What has just been evaluated may not be worth the rest of the steps."""
+        lowest = self.position.best_val_loss
+        if self._ended or lowest is None or step == self.steps or self.position.val_step != step:
+            return
+        if self.rule.stops(step, lowest):
+            self._ended = Status.PRUNED
 
     def _show_sample(self, step: int) -> None:
         self.runtime.at("sampling")
@@ -278,8 +292,8 @@ class Trainer:
         if wait:
             self.saver.finish()
         self._put_down()
-        if self.position.step == self.steps:
-            self.saver.insist(self.steps, self._put_down)
+        if self._ended or self.position.step == self.steps:
+            self.saver.insist(self.position.step, self._put_down)
         elif not self.config.snapshot.background:
             self.saver.finish()
 

@@ -20,7 +20,8 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.leave import FAILURE, TRY_AGAIN, USER_ERROR
 from mingpt_ddp.loader import plan_batches
 from mingpt_ddp.place import Place, under_agent, worker_variables
-from mingpt_ddp.rundir import PREEMPTED, read_result
+from mingpt_ddp.rundir import read_result
+from mingpt_ddp.status import Status
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path)
             log.warning("restart %d of %d", restart, max_restarts)
         ending = attempt()
         if ending.signal:
-            return 0 if read_result(directory).get("status") == PREEMPTED else 128 + ending.signal
+            return 0 if read_result(directory).get("status") == Status.PREEMPTED else 128 + ending.signal
         if ending.code < 0:  # it could not tell itself
             log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)
         if ending.code in (0, USER_ERROR):  # an error of the user's would come again

@@ -16,6 +16,7 @@ PACKAGE = Path(mingpt_ddp.__file__).parent
 ALLOWED: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),
+    "status": set(),
     "seeds": set(),
     "cadence": set(),
     "schema": {"errors"},
@@ -56,18 +57,19 @@ ALLOWED: dict[str, set[str]] = {
     "rehearsal": {
         *("config", "errors", "loader", "model", "optim", "registry", "runtime", "seeds", "snapshots.tensors"),
     },
-    "rundir": {"config", "errors", "snapshots.lease", "storage"},
+    "rundir": {"config", "errors", "snapshots.lease", "status", "storage"},
     "watch": {"ranks"},
     "guard": {"config", "snapshots.position"},
     "stepper": {"config", "loader", "optim", "runtime", "seeds"},
     "history": {"errors"},
+    "prune": {"config", "errors", "history", "runtime"},
     "journal": {"config", "history", "logs", "metrics", "runtime"},
     "trainer": {
         *("cadence", "config", "errors", "evaluate", "guard", "history", "interrupt", "journal", "metrics"),
-        *("runtime", "snapshots.position", "snapshots.saver", "stepper"),
+        *("prune", "runtime", "snapshots.position", "snapshots.saver", "status", "stepper"),
     },
     "run": {
-        *("errors", "interrupt", "place", "registry", "rehearsal", "stepper", "storage", "watch"),
+        *("errors", "interrupt", "place", "prune", "registry", "rehearsal", "status", "stepper", "storage", "watch"),
         *(
             "config",
             "corpus",
@@ -96,11 +98,11 @@ ALLOWED: dict[str, set[str]] = {
     },
     "report": {"errors", "report.page", "report.runs", "report.table", "storage"},
     "leave": {"errors", "logs", "place", "rendezvous", "runtime"},
-    "workers": {"config", "errors", "leave", "loader", "place", "rendezvous", "rundir", "runtime"},
-    "sweep": {"composed", "config", "errors", "leave", "place", "report", "rundir"},
+    "workers": {"config", "errors", "leave", "loader", "place", "rendezvous", "rundir", "runtime", "status"},
+    "sweep": {"composed", "config", "errors", "leave", "place", "report", "rundir", "status"},
     "launch": {
         *("composed", "config", "errors", "interrupt", "leave", "logs", "place", "run", "rundir", "runtime"),
-        *("schema", "storage", "sweep", "workers"),
+        *("schema", "status", "storage", "sweep", "workers"),
     },
     "sample": {
         *("config", "corpus", "errors", "generate", "logs", "model", "place", "registry", "schema"),

@@ -1,0 +1,211 @@
+"""A search by Optuna, disturbed: it ends as the one that nobody disturbed, and does nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import sysconfig
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+from launching import TINY, Job, call, python_main, torchrun, wait_for
+
+from mingpt_ddp.history import METRICS, read_history
+
+SEARCH = ["-m", "sweep=optuna_lr", *TINY, "model.n_layer=1", "data.truncate=0.01"]
+SHORT = [*SEARCH, "trainer.max_steps=4", "trainer.eval_every=2", "snapshot.every_steps=2"]
+PRUNING = [*SHORT, "trainer.prune=median", "trainer.prune_after=2"]
+DIRECTORY = Path("outputs", "optuna_lr")
+
+try:
+    usable = version("hydra-optuna-sweeper") and version("sqlalchemy").startswith("1.")
+except PackageNotFoundError:
+    usable = False
+needs_optuna = pytest.mark.skipif(not usable, reason="needs pip install 'mingpt_ddp[sweep]'")
+
+
+def study(directory: Path) -> list[tuple[str, dict[str, float], float | None]]:
+    """State, parameters and objective of every trial, read from the file."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    stored = optuna.load_study(study_name="optuna_lr", storage=f"sqlite:///{directory}/study.db")
+    return [(trial.state.name, trial.params, trial.value) for trial in stored.trials]
+
+
+def objectives(directory: Path) -> dict[str, float]:
+    """What the jobs' own results say, by directory."""
+    return {path.parent.name: json.loads(path.read_text())["val_loss"] for path in directory.glob("*/result.json")}
+
+
+def statuses(directory: Path) -> dict[str, str]:
+    return {path.parent.name: json.loads(path.read_text())["status"] for path in directory.glob("*/result.json")}
+
+
+def starts(directory: Path) -> dict[str, int]:
+    return {path.parent.name: read_history(path).starts for path in directory.glob(f"*/{METRICS}")}
+
+
+def lines(directory: Path) -> int:
+    """Of all jobs' histories together: how far a search is."""
+    return sum(len(path.read_bytes().splitlines()) for path in directory.glob(f"*/{METRICS}"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("undisturbed")
+    done = call([*python_main(), *PRUNING], cwd)
+    assert done.returncode == 0, done.stdout
+    return cwd / DIRECTORY
+
+
+@needs_optuna
+def test_a_search_killed_at_a_random_moment_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
+    """Behind the trials that are drawn before there is anything to learn from; some jobs are pruned, the same ones."""
+    directory, seed = tmp_path / DIRECTORY, 5
+    moment = random.Random(seed).randint(70, lines(undisturbed) - 10)
+    print(f"seed {seed}: killed behind line {moment} of the jobs' histories")
+    job = Job([*python_main(), *PRUNING], tmp_path)
+    wait_for(lambda: lines(directory) >= moment, timeout=200, what=f"line {moment}")
+    job.kill_tree()
+    finished = set(objectives(directory))
+    assert 10 < len(finished) < 20
+    job = Job([*python_main(), *PRUNING], tmp_path)
+    assert job.wait() == 0, job.text()
+    assert f"sweep: 20 jobs, {len(finished)} of them done before, 0 failed" in job.text()
+
+    trials = study(directory)
+    assert len(trials) == 20
+    assert trials == study(undisturbed)
+    assert sorted(value for _, _, value in trials) == sorted(objectives(directory).values())
+    best = min(value for _, _, value in trials)
+    assert f"best_value: {best}" in (directory / "optimization_results.yaml").read_text()
+    assert {name: count for name, count in starts(directory).items() if name in finished} == dict.fromkeys(finished, 1)
+    assert sum(starts(directory).values()) <= 21
+    assert statuses(directory) == statuses(undisturbed)
+    assert 0 < list(statuses(directory).values()).count("pruned") < 15
+    chatter = [line for line in job.text().splitlines() if "optuna" in line.lower().replace("optuna_lr", "")]
+    assert not chatter
+
+
+@needs_optuna
+def test_what_was_pruned_is_trained_on_without_pruning(undisturbed, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / DIRECTORY)
+    before = statuses(undisturbed)
+    options = ["hydra.sweeper.n_trials=10"]  # these do not depend on what the others have found
+    done = call([*python_main(), *SHORT, *options], tmp_path)
+    assert done.returncode == 0, done.stdout
+    again = [name for name, count in starts(tmp_path / DIRECTORY).items() if count > 1]
+    assert f"sweep: 10 jobs, {10 - len(again)} of them done before, 0 failed" in done.stdout
+    assert again
+    assert {before[name] for name in again} == {"pruned"}
+    assert done.stdout.count("resuming from the snapshot of step 2 of 4") == len(again)
+    assert {statuses(tmp_path / DIRECTORY)[name] for name in again} == {"complete"}
+
+
+@needs_optuna
+def test_two_ranks_in_step_or_below_one_parent(tmp_path):
+    """Killed, or told to end, while the second of three jobs trains; both ways find the same."""
+    slow = ["hydra.sweeper.n_trials=3", "trainer.max_steps=40", "trainer.eval_every=20"]
+    ways = {
+        "in_step": ([*torchrun(2), *SEARCH, *slow], lambda job: job.kill_tree()),
+        "parent": ([*python_main(), *SEARCH, *slow, "ddp.nproc_per_node=2"], lambda job: job.process.terminate()),
+    }
+    found = {}
+    for way, (command, disturb) in ways.items():
+        cwd = tmp_path / way
+        cwd.mkdir()
+        job = Job(command, cwd)
+        wait_for(lambda: lines(cwd / DIRECTORY) > 44 + 4, timeout=200, what="the second job")  # noqa: B023
+        disturb(job)
+        assert job.wait() == (0 if way == "parent" else -signal.SIGKILL), job.text()
+        assert sum(status == "complete" for status in statuses(cwd / DIRECTORY).values()) == 1
+        job = Job(command, cwd)
+        assert job.wait() == 0, job.text()
+        assert "sweep: 3 jobs, 1 of them done before, 0 failed" in job.text()
+        assert sorted(starts(cwd / DIRECTORY).values()) == [1, 1, 2]
+        found[way] = study(cwd / DIRECTORY)
+    assert found["in_step"] == found["parent"]
+    assert [state for state, _, _ in found["parent"]] == ["COMPLETE"] * 3
+
+
+@needs_optuna
+def test_a_trial_that_fails_ends_nothing_and_is_tried_again(tmp_path):
+    """Learning rates at which a loss is no number any more."""
+    command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=4", "optimizer.lr=tag(log,interval(1e-8,1e38))"]
+    for attempt in (1, 2):
+        done = call(command, tmp_path)
+        assert done.returncode == 2, done.stdout
+        trials = study(tmp_path / DIRECTORY)
+        states = [state for state, _, _ in trials]
+        failed = states.count("FAIL")
+        assert (len(trials), failed + states.count("COMPLETE")) == (4, 4)
+        assert 0 < failed < 4
+        assert f"sweep: 4 jobs, {(attempt - 1) * (4 - failed)} of them done before, {failed} failed" in done.stdout
+        assert sorted(starts(tmp_path / DIRECTORY).values()) == sorted([1] * (4 - failed) + [attempt] * failed)
+        assert [value for state, _, value in trials if state == "FAIL"] == [None] * failed
+        assert "Traceback" not in done.stdout
+
+
+@needs_optuna
+def test_a_search_of_which_all_trials_fail(tmp_path):
+    command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=2", "optimizer.lr=tag(log,interval(1e37,1e38))"]
+    done = call(command, tmp_path)
+    assert done.returncode == 2
+    assert "sweep: 2 jobs, 0 of them done before, 2 failed" in done.stdout
+    assert "config error" not in done.stdout
+
+
+@needs_optuna
+def test_a_second_start_beside_the_first_leaves_its_study_alone(tmp_path):
+    job = Job([*python_main(), *SEARCH, "trainer.max_steps=100000"], tmp_path)
+    try:
+        wait_for(lambda: lines(tmp_path / DIRECTORY) >= 1, what="the first job")
+        done = call([*python_main(), *SEARCH, "trainer.max_steps=100000"], tmp_path)
+        assert done.returncode == 2
+        assert f"optuna_lr belongs to process {job.process.pid} on " in done.stdout
+        assert [state for state, _, _ in study(tmp_path / DIRECTORY)] == ["RUNNING"]
+        assert not (tmp_path / DIRECTORY / "study.db.before").exists()
+    finally:
+        job.kill_tree()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["hydra.sweeper.sampler.seed=null"], "config error: hydra.sweeper.sampler.seed is null: "),
+        (["hydra.sweeper.storage=redis://there"], "config error: hydra.sweeper.storage=redis://there must be sqlite:"),
+        (["run.name=null", "trainer.prune=median"], "config error: trainer.prune=median compares the jobs of one"),
+        (["optimizer.lr=tag(log,interval(-1,1))"], "config error: optimizer.lr=-1.0 must be greater than 0"),
+    ],
+)
+@needs_optuna
+def test_a_search_that_cannot_work_does_not_begin(words, expected, tmp_path):
+    done = call([*python_main(), *SEARCH, *words], tmp_path)
+    [line] = done.stdout.splitlines()
+    assert line.startswith(expected)
+    assert done.returncode == 2
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_the_plugin_one_line_says_what_to_install(tmp_path):
+    """A Python that finds all that is installed here but the plugin."""
+    site = tmp_path / "site"
+    (site / "hydra_plugins").mkdir(parents=True)
+    for folder in map(Path, dict.fromkeys([sysconfig.get_path("purelib"), *sys.path])):
+        if folder.name == "site-packages" and folder.is_dir():
+            for path in [*folder.iterdir(), *folder.glob("hydra_plugins/*")]:
+                link = site / path.relative_to(folder)
+                if "optuna" not in path.name and not link.exists():
+                    link.symlink_to(path)
+    (tmp_path / "cwd").mkdir()
+    command = [sys.executable, "-S", *python_main()[1:], *SEARCH]
+    done = call(command, tmp_path / "cwd", PYTHONPATH=str(site))
+    expected = "config error: hydra/sweeper/optuna is not installed; pip install 'mingpt_ddp[sweep]'\n"
+    assert (done.returncode, done.stdout) == (2, expected)
+    assert os.listdir(tmp_path / "cwd") == []
