@@ -17,7 +17,7 @@ from mingpt_ddp.registry import blaming, run_code
 from mingpt_ddp.schema import closest
 
 # Hydra's plugins that presets use, and the extras of setup.cfg that install them.
-PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm"}
+PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
 
 
 def config_directory() -> Path:

@@ -136,6 +136,8 @@ class Start(Callback):
             current.launcher = str(config.hydra.launcher._target_)
             if study is not None:
                 _put_aside(study)
+            if OmegaConf.select(config, "hydra.sweeper.sampler") is not None:
+                _quiet_optuna()
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
 
@@ -182,10 +184,7 @@ def _values(word: Override) -> list[str]:
 
 def _check_sampler(config: DictConfig) -> None:
     sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
-    if sampler is None:
-        return
-    _quiet_optuna()
-    if "seed" in sampler and sampler.seed is None:
+    if sampler is not None and "seed" in sampler and sampler.seed is None:
         raise ConfigError(
             "hydra.sweeper.sampler.seed is null: every rank, and every start of this search, would draw other trials; "
             "give it a number"

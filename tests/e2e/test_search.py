@@ -110,8 +110,8 @@ def test_what_was_pruned_is_trained_on_without_pruning(undisturbed, tmp_path):
 
 @needs_optuna
 def test_two_ranks_in_step_or_below_one_parent(tmp_path):
-    """Killed, or told to end, while the second of three jobs trains; both ways find the same."""
-    slow = ["hydra.sweeper.n_trials=3", "trainer.max_steps=40", "trainer.eval_every=20"]
+    """Killed, or told to end, while the second of two jobs trains; both ways find the same."""
+    slow = ["hydra.sweeper.n_trials=2", "trainer.max_steps=40", "trainer.eval_every=20"]
     ways = {
         "in_step": ([*torchrun(2), *SEARCH, *slow], lambda job: job.kill_tree()),
         "parent": ([*python_main(), *SEARCH, *slow, "ddp.nproc_per_node=2"], lambda job: job.process.terminate()),
@@ -127,11 +127,11 @@ def test_two_ranks_in_step_or_below_one_parent(tmp_path):
         assert sum(status == "complete" for status in statuses(cwd / DIRECTORY).values()) == 1
         job = Job(command, cwd)
         assert job.wait() == 0, job.text()
-        assert "sweep: 3 jobs, 1 of them done before, 0 failed" in job.text()
-        assert sorted(starts(cwd / DIRECTORY).values()) == [1, 1, 2]
+        assert "sweep: 2 jobs, 1 of them done before, 0 failed" in job.text()
+        assert sorted(starts(cwd / DIRECTORY).values()) == [1, 2]
         found[way] = study(cwd / DIRECTORY)
     assert found["in_step"] == found["parent"]
-    assert [state for state, _, _ in found["parent"]] == ["COMPLETE"] * 3
+    assert [state for state, _, _ in found["parent"]] == ["COMPLETE"] * 2
 
 
 @needs_optuna
@@ -159,38 +159,6 @@ def test_a_search_of_which_all_trials_fail(tmp_path):
     assert done.returncode == 2
     assert "sweep: 2 jobs, 0 of them done before, 2 failed" in done.stdout
     assert "config error" not in done.stdout
-
-
-@needs_optuna
-def test_a_second_start_beside_the_first_leaves_its_study_alone(tmp_path):
-    job = Job([*python_main(), *SEARCH, "trainer.max_steps=100000"], tmp_path)
-    try:
-        wait_for(lambda: lines(tmp_path / DIRECTORY) >= 1, what="the first job")
-        done = call([*python_main(), *SEARCH, "trainer.max_steps=100000"], tmp_path)
-        assert done.returncode == 2
-        assert f"optuna_lr belongs to process {job.process.pid} on " in done.stdout
-        assert [state for state, _, _ in study(tmp_path / DIRECTORY)] == ["RUNNING"]
-        assert not (tmp_path / DIRECTORY / "study.db.before").exists()
-    finally:
-        job.kill_tree()
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["hydra.sweeper.sampler.seed=null"], "config error: hydra.sweeper.sampler.seed is null: "),
-        (["hydra.sweeper.storage=redis://there"], "config error: hydra.sweeper.storage=redis://there must be sqlite:"),
-        (["run.name=null", "trainer.prune=median"], "config error: trainer.prune=median compares the jobs of one"),
-        (["optimizer.lr=tag(log,interval(-1,1))"], "config error: optimizer.lr=-1.0 must be greater than 0"),
-    ],
-)
-@needs_optuna
-def test_a_search_that_cannot_work_does_not_begin(words, expected, tmp_path):
-    done = call([*python_main(), *SEARCH, *words], tmp_path)
-    [line] = done.stdout.splitlines()
-    assert line.startswith(expected)
-    assert done.returncode == 2
-    assert os.listdir(tmp_path) == []
 
 
 def test_without_the_plugin_one_line_says_what_to_install(tmp_path):

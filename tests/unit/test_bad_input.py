@@ -308,6 +308,14 @@ SWEEPS = [
 ]
 
 
+SEARCHES = [
+    ("hydra.sweeper.sampler.seed=null", "config error: hydra.sweeper.sampler.seed is null: every rank"),
+    ("hydra.sweeper.storage=redis://there", "config error: hydra.sweeper.storage=redis://there must be sqlite:///FILE"),
+    ("run.name=null trainer.prune=median", "config error: trainer.prune=median compares the jobs of one directory"),
+    ("'optimizer.lr=tag(log,interval(-1,1))'", "config error: optimizer.lr=-1.0 must be greater than 0"),
+]
+
+
 @pytest.mark.parametrize(("words", "expected"), CASES)
 def test_one_line(words, expected, program, cwd):
     check(program(shlex.split(words), cwd), expected)
@@ -398,3 +406,9 @@ def test_torchrun(words, expected, cwd):
 @pytest.mark.parametrize(("words", "expected"), SWEEPS)
 def test_a_sweep_with_a_value_that_cannot_work_does_not_begin(program, cwd, words, expected):
     check(program(shlex.split(words), cwd), expected)
+
+
+@pytest.mark.parametrize(("words", "expected"), SEARCHES)
+def test_a_search_that_cannot_work_does_not_begin(program, cwd, words, expected):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    check(program(["-m", "sweep=optuna_lr", *shlex.split(words)], cwd), expected)
