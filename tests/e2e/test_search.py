@@ -59,12 +59,13 @@ def lines(directory: Path) -> int:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("undisturbed")
-    done = call([*python_main(), *PRUNING], cwd)
+    done = call([*python_main(), *PRUNING], cwd, timeout=240)
     assert done.returncode == 0, done.stdout
     return cwd / DIRECTORY
 
 
 @needs_optuna
+@pytest.mark.timeout(600)
 def test_a_search_killed_at_a_random_moment_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
     """Behind the trials that are drawn before there is anything to learn from; some jobs are pruned, the same ones."""
     directory, seed = tmp_path / DIRECTORY, 5
@@ -76,7 +77,7 @@ def test_a_search_killed_at_a_random_moment_ends_as_if_nothing_had_happened(undi
     finished = set(objectives(directory))
     assert 10 < len(finished) < 20
     job = Job([*python_main(), *PRUNING], tmp_path)
-    assert job.wait() == 0, job.text()
+    assert job.wait(240) == 0, job.text()
     assert f"sweep: 20 jobs, {len(finished)} of them done before, 0 failed" in job.text()
 
     trials = study(directory)
