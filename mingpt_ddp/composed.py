@@ -90,7 +90,7 @@ def worker_words() -> list[str]:
             words.append(f"--config-path={source.path}")
         if source.provider == "command-line":
             words.append(f"--config-dir={source.path}")
-    return [*words, *hydra.overrides.task, *kept]
+    return [*words, *hydra.overrides.task, *kept, "hydra.mode=RUN"]
 
 
 def records(cfg: DictConfig) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import re
@@ -20,7 +21,7 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.place import Place, die_with_parent, find_place, place_or_default
-from mingpt_ddp.rundir import fresh_directory, read_result, renamed, run_directory
+from mingpt_ddp.rundir import fresh_name, read_result, renamed, run_directory
 from mingpt_ddp.schema import refuse_credentials
 from mingpt_ddp.status import Status
 from mingpt_ddp.storage import check_url
@@ -38,6 +39,9 @@ def main() -> None:
     # torch.distributed.launch passes the local rank as a flag that Hydra does not know; the environment has it as well.
     words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
     sys.argv[1:] = composed.flags_first(words)
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show is no reason to end
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hands us Hydra's errors instead of printing them
     logs.to_console(place_or_default())
     try:
@@ -109,9 +113,13 @@ def _attempt(cfg: DictConfig) -> float | JobError:
             if done is not None:
                 runtime.close()
                 return sweep.current.skips(config, done)
+            sweep.current.begins()
+        if config.run.resume == "never":
+            config = renamed(config, runtime.first(lambda: runtime.remember("run.name", lambda: fresh_name(config))))
         loss = run(config, runtime, composed.records(cfg), interrupt, begun_at)
+        told = any(runtime.gather(interrupt.asked is not None))  # perhaps too late for this job
         runtime.close()
-        if loss is None:  # preempted: a sweep must not go on with the next job
+        if loss is None or (told and composed.sweeping()):  # a sweep must not go on with the next job
             leave.leave(None, leave.told(place, 0))
         logs.close()
         return sweep.current.trained(config, loss)
@@ -140,12 +148,15 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
         config = renamed(config, name)
         if done is not None:
             return sweep.current.skips(config, done)
-        log.info("job %d: %s", composed.job_number() + 1, composed.job_label())
-    directory = run_directory(config)
+        sweep.current.begins()
     if config.run.resume == "never" and place.alone:  # a new directory once, not at every restart
-        directory = fresh_directory(directory)
+        config = renamed(config, fresh_name(config))
         words.append("run.resume=auto")
+    directory = run_directory(config)
     words.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
+    if not place.is_main:
+        logs.to_console(Place())
+        log.info("starting %d ranks; rank 0, at %s:%d, tells how it goes", config.ddp.nproc_per_node, *place.master)
     code = train_on_workers(config, place, directory, words, main)
     result = read_result(directory)
     ended = result.get("status") in (Status.COMPLETE, Status.PRUNED)

@@ -40,7 +40,9 @@ def find_place() -> Place:
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Place()
-    needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if _number("WORLD_SIZE") > 1 else [])
+    needed = ["RANK", "WORLD_SIZE"]
+    if os.environ.get("WORLD_SIZE") and _number("WORLD_SIZE") > 1:
+        needed += ["MASTER_ADDR", "MASTER_PORT"]
     for name in needed:
         if not os.environ.get(name):
             raise ConfigError(f"{name} is not set, but others of {', '.join(needed)} are; set all of them or none")

@@ -28,7 +28,7 @@ from mingpt_ddp.place import started_at
 from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.registry import uses_own_code
 from mingpt_ddp.rehearsal import rehearse
-from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, fresh_directory, run_directory
+from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshots.find import load, places
@@ -111,6 +111,8 @@ def run(
             trainer = Trainer(
                 config, runtime, stepper, evaluator, saver, board, history, position, sample, rule, interrupt
             )
+            if owner:
+                owner.forget_result()
             status = _fit(trainer, runtime, interrupt)
         else:
             status = Status.COMPLETE
@@ -143,8 +145,6 @@ def _own_directory(config: Config, runtime: Runtime, held: contextlib.ExitStack)
     def take() -> str:
         nonlocal owner
         wanted = run_directory(config)
-        if config.run.resume == "never":
-            wanted = Path(runtime.remember("directory", lambda: str(fresh_directory(wanted))))
         owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         held.callback(owner.release)
         for url in snapshot_urls(config, wanted):

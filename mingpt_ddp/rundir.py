@@ -21,12 +21,13 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.errors import AwayError, RunError
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.status import Status
-from mingpt_ddp.storage import Storage, publish
+from mingpt_ddp.storage import Storage, publish, read_regular
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
 RESULT = "result.json"
+LARGEST_RECORD = 1 << 16  # bytes of result.json and config.yaml
 
 
 def run_directory(config: Config) -> Path:
@@ -38,13 +39,14 @@ def renamed(config: Config, name: str) -> Config:
     return replace(config, run=replace(config.run, name=name))
 
 
-def fresh_directory(directory: Path) -> Path:
-    """The first of `directory`, `directory-2`, `directory-3` ... that does not exist yet."""
-    candidate, number = directory, 1
+def fresh_name(config: Config) -> str:
+    """The first of the run's name, `name-2`, `name-3` ... that no directory has yet."""
+    first = candidate = run_directory(config)
+    number = 1
     while candidate.exists():
         number += 1
-        candidate = directory.with_name(f"{directory.name}-{number}")
-    return candidate
+        candidate = first.with_name(f"{first.name}-{number}")
+    return candidate.relative_to(config.run.root).as_posix()
 
 
 class RunDirectory:
@@ -95,7 +97,7 @@ class RunDirectory:
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
         if read_result(self.path).get("status") in (Status.PREEMPTED, Status.PRUNED):  # no longer: it goes on
-            (self.path / RESULT).unlink(missing_ok=True)
+            self.forget_result()
         for name, content in hydra_files.items():
             publish(self.path / ".hydra" / name, content.encode())
         previous = recorded_config(self.path)
@@ -108,6 +110,10 @@ class RunDirectory:
             number = max([1, *_later_configs(self.path)]) + 1
             publish(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False).encode())
 
+    def forget_result(self) -> None:
+        """The run goes on: how it once ended is no longer true."""
+        (self.path / RESULT).unlink(missing_ok=True)
+
     def write_result(self, result: dict[str, Any]) -> None:
         publish(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
 
@@ -115,7 +121,7 @@ class RunDirectory:
 def read_result(directory: Path) -> dict[str, Any]:
     """How the run in this directory ended the last time; empty where it did not, or without a word."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        result = json.loads((directory / RESULT).read_text())
+        result = json.loads(read_regular(directory / RESULT, LARGEST_RECORD))
         return result if isinstance(result, dict) else {}
     return {}
 
@@ -130,7 +136,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
     names = [f"config.{number}.yaml" for number in reversed(_later_configs(directory))]
     for name in [*names, "config.yaml"]:
         with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.safe_load((directory / name).read_text())
+            config = yaml.safe_load(read_regular(directory / name, LARGEST_RECORD))
             if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
                 return config
     return None

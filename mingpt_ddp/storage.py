@@ -19,7 +19,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.remote import RemoteFiles, StorageError
 from mingpt_ddp.s3 import S3Files
 
-__all__ = ["Storage", "StorageError", "check_url", "publish", "publish_new", "sync_directory"]
+__all__ = ["Storage", "StorageError", "check_url", "publish", "publish_new", "read_regular", "sync_directory"]
 
 S3 = ("s3", "s3a")
 # Endpoint, credentials and region come from the environment and files that all AWS tools read. Retries are ours.
@@ -173,6 +173,21 @@ class LocalFiles:
             shutil.rmtree(path)
         else:
             Path(path).unlink(missing_ok=True)
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The bytes of a small file, which may be anybody's.
+
+    Raises:
+        OSError: it is no regular file (a pipe would never end), is larger than `limit` bytes or cannot be read.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(f"{path} has more than {limit} bytes")
+    return content
 
 
 def publish(path: Path, content: bytes | bytearray | memoryview) -> None:

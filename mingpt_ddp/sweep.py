@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import os
 import random
 import re
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
@@ -30,6 +33,8 @@ from mingpt_ddp.status import Status
 
 log = logging.getLogger(__name__)
 
+CHECKED = 32  # values of a key before a sweep begins
+
 
 @dataclass
 class Sweep:
@@ -42,15 +47,20 @@ class Sweep:
     before: int = 0  # how many of them were done by an earlier start
     failed: list[str] = field(default_factory=list)
     code: int = 0  # the exit code of this process
+    planned: int = 0  # jobs
     launcher: str = ""  # Hydra's, which starts the jobs; empty: this process does not lead the sweep, it does a job
+
+    def begins(self) -> None:
+        of = f" of {self.planned}" if self.planned else ""
+        log.info("job %d%s: %s", composed.job_number() + 1, of, composed.job_label())
 
     def trained(self, config: Config, loss: float) -> float:
         self.jobs.append(run_directory(config))
         return loss
 
     def skips(self, config: Config, loss: float) -> float:
+        self.before += run_directory(config) not in self.jobs
         self.jobs.append(run_directory(config))
-        self.before += 1
         log.info("%s: done before, validation loss %.4f", self.jobs[-1], loss)
         return loss
 
@@ -88,10 +98,12 @@ class Sweep:
             return
         from mingpt_ddp.report import PAGE, report  # a fifth of a second that only its end needs
 
-        own = [self.directory] if self.lock else self.jobs
+        known = self.jobs or self.elsewhere
+        own = [self.directory] if self.lock and known else self.jobs
         try:
-            print(report(own, self.directory / PAGE) if own else "")
-            log.info("the page is %s", self.directory / PAGE)
+            if own:
+                print(report(own, self.directory / PAGE))
+                log.info("the page is %s", self.directory / PAGE)
         except RunError as error:  # not one job has got so far, or this machine does not see them
             log.warning("%s", error)
         if self.elsewhere:
@@ -117,9 +129,12 @@ class Start(Callback):
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # where Ray is the launcher: no reports to its makers
         try:
             place = find_place()
+            _check_launch(config, place)
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
             words = _words(config)
             checked = _check_jobs(config.hydra, words)
+            if checked.ddp.nproc_per_node and not (place.alone or place.worker):
+                raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
             _check_sampler(config)
             if checked.trainer.prune != "none" and checked.run.name is None:
                 raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
@@ -134,30 +149,52 @@ class Start(Callback):
             own = checked.run.name is not None and place.is_main
             current = Sweep(place.is_main, directory, hold(directory) if own else None)
             current.launcher = str(config.hydra.launcher._target_)
+            current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or math.prod(
+                len(_values(word)) for word in last.values()
+            )
             if study is not None:
                 _put_aside(study)
             if OmegaConf.select(config, "hydra.sweeper.sampler") is not None:
                 _quiet_optuna()
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
+        except Exception as error:  # Hydra would only warn, and sweep unchecked
+            leave.with_user_error(ConfigError(composed.explain(error)), place_or_default(), job=0)
+
+
+def _check_launch(config: DictConfig, place: Place) -> None:
+    """What of Hydra's own keys no sweep here can have."""
+    if config.hydra.job.chdir:
+        raise ConfigError("hydra.job.chdir=true would move the jobs away from run.root; leave it out")
+    batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
+    if batch is not None and batch < 1:
+        raise ConfigError(f"hydra.sweeper.max_batch_size={batch} must be at least 1")
 
 
 def _words(config: DictConfig) -> list[Override]:
     """The overrides of the sweep, those of a preset first."""
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [f"{key}={value}" for key, value in params.items()]
-    return OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    parsed = parser.parse_overrides([*words, *config.hydra.overrides.task])
+    searches = OmegaConf.select(config, "hydra.sweeper.sampler") is not None
+    for word in parsed:
+        if word.is_sweep_override() and not _values(word):
+            raise ConfigError(f"{word.input_line} has no value to sweep over")
+        if word.is_interval_sweep() and not searches:
+            raise ConfigError(f"{word.input_line} is for a search: add sweep=optuna_lr, or list values")
+    return parsed
 
 
 def _check_jobs(hydra: DictConfig, words: list[Override]) -> Config:
-    """Every value on its own beside the first values of the others; the configuration of the latter.
+    """Each key's values (of many the first and the last) beside the first of the others; the configuration of those.
 
     Raises:
         ConfigError: a job cannot be run.
     """
     values = {word.get_key_element(): _values(word) for word in words}
     first = {key: choices[0] for key, choices in values.items()}
-    jobs = [first, *({**first, key: choice} for key, choices in values.items() for choice in choices[1:])]
+    jobs = [first, *({**first, key: choice} for key, choices in values.items() for choice in _some(choices[1:]))]
     configs = []
     for job in jobs:
         try:
@@ -167,6 +204,11 @@ def _check_jobs(hydra: DictConfig, words: list[Override]) -> Config:
     if any((other.run.root, other.run.name) != (configs[0].run.root, configs[0].run.name) for other in configs):
         raise ConfigError("run.root and run.name must be the same for all jobs of a sweep; they name its directory")
     return configs[0]
+
+
+def _some(values: list[str]) -> list[str]:
+    """A composition takes a moment: of a long range the last is the one that may be too much."""
+    return values if len(values) <= CHECKED else [*values[: CHECKED - 1], values[-1]]
 
 
 def _values(word: Override) -> list[str]:
@@ -212,7 +254,7 @@ def _study(config: DictConfig, place: Place) -> Path | None:
         if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
             raise ConfigError(
                 f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
-                "pip install 'mingpt_ddp[sweep]'"
+                "install what constraints.txt says for the extra sweep"
             )
     if not place.is_main:
         config.hydra.sweeper.storage = None
@@ -251,7 +293,9 @@ def name_job(config: Config, varying: dict[str, str]) -> str:
 
     The words in front may be others when the sweep is edited; whatever ends with the digest is the job's directory.
     """
-    beside = {key: value for key, value in varying.items() if key.lstrip("+") not in _in_digest(config)}
+    values = {f"{group}.{key}": value for group, keys in config.to_dict().items() for key, value in keys.items()}
+    # As they are, not as they were written: 100 and 1e2 are one job.
+    beside = {k: json.dumps(values.get(k, text)) for k, text in varying.items() if k not in _in_digest(config)}
     if config.run.name is None:
         return config.run_name(beside)
     digest = config.digest(beside)
@@ -278,6 +322,7 @@ def _objective(directory: Path, config: Config) -> float | None:
         pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
         same = made_by(recorded) == made_by(config.to_dict())
-        return float(result["val_loss"]) if ended and same else None
+        loss = float(result["val_loss"])
+        return loss if ended and same and math.isfinite(loss) else None
     except (KeyError, TypeError, ValueError, AttributeError):  # the files were made by something else
         return None

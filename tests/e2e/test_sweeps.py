@@ -134,6 +134,31 @@ def test_what_the_digest_leaves_out_still_tells_jobs_apart(tmp_path):
     assert done.returncode == 0, done.stdout
     results = [json.loads(path.read_text())["step"] for path in (tmp_path / "outputs").glob("*/result.json")]
     assert sorted(results) == [2, 4]
+    again = call(in_this_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)  # the same, written otherwise
+    assert "sweep: 2 jobs, 2 of them done before, 0 failed" in again.stdout, again.stdout
+
+
+def test_anew(tmp_path):
+    """run.resume=never trains jobs that are done in directories of their own, and tells of those."""
+    words = [*SHORT, "run.seed=1,2", "trainer.max_steps=2"]
+    assert call(in_this_process(*words), tmp_path).returncode == 0
+    anew = call(in_this_process(*words, "run.resume=never"), tmp_path)
+    assert "sweep: 2 jobs, 0 of them done before, 0 failed" in anew.stdout, anew.stdout
+    runs = {path.parent.name for path in (tmp_path / "outputs").glob("*/result.json")}
+    first = {name for name in runs if not name.endswith("-2")}
+    assert runs == first | {f"{name}-2" for name in first} and len(first) == 2
+    table = anew.stdout[anew.stdout.index("val loss  status") :]
+    assert all(f"{name}-2" in table for name in first), table
+
+
+def test_a_signal_behind_the_last_step_ends_the_sweep(tmp_path):
+    """The job at hand is complete all the same, and the next one does not begin."""
+    job = Job(in_this_process(*TINY, "run.name=sweep", "run.seed=1,2"), tmp_path)
+    wait_for(lambda: "step 12: validation loss" in job.text(), what="the last evaluation")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 0, job.text()
+    (run,) = (tmp_path / "outputs" / "sweep").glob("run.seed=*")
+    assert json.loads((run / "result.json").read_text())["status"] == "complete"
 
 
 # The second of three jobs learns so fast that it is lost after a step.

@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from launching import ROOT
 
+from mingpt_ddp.composed import config_directory
+from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.rundir import RunDirectory, difference, fresh_directory
+from mingpt_ddp.rundir import RunDirectory, difference, fresh_name, read_result, recorded_config
 
 CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
 HOLDER = """
@@ -90,16 +93,16 @@ def test_a_directory_that_cannot_be_made(tmp_path):
         RunDirectory(tmp_path / "file" / "run")
 
 
-def test_fresh_directory_takes_the_first_free_number(tmp_path):
-    wanted = tmp_path / "run"
+def test_a_fresh_name_is_the_first_that_is_free(tmp_path):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        config = from_dictconfig(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
     names = []
     for _ in range(4):
-        fresh = fresh_directory(wanted)
-        names.append(fresh.name)
-        fresh.mkdir()
-    assert names == ["run", "run-2", "run-3", "run-4"]
-    (tmp_path / "run-2").rmdir()
-    assert fresh_directory(wanted).name == "run-2"
+        names.append(fresh_name(config))
+        (tmp_path / names[-1]).mkdir(parents=True)
+    assert names == ["group/run", "group/run-2", "group/run-3", "group/run-4"]
+    (tmp_path / "group" / "run-2").rmdir()
+    assert fresh_name(config) == "group/run-2"
 
 
 # The record of starts
@@ -175,3 +178,10 @@ def test_the_result_is_json(directory):
     text = (directory.path / "result.json").read_text()
     assert json.loads(text) == {"status": "complete", "val_loss": 1.5, "best_val_loss": None}
     assert text.endswith("}\n")
+
+
+@pytest.mark.parametrize("name", ["result.json", "config.yaml"])
+def test_what_is_no_regular_file_is_no_record(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    assert read_result(tmp_path) == {}
+    assert recorded_config(tmp_path) is None
