@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
-LANES ?= 2
+LANES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check coverage clean
@@ -15,8 +15,8 @@ help:  ## show this list
 train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processes, show its loss and a sample
 	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
 
-test: $(VENV)/.test  ## set up .venv, run all tests, LANES=2 files at a time; ARGS go to pytest
-	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile $(ARGS)
+test: $(VENV)/.test  ## set up .venv, run all tests, LANES=3 files at a time; ARGS go to pytest
+	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(BIN)/ruff format --check .

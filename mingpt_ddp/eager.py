@@ -46,6 +46,8 @@ class StandIn(types.ModuleType):
         """There is no graph."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked of every module, by `inspect` for one
+            raise AttributeError(name)
         return getattr(real(), name)
 
 

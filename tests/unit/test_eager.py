@@ -23,6 +23,9 @@ for x in torch.randn(3, 4, 2):
     optimizer.step()
     optimizer.zero_grad()
 assert not [name for name in sys.modules if name.startswith("torch._dynamo.")]
+import inspect
+inspect.getmodule(inspect.currentframe())
+from torch.distributed.tensor import DTensor
 assert stands_in()
 """
 WANTED = {
