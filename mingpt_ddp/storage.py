@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 from fsspec.core import split_protocol
@@ -19,7 +19,16 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.remote import RemoteFiles, StorageError
 from mingpt_ddp.s3 import S3Files
 
-__all__ = ["Storage", "StorageError", "check_url", "publish", "publish_new", "read_regular", "sync_directory"]
+__all__ = [
+    "Storage",
+    "StorageError",
+    "check_url",
+    "open_regular",
+    "publish",
+    "publish_new",
+    "read_regular",
+    "sync_directory",
+]
 
 S3 = ("s3", "s3a")
 # Endpoint, credentials and region come from the environment and files that all AWS tools read. Retries are ours.
@@ -175,15 +184,26 @@ class LocalFiles:
             Path(path).unlink(missing_ok=True)
 
 
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file that may be anybody's.
+
+    Raises:
+        OSError: it is no regular file (a pipe would never end) or cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return open(descriptor, "rb")
+
+
 def read_regular(path: Path, limit: int) -> bytes:
     """The bytes of a small file, which may be anybody's.
 
     Raises:
-        OSError: it is no regular file (a pipe would never end), is larger than `limit` bytes or cannot be read.
+        OSError: it is no regular file, is larger than `limit` bytes or cannot be read.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a regular file")
+    with open_regular(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(f"{path} has more than {limit} bytes")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-import yaml
-
 from mingpt_ddp.errors import AwayError, SnapshotError
+from mingpt_ddp.plainyaml import load_yaml
 from mingpt_ddp.snapshots.format import KINDS, LARGEST_CONFIG, Damaged, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import Storage
@@ -69,10 +68,7 @@ def _recorded_places(run: str) -> list[str]:
     """Where a run directory says that it keeps its snapshots, if that is somewhere else."""
     try:
         directory = Storage(run)
-        text = directory.read("config.yaml", limit=LARGEST_CONFIG)
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):  # few of them make gigabytes
-            return []
-        recorded = yaml.safe_load(text)
+        recorded = load_yaml(directory.read("config.yaml", limit=LARGEST_CONFIG))
         paths = [recorded["snapshot"].get("path"), recorded["snapshot"].get("fallback_path")]
         parts = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job is two
     except Exception:  # it is no run directory of ours
