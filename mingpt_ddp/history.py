@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.storage import open_regular
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
+LONGEST_LINE = 1 << 20  # bytes
+LARGEST = 1 << 28  # bytes of the file: two million lines
 
 
 class History:
@@ -100,16 +103,18 @@ def read_history(path: Path) -> Records:
     behind which a new attempt begins.
 
     Raises:
-        DataError: another line is not a record; the message names it.
-        OSError: the file cannot be read.
+        DataError: another line is not a record, or there is more than a run writes; the message names the line.
+        OSError: the file cannot be read, or is no regular file.
     """
     return _sift(_lines(path))
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
     torn: DataError | None = None
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_regular(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
+            if len(line) == LONGEST_LINE or file.tell() > LARGEST:
+                raise DataError(f"{path} is more than a run writes, from line {number} on")
             record = _parse(line)
             if torn and not (record and "start" in record):
                 raise torn

@@ -17,6 +17,8 @@ MOST = 3  # directories that are in the title
 def report(directories: list[Path], page: Path | None) -> str:
     """The table of the jobs in `directories`, and the page where one is wanted.
 
+    The table is not lost with the page: if that cannot be written, it is printed before the error is raised.
+
     Args:
         directories: runs, or directories that hold runs one or two levels below.
         page: the HTML file to write.
@@ -26,11 +28,13 @@ def report(directories: list[Path], page: Path | None) -> str:
     """
     jobs = read_jobs(directories)
     keys = varying(jobs)
+    text = table(jobs, keys)
     if page is not None:
         names = [directory.resolve().name for directory in directories]
         title = ", ".join(names) if len(names) <= MOST else f"{', '.join(names[:MOST])} and {len(names) - MOST} more"
         try:
             publish(page, page_of(title, jobs, keys).encode())
         except OSError as error:
+            print(text, flush=True)
             raise RunError(f"cannot write {page}: {error.strerror}") from error
-    return table(jobs, keys)
+    return text

@@ -13,16 +13,20 @@ from mingpt_ddp.config import OPTIMIZERS
 from mingpt_ddp.report.runs import UNREADABLE, Job, parse
 from mingpt_ddp.report.values import Listed, Value
 
+NO_COMMAND = "there is no command line for it: its configuration cannot be read, nor the run.name that continues it"
 
-def command_line(job: Job) -> str:
-    """`python main.py key=value ...`, quoted for the shell and for Hydra.
+
+def command_line(job: Job) -> str | None:
+    """`python main.py key=value ...`, quoted for the shell and for Hydra; None where nothing tells the run's name.
 
     It composes to the configuration of the job's last start, with its run.name: it continues the job, or, with another
     run.name behind it, trains it anew.
     """
+    if "run.name" not in job.config:  # the words alone may have the name of the sweep, or none: that is another run
+        return None
     recorded = _recorded(job.directory / ".hydra")
     flags, words = recorded if recorded is not None else ([], _every_key(job))
-    name = job.config.get("run.name")
+    name = job.config["run.name"]
     if isinstance(name, str) and "/" in name:  # a job of a sweep, whose command line has the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
         words.append(f"run.name={hydra_value(name)}")

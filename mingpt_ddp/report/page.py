@@ -7,12 +7,12 @@ import hashlib
 import math
 from pathlib import Path
 
-from mingpt_ddp.report.command import command_line
+from mingpt_ddp.report.command import NO_COMMAND, command_line
 from mingpt_ddp.report.plots import FEW, SHADES, Mark, against, curves, marks_of, parallel, shaded
 from mingpt_ddp.report.runs import Job, best_of
 from mingpt_ddp.report.svg import Markup, tag
 from mingpt_ddp.report.table import cells
-from mingpt_ddp.report.values import Value, brief, cut_inside, is_number, number, short_names, shown
+from mingpt_ddp.report.values import Value, brief, cut_inside, fixed, is_number, number, short_names, shown
 
 MOST = 12  # parameters that are drawn; the table has them all
 LONGEST_NAME = 48  # characters of a directory's name that are shown
@@ -95,10 +95,14 @@ def _best(jobs: list[Job], keys: list[str], names: dict[str, str]) -> Markup:
         return tag("section", tag("h2", "Best configuration"), tag("p", "No job is complete."))
     words = ", ".join(f"{names[key]} {shown(best.config[key])}" for key in keys if key in best.config)
     loss = best.objective or 0.0
-    told = f"Validation loss {loss:.4f} nats ({loss / math.log(2):.4f} bits) per character{words and f': {words}'}."
-    command = tag("pre", tag("code", command_line(best), id="command"))
+    nats, bits = fixed(loss, ".4f"), fixed(loss / math.log(2), ".4f")
+    told = f"Validation loss {nats} nats ({bits} bits) per character{words and f': {words}'}."
+    heading, line = tag("h2", "Best configuration"), command_line(best)
+    if line is None:
+        return tag("section", heading, tag("p", told), tag("p", NO_COMMAND))
+    command = tag("pre", tag("code", line, id="command"))
     copy = tag("button", "Copy", id="copy", type="button")
-    return tag("section", tag("h2", "Best configuration"), tag("p", told), tag("div", command, copy, class_="command"))
+    return tag("section", heading, tag("p", told), tag("div", command, copy, class_="command"))
 
 
 def _section(title: str, drawings: list[Markup | None], *before: Markup) -> Markup:
@@ -120,7 +124,8 @@ def _legend(marks: list[Mark], keys: list[str], names: dict[str, str]) -> Markup
     elif marks[0].best:
         low, high, beyond = shaded([mark.job for mark in marks])
         bar = tag("span", *(tag("i", class_=f"swatch c{shade}") for shade in range(SHADES)), class_="bar")
-        entries = [tag("span", f"final validation loss {low:.3f} ", bar, f" {high:.3f}{' or more' if beyond else ''}")]
+        highest = f" {fixed(high, '.3f')}{' or more' if beyond else ''}"
+        entries = [tag("span", f"final validation loss {fixed(low, '.3f')} ", bar, highest)]
     else:
         entries = []
     if any(mark.job.objective is None for mark in marks):
@@ -152,7 +157,7 @@ def _table(marks: list[Mark], keys: list[str], names: dict[str, str]) -> Markup:
 
 
 def _head(title: str, hint: str | None, numbers: bool) -> Markup:
-    button = tag("button", title, type="button", title=hint)
+    button = tag("button", cut_inside(title, LONGEST_NAME), type="button", title=hint)
     return tag("th", button, scope="col", class_="number" if numbers else None)
 
 

@@ -182,7 +182,7 @@ def _way_through(mark: Mark, keys: list[str], scales: list[Scale], xs: list[floa
 def _axis(x: float, scale: Scale, name: str, lacks: bool) -> Markup:
     parts = [line(x, scale.start, x, scale.end, "axis"), text(x, 28, name, class_="title")]
     if lacks:
-        parts.append(text(x, scale.start + LACKS + 16, "none"))
+        parts.append(text(x, scale.start + LACKS + 16, "none", class_="tick halo"))
     for tick in scale.ticks:
         parts += [line(x - 4, tick.at, x, tick.at, "axis"), text(x - 8, tick.at + 4, tick.label, "end", "tick halo")]
     return joined(parts)

@@ -14,16 +14,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.history import METRICS, Records, read_history
+from mingpt_ddp.plainyaml import load_yaml
 from mingpt_ddp.report.values import Value, identity, number, plain
+from mingpt_ddp.storage import open_regular, read_regular
 
 SIGNS = ("config.yaml", METRICS, "result.json")  # of a run; one is enough
 NOT_MADE_BY = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
-UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)
-LARGEST = 1 << 20  # bytes of a file that is read as a whole
+UNREADABLE = (OSError, ValueError, RecursionError)
+LARGEST_CONFIG, LARGEST_RESULT = 1 << 16, 1 << 20  # bytes; a config.yaml of this size takes seconds
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Job:
 
     name: str  # its directory below the one that was named
     directory: Path
-    status: str  # as result.json has it: complete, preempted, pruned ...; else running, failed or unfinished
+    status: str  # as result.json has it: complete, preempted, pruned ...; else running, stopped or unfinished
     config: dict[str, Value]  # of the last start, by dotted key
     result: dict[str, Any]
     history: Records
@@ -131,14 +131,15 @@ def _read(path: Path, name: str) -> Job:
     config = _load(path / f"{newest[0] if newest else 'config'}.yaml", notes)
     history = Records([], 0, 0, 0)
     try:
-        if (path / METRICS).exists():
-            history = read_history(path / METRICS)
+        history = read_history(path / METRICS)
+    except FileNotFoundError:
+        pass
     except (DataError, OSError) as error:
         notes.append(str(error))
     return Job(
         name,
         path,
-        status=str(result["status"]) if "status" in result else _without_result(path),
+        status=_status(path, result),
         config=_flat(config),
         result=result,
         history=history,
@@ -146,16 +147,20 @@ def _read(path: Path, name: str) -> Job:
     )
 
 
-def _without_result(path: Path) -> str:
-    """Whoever trains holds the directory's lock; to ask takes a moment, for which a start would wait."""
+def _status(path: Path, result: dict[str, Any]) -> str:
+    """Whoever trains holds the directory's lock; to ask takes a moment, for which a start would wait.
+
+    A run that is complete may be trained on with larger limits: its result is that of an earlier end.
+    """
+    otherwise = "stopped"
     try:
-        with open(path / ".lock") as lock:
+        with open_regular(path / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return "running"
     except OSError:  # there is none in a copy; some filesystems cannot tell
-        return "unfinished"
-    return "failed"
+        otherwise = "unfinished"
+    return str(result.get("status", otherwise))
 
 
 def _load(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -178,10 +183,9 @@ def parse(path: Path) -> Any:
     Raises:
         any of UNREADABLE: it is not such a file.
     """
-    if path.stat().st_size > LARGEST:
-        raise ValueError("it is too large")
-    text = path.read_text()
-    return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    if path.suffix == ".json":
+        return json.loads(read_regular(path, LARGEST_RESULT))
+    return load_yaml(read_regular(path, LARGEST_CONFIG))
 
 
 def _flat(values: dict[str, Any]) -> dict[str, Value]:
@@ -189,5 +193,5 @@ def _flat(values: dict[str, Any]) -> dict[str, Value]:
     flat: dict[str, Value] = {}
     for group, keys in values.items():
         for key, value in (keys if isinstance(keys, dict) else {"": keys}).items():
-            flat[f"{group}.{key}" if key != "" else str(group)] = plain(value)
+            flat[f"{plain(group)}.{plain(key)}" if key != "" else str(plain(group))] = plain(value)
     return flat

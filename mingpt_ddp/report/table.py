@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from mingpt_ddp.errors import printable
-from mingpt_ddp.report.command import command_line
+from mingpt_ddp.report.command import NO_COMMAND, command_line
 from mingpt_ddp.report.runs import Job, best_of
-from mingpt_ddp.report.values import number, short_names, shown
+from mingpt_ddp.report.values import LONGEST, cut_inside, fixed, number, short_names, shown
 
 MOST = 8  # parameters that have a column; the page has them all
 
@@ -19,7 +19,8 @@ def table(jobs: list[Job], keys: list[str]) -> str:
         keys: the parameters in which the jobs differ.
     """
     names = short_names(keys)
-    head = ["", "val loss", "status", *(names[key] for key in keys[:MOST]), "step", "tokens/s", "faults", "time", "job"]
+    columns = [cut_inside(names[key], LONGEST) for key in keys[:MOST]]
+    head = ["", "val loss", "status", *columns, "step", "tokens/s", "faults", "time", "job"]
     best = best_of(jobs)
     rows = [["*" if job is best else "", *cells(job, keys[:MOST]), job.name] for job in jobs]
     lines = _aligned([head, *rows])
@@ -28,19 +29,21 @@ def table(jobs: list[Job], keys: list[str]) -> str:
     lines += [f"note: {note}" for job in jobs for note in job.notes]
     lines.append("no job is complete" if best is None else f"best: {best.directory}")
     lines = [line.replace("\n", "\\n") for line in lines]
-    return printable("\n".join([*lines, *([command_line(best)] if best else [])]))
+    if best:
+        lines.append(command_line(best) or NO_COMMAND)
+    return printable("\n".join(lines))
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
     """Loss, status, parameters, step, tokens per second, faults, time."""
-    loss = "-" if job.val_loss is None else f"{job.val_loss:.4f}"
+    loss = "-" if job.val_loss is None else fixed(job.val_loss, ".4f")
     seconds = number(job.result.get("wall_seconds"))
     return [
         loss if job.objective is not None or job.val_loss is None else f"({loss})",
         shown(job.status),
         *(shown(job.config[key]) if key in job.config else "-" for key in keys),
-        "-" if job.step is None else f"{job.step}",
-        "-" if job.tokens_per_s is None else f"{job.tokens_per_s:,.0f}",
+        "-" if job.step is None else fixed(job.step, "d"),
+        "-" if job.tokens_per_s is None else fixed(job.tokens_per_s, ",.0f"),
         "-" if job.faults is None else f"{job.faults}",
         "-" if seconds is None or not 0 <= seconds < 1e13 else str(timedelta(seconds=round(seconds))),
     ]

@@ -18,7 +18,7 @@ class Listed(str):
 def plain(value: Any) -> Value:
     """What a YAML file holds as one value; a list of scalars is its JSON."""
     if isinstance(value, list) and len(value) <= 100 and not any(isinstance(v, (list, dict)) for v in value):
-        return Listed(json.dumps(value, default=str))
+        return Listed(json.dumps([plain(v) for v in value]))
     if value is None or isinstance(value, (bool, str)) or is_number(value):
         return value
     return str(value) if isinstance(value, float) else type(value).__name__
@@ -61,6 +61,11 @@ def brief(value: float) -> str:
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
+
+
+def fixed(value: float, form: str) -> str:
+    """As the format says, or with an exponent where that would be too long to read."""
+    return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
 
 
 def scientific(value: float) -> str:

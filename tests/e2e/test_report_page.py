@@ -96,14 +96,20 @@ def test_light_and_dark_are_readable(browser, sweep):
         ...[...document.querySelectorAll(selector)].map(element => to(getComputedStyle(element)[of])));
       return [page, least("p, td, h1, h2", "color"), least("svg text", "fill"), least("svg path.line", "stroke")];
     })()"""
+    # Wide enough for a line that passes above the decimal point of a label: 0.001 looked like 0:001.
+    halo = """[...document.querySelectorAll("svg.parallel text.halo")].map(e => getComputedStyle(e)).map(style =>
+      style.paintOrder.startsWith("stroke") && parseFloat(style.strokeWidth) >= 8 &&
+      style.stroke === getComputedStyle(document.body).backgroundColor)"""
     pages = []
     for scheme in ("light", "dark"):
         browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         browser.open(sweep)
         page, text, labels, lines = browser.evaluate(contrast)
+        halos = browser.evaluate(halo)
         pages.append(page)
         assert min(text, labels) >= 4.5
         assert lines >= 1.6
+        assert halos and all(halos)
     assert pages[0] > 0.9 and pages[1] < 0.02
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import html.parser
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -65,13 +66,27 @@ def test_the_newest_configuration_counts(tmp_path):
 
 def test_what_has_no_result(tmp_path):
     """Whoever trains holds the lock."""
-    running, failed, copied = (made_up(tmp_path / name, status=None) for name in ("running", "failed", "copied"))
-    (failed / ".lock").touch()
+    running, stopped, copied = (made_up(tmp_path / name, status=None) for name in ("running", "stopped", "copied"))
+    (stopped / ".lock").touch()
     with open(running / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         statuses = {job.name: job.status for job in read_jobs([tmp_path])}
-    assert statuses == {"running": "running", "failed": "failed", "copied": "unfinished"}
+    assert statuses == {"running": "running", "stopped": "stopped", "copied": "unfinished"}
     assert copied.is_dir()
+
+
+def test_a_complete_run_that_is_trained_on_is_running(tmp_path):
+    """Its result is that of the earlier end: no objective, not the best."""
+    made_up(tmp_path / "done", {"optimizer.lr": 1}, val_loss=3.0)
+    more = made_up(tmp_path / "more", {"optimizer.lr": 2}, val_loss=2.0)
+    with open(more / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        jobs = read_jobs([tmp_path])
+    assert [(job.name, job.status, job.objective) for job in jobs] == [
+        ("done", "complete", 3.0),
+        ("more", "running", None),
+    ]
+    assert read_jobs([tmp_path])[0].name == "more", "nobody trains it any more"
 
 
 @pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"1"', "true", "1e999", "{}", "-1e200"])
@@ -107,6 +122,8 @@ def test_seeds_that_differ_in_the_last_digit_differ(tmp_path):
         ("config.yaml", "!!python/object/apply:os.system ['touch stolen']"),
         ("config.yaml", "[1, 2]"),
         ("config.yaml", "{" * 5000),
+        ("config.yaml", "a: {b: &b [1], c: *b}"),
+        ("config.yaml", "a: {b: 1" + ":1" * 200 + ".5}"),  # a number in base 60
         ("config.yaml", "x" * (1 << 20) + "y"),
         ("config.yaml", b"\xff\xfe\x00"),
         ("result.json", '{"status"'),
@@ -123,6 +140,49 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, conten
     assert file in next(line for line in text.splitlines() if line.startswith("note: "))
     assert "Notes" in (tmp_path / "page.html").read_text()
     assert not (tmp_path / "stolen").exists()
+
+
+def test_nothing_is_waited_for(tmp_path):
+    """Neither a pipe, nor a device, nor a configuration of 2 kB that doubles in each of its lines."""
+    made_up(tmp_path / "good")
+    for file in ("config.yaml", "result.json", "metrics.jsonl", ".lock", ".hydra/overrides.yaml", ".hydra/hydra.yaml"):
+        run = made_up(tmp_path / file.replace("/", "_").strip("."), val_loss=1.0, overrides=["optimizer.lr=1"])
+        (run / file).unlink(missing_ok=True)
+        os.mkfifo(run / file)
+    (made_up(tmp_path / "zeros") / "metrics.jsonl").unlink()
+    (tmp_path / "zeros" / "metrics.jsonl").symlink_to("/dev/zero")
+    with open(made_up(tmp_path / "one_line") / "metrics.jsonl", "wb") as file:
+        file.truncate(1 << 40)
+    merges = "".join(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}, *m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 40))
+    (made_up(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
+    words = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
+    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    notes = [line for line in told.splitlines() if line.startswith("note: ")]
+    bad = ("bomb/config.yaml", "config.yaml/config", "metrics.jsonl/m", "one_line/m", "result.json/r", "zeros/m")
+    assert len(notes) == len(bad) and all(any(name in note for note in notes) for name in bad), notes
+
+
+def test_integers_of_any_length(tmp_path):
+    """Python refuses to write them in decimal digits, though it reads them in others."""
+    giant = f"0x{'F' * 5000}"
+    content = f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: 1"
+    (made_up(tmp_path / "a") / "config.yaml").write_text(content)
+    made_up(tmp_path / "b")
+    report([tmp_path], tmp_path / "page.html")
+    config = next(job.config for job in read_jobs([tmp_path]) if job.name == "a")
+    assert config == {"optimizer.betas": '["int", "inf"]', "optimizer.int": 1, "int": 1}
+
+
+def test_extreme_numbers_and_names_are_short(tmp_path):
+    key = f"optimizer.{'k' * 500}"
+    for number, loss in enumerate((1e99, 1e299)):
+        run = made_up(tmp_path / f"{number}", {key: 10**99 + number, "run.name": None}, val_loss=loss, overrides=[])
+        record = {"step": 10**99, "tokens_per_s": 1e299, "val_loss": loss}
+        (run / "metrics.jsonl").write_text(json.dumps({"start": 1, "step": 0}) + "\n" + json.dumps(record))
+    lines = report([tmp_path], tmp_path / "page.html").splitlines()
+    assert max(map(len, lines)) < 200
+    assert lines[1].split() == ["*", "1e99", "complete", "1e99", "1e99", "1e299", "0", "0:01:02", "0"]
+    assert not re.search("[0-9]{40}", Reader((tmp_path / "page.html").read_text()).text)
 
 
 @pytest.mark.parametrize("directory", ["nothing", "empty", "file"])
@@ -377,6 +437,17 @@ def test_a_run_of_its_own_keeps_its_name(tmp_path):
     assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=1"
 
 
+def test_no_command_line_of_another_run(tmp_path):
+    """The words of a sweep's job have the sweep's name: they alone would train a plain run in its directory."""
+    run = made_up(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
+    assert command_line(read_jobs([run])[0]) == "python main.py run.name=study/job"
+    (run / "config.yaml").write_text("a: [1")
+    assert command_line(read_jobs([run])[0]) is None
+    text = report([run], tmp_path / "page.html")
+    assert "python main.py" not in text + Reader((tmp_path / "page.html").read_text()).text
+    assert "no command line" in text.splitlines()[-1]
+
+
 def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
     run = made_up(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
     sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
@@ -447,8 +518,9 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, call, word, message):
 def test_a_page_that_cannot_be_written(tmp_path, call):
     made_up(tmp_path / "sweep" / "a")
     (tmp_path / "sweep" / "report.html").mkdir()
-    code, _, error = call(tmp_path / "sweep")
+    code, out, error = call(tmp_path / "sweep")
     assert code == 2
+    assert "2.0000  complete" in out and f"best: {tmp_path / 'sweep' / 'a'}" in out, "the table is not lost with it"
     assert re.match(r"run error: cannot write .*report.html: ", error)
 
 
