@@ -19,6 +19,7 @@ import yaml
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import AwayError, RunError
+from mingpt_ddp.plainyaml import load_yaml
 from mingpt_ddp.snapshots.lease import Lease
 from mingpt_ddp.status import Status
 from mingpt_ddp.storage import Storage, publish, read_regular
@@ -135,8 +136,8 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
     """The newest record that can be read of how the run was configured."""
     names = [f"config.{number}.yaml" for number in reversed(_later_configs(directory))]
     for name in [*names, "config.yaml"]:
-        with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-            config = yaml.safe_load(read_regular(directory / name, LARGEST_RECORD))
+        with contextlib.suppress(OSError, ValueError):
+            config = load_yaml(read_regular(directory / name, LARGEST_RECORD))
             if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
                 return config
     return None

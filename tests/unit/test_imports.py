@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "rehearsal": {
         *("config", "errors", "loader", "model", "optim", "registry", "runtime", "seeds", "snapshots.tensors"),
     },
-    "rundir": {"config", "errors", "snapshots.lease", "status", "storage"},
+    "rundir": {"config", "errors", "snapshots.lease", "status", "storage", "plainyaml"},
     "watch": {"ranks"},
     "guard": {"config", "snapshots.position"},
     "stepper": {"config", "loader", "optim", "runtime", "seeds"},
