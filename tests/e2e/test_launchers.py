@@ -145,8 +145,9 @@ def test_a_mistake_on_two_machines_is_told_once_on_each(tmp_path):
     machines.start(0)
     machines.start(1)
     assert [machines.jobs[machine].wait() for machine in (0, 1)] == [2, 2]
-    for job in machines.jobs.values():
-        [line] = job.text().splitlines()
+    for machine, job in machines.jobs.items():
+        *before, line = job.text().splitlines()
+        assert [text.split(" ranks;")[0] for text in before] == (["starting 2"] if machine else [])
         assert "data error: the training text has" in line
     assert not (tmp_path / "outputs").exists()
 
