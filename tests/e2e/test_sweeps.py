@@ -203,7 +203,9 @@ class Count(Callback):
         paths = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         files = [os.readlink(path) for path in paths if os.path.lexists(path)]
         runs = sum("outputs" in file and not file.endswith("sweep/.lock") for file in files)
-        print("left", os.environ.get("RANK", "0"), tensors, handlers, threading.active_count(), runs, len(files))
+        counts = [tensors, handlers, threading.active_count(), runs, len(files)]
+        line = " ".join(["left", os.environ.get("RANK", "0"), *map(str, counts)])
+        os.write(1, f"{line}\\n".encode())  # in one piece: the other rank tells at the same time
 """
 
 
@@ -220,7 +222,8 @@ def test_nothing_is_left_to_the_next_job(way, tmp_path):
         assert len(left) == 5, done.stdout
         tensors, handlers, threads, runs, files = zip(*left, strict=True)
         assert tensors == handlers == runs == (0,) * 5, left
-        assert max(threads) == threads[0] and max(files) == files[0], left
+        # A connection or a thread of torch's may take a moment to end; one for each job would be three more.
+        assert threads[-1] <= threads[1] + 1 and files[-1] <= files[1] + 2, left
 
 
 def test_sweeps_of_the_same_name_do_not_run_at_the_same_time(tmp_path):
