@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
+
 
 class UserError(Exception):
     """A mistake that the user can mend. The message is one line and says what to do."""

@@ -9,10 +9,11 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import AwayError, UserError
+from mingpt_ddp.errors import LONGEST_LINE, AwayError, UserError, printable
 from mingpt_ddp.place import Place
 
 if TYPE_CHECKING:
@@ -36,6 +37,21 @@ def leave(message: str | None, code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
             stream.flush()
     os._exit(code)
+
+
+@contextlib.contextmanager
+def errors_told() -> Iterator[None]:
+    """Around a command-line tool: its error is one line, exit code 2."""
+    try:
+        yield
+    except BrokenPipeError:  # the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (UserError, OSError) as error:
+        text = str(error) if isinstance(error, UserError) else f"error: {' '.join(str(error).split())}"
+        print(printable(text)[:LONGEST_LINE], file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def told(place: Place, code: int) -> int:

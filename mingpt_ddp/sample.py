@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError, printable
+from mingpt_ddp.errors import LONGEST_LINE, ConfigError, DataError, SnapshotError, UserError, printable
 from mingpt_ddp.place import Place
 from mingpt_ddp.schema import build, convert, refuse_credentials
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mingpt_ddp.config import ModelConfig
-
-LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
 
 
 @dataclass(frozen=True)

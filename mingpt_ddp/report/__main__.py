@@ -8,14 +8,11 @@ Each directory is a run, or holds runs one or two levels below. Jobs that are no
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
-from mingpt_ddp.errors import RunError, UserError, printable
-
-USER_ERROR = 2  # exit code
-LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
+from mingpt_ddp import leave
+from mingpt_ddp.errors import RunError
 
 
 def main() -> None:
@@ -24,17 +21,9 @@ def main() -> None:
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    try:
+    with leave.errors_told():
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         _report(words)
-    except BrokenPipeError:  # the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UserError as error:
-        _leave(str(error))
-    except OSError as error:
-        _leave(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _report(words: list[str]) -> None:
@@ -51,11 +40,6 @@ def _report(words: list[str]) -> None:
     page = directories[0] / PAGE
     print(report(directories, page))
     print(f"the page is {page}")
-
-
-def _leave(message: str) -> None:
-    print(printable(message)[:LONGEST_LINE], file=sys.stderr)
-    sys.exit(USER_ERROR)
 
 
 if __name__ == "__main__":

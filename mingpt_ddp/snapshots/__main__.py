@@ -14,20 +14,18 @@ export     the weights as one model.safetensors beside a config.json in a new lo
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from mingpt_ddp import logs
-from mingpt_ddp.errors import ConfigError, UserError, printable
+from mingpt_ddp import leave, logs
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.place import Place
-from mingpt_ddp.sample import LONGEST_LINE, values_of
+from mingpt_ddp.sample import values_of
 from mingpt_ddp.schema import build, closest
 from mingpt_ddp.storage import check_url
 
 COMMANDS = ("list", "verify", "prune", "export")
-USER_ERROR = 2  # exit code
 
 
 def main() -> None:
@@ -37,21 +35,8 @@ def main() -> None:
         print(__doc__)
         return
     logs.to_console(Place())
-    try:
+    with leave.errors_told():
         sys.exit(_command(words))
-    except BrokenPipeError:  # the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UserError as error:
-        _leave(str(error))
-    except OSError as error:
-        _leave(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-def _leave(message: str) -> None:
-    print(printable(message)[:LONGEST_LINE], file=sys.stderr)
-    sys.exit(USER_ERROR)
 
 
 def _command(words: list[str]) -> int:

@@ -117,9 +117,9 @@ ALLOWED: dict[str, set[str]] = {
         *("snapshots.lease", "snapshots.store", "snapshots.survey", "storage"),
     },
     "snapshots.__main__": {
-        *("errors", "logs", "place", "sample", "schema", "snapshots.manage", "snapshots.survey", "storage"),
+        *("errors", "leave", "logs", "place", "sample", "schema", "snapshots.manage", "snapshots.survey", "storage"),
     },
-    "report.__main__": {"errors", "report"},
+    "report.__main__": {"errors", "leave", "report"},
     "__main__": {"launch"},
 }
 

@@ -16,6 +16,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT
 from made_up import made_up
+from tools import call_tool
 
 from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import from_dictconfig
@@ -477,16 +478,7 @@ def test_any_text_survives_hydra():
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["report", *map(str, words)])
-        code = 0
-        try:
-            tool.main()
-        except SystemExit as left:
-            code = left.code
-        return code, *capsys.readouterr()
-
-    return call
+    return call_tool(tool, monkeypatch, capsys)
 
 
 def test_it_says_where_the_page_is(tmp_path, call):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import sys
 import tracemalloc
 import uuid
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from storing import commit
+from tools import call_tool
 
 from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import Config, from_dictconfig
@@ -44,18 +44,7 @@ def run(request, tmp_path):
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """The exit code, standard output and standard error of a command."""
-
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["snapshots", *map(str, words)])
-        code = 0
-        try:
-            tool.main()
-        except SystemExit as left:
-            code = left.code
-        return code, *capsys.readouterr()
-
-    return call
+    return call_tool(tool, monkeypatch, capsys)
 
 
 def snapshot(config: Config, step: int) -> Snapshot:
