@@ -21,8 +21,8 @@ from common import alternate, cell, compare, corpus_path, parser, report, spread
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from mingpt_ddp.config import DataConfig
 from mingpt_ddp.corpus import Corpus, Vocabulary, prepare
+from mingpt_ddp.groups import DataConfig
 from mingpt_ddp.loader import BatchPlan, Loader
 
 HEADER = ["context", "batch", "Loader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]

@@ -63,7 +63,7 @@ def own_mb() -> float:
 
 def data_config(text: Path) -> Any:
     import mingpt_ddp.run  # noqa: F401  (torch and all the rest, as a training process has them)
-    from mingpt_ddp.config import DataConfig
+    from mingpt_ddp.groups import DataConfig
 
     return DataConfig("large", str(text), None, CONTEXT, None, 0.9, 1.0, str(text.parent / "cache"))
 

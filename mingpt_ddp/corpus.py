@@ -27,8 +27,8 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from mingpt_ddp.config import DataConfig
 from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.groups import DataConfig
 from mingpt_ddp.reader import Pieces
 from mingpt_ddp.schema import build
 from mingpt_ddp.storage import publish, sync_directory

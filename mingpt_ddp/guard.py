@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mingpt_ddp.config import TrainerConfig
+from mingpt_ddp.groups import TrainerConfig
 from mingpt_ddp.snapshots.position import Position
 
 MEMORY = 0.98  # of the average loss, per step

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config import TrainerConfig
 from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.groups import TrainerConfig
 from mingpt_ddp.seeds import key_to_seed, permuted
 
 Tokens = np.ndarray[Any, np.dtype[Any]]

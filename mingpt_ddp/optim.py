@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mingpt_ddp.config import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.errors import CodeError
+from mingpt_ddp.groups import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.registry import BUILDERS
 
 

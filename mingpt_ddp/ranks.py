@@ -25,7 +25,7 @@ from mingpt_ddp.rendezvous import connect, meet, stop_if_fatal, within
 
 T = TypeVar("T")
 FAILURE = "failure"  # the store's key of what the first rank to fail met
-ANSWER_S = 1.0  # that the store may take
+ANSWER_S = 5.0  # that the store may take on a busy machine
 ALL_FAILED_S = 5.0  # within which ranks that meet the same error do so
 
 

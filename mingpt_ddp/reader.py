@@ -6,8 +6,8 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from mingpt_ddp.config import DataConfig
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.groups import DataConfig
 from mingpt_ddp.registry import BUILDERS, blaming
 
 _END = object()

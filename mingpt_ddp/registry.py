@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mingpt_ddp.config import GROUPS, Config, DataConfig, Extensible, ModelConfig, OptimizerConfig
+from mingpt_ddp.config import Config
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
+from mingpt_ddp.groups import GROUPS, DataConfig, Extensible, ModelConfig, OptimizerConfig
 from mingpt_ddp.schema import check, is_known
 
 __all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register"]

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mingpt_ddp.config import Config, DDPConfig, TrainerConfig
+from mingpt_ddp.config import Config
 from mingpt_ddp.eager import without_compiler
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.groups import DDPConfig, TrainerConfig
 from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
 

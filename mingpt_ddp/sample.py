@@ -29,7 +29,7 @@ from mingpt_ddp.schema import build, convert, refuse_credentials
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from mingpt_ddp.config import ModelConfig
+    from mingpt_ddp.groups import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def rebuild(trained: Trained, tensors: dict[str, Tensor]) -> nn.Module:
     """
     import torch
 
-    from mingpt_ddp.config import GPTConfig
+    from mingpt_ddp.groups import GPTConfig
     from mingpt_ddp.model import build_model
     from mingpt_ddp.registry import blaming
     from mingpt_ddp.snapshots.tensors import load_model

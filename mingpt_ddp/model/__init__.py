@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config import ModelConfig
 from mingpt_ddp.errors import CodeError
+from mingpt_ddp.groups import ModelConfig
 from mingpt_ddp.model.gpt import GPT
 from mingpt_ddp.registry import BUILDERS
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config import GPTConfig
+from mingpt_ddp.groups import GPTConfig
 
 Cache = list[tuple[Tensor, Tensor]]
 

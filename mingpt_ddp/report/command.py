@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import OPTIMIZERS
+from mingpt_ddp.groups import OPTIMIZERS
 from mingpt_ddp.report.runs import UNREADABLE, Job, parse
 from mingpt_ddp.report.values import Listed, Value
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingpt_ddp.config import MODELS
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
+from mingpt_ddp.groups import MODELS
 from mingpt_ddp.rundir import RunDirectory
 from mingpt_ddp.sample import described, typed
 from mingpt_ddp.snapshots.find import load, step_in

@@ -13,20 +13,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import (
-    GROUPS,
-    OPTIONAL,
-    AdamWConfig,
-    Config,
-    DataConfig,
-    GPTConfig,
-    SGDConfig,
-    SnapshotConfig,
-    TrainerConfig,
-    from_dictconfig,
-    from_mapping,
-)
+from mingpt_ddp.config import OPTIONAL, Config, from_dictconfig, from_mapping
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.groups import GROUPS, AdamWConfig, DataConfig, GPTConfig, SGDConfig, SnapshotConfig, TrainerConfig
 from mingpt_ddp.schema import build, convert
 
 CONF = config_directory()

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from mingpt_ddp import corpus, registry
-from mingpt_ddp.config import DataConfig
 from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.groups import DataConfig
 
 BOM = b"\xef\xbb\xbf"
 LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
@@ -254,7 +254,7 @@ CONCURRENT = """
 import json, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from mingpt_ddp.config import DataConfig
+from mingpt_ddp.groups import DataConfig
 from mingpt_ddp.corpus import prepare
 config = DataConfig(**json.loads(sys.argv[1]))
 print("ready", flush=True)

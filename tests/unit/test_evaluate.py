@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp import evaluate
-from mingpt_ddp.config import GPTConfig, from_dictconfig
+from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.evaluate import Evaluator
+from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model import build_model
 from mingpt_ddp.place import Place
 from mingpt_ddp.runtime import Runtime

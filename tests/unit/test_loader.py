@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mingpt_ddp.config import DataConfig, TrainerConfig
 from mingpt_ddp.corpus import Corpus, Encoded
 from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.groups import DataConfig, TrainerConfig
 from mingpt_ddp.loader import BatchPlan, Loader, plan_batches
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12

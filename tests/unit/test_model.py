@@ -11,7 +11,7 @@ import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
-from mingpt_ddp.config import GPTConfig
+from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model import GPT, build_model
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way

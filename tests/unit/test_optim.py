@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp.config import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.groups import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.model import build_model
 from mingpt_ddp.optim import build_optimizer, lr_at
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp import registry
-from mingpt_ddp.config import GROUPS, AdamWConfig, Config, ModelConfig, from_mapping
+from mingpt_ddp.config import Config, from_mapping
 from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.groups import GROUPS, AdamWConfig, ModelConfig
 from mingpt_ddp.loader import MicroBatch
 from mingpt_ddp.place import Place
 from mingpt_ddp.registry import register
