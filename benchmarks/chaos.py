@@ -46,7 +46,17 @@ def main() -> None:
     for part in ("faults", "lost"):
         for kind in sorted({kind for result in results for kind in result[part]}):
             rows.append([f"{part}: {kind}", *(told(result[part].get(kind, 0)) for result in results)])
-    report(given.out, {"runs": results}, ["", *(f"ranks {ranks}" for ranks in given.ranks)], rows)
+    report(given.out, {"runs": results}, ["", *(f"ranks {ranks}" for ranks in given.ranks)], rows, readme(results[0]))
+
+
+def readme(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """Of the first variant."""
+    what = f"{run['minutes']} minutes of chaos, {run['ranks']} ranks on S3"
+    same = "byte-identical" if run["byte-identical"] else f"loss within {run['difference of validation losses']:.1g}"
+    lost = max((run["lost"][kind]["most"] for kind in ("SIGTERM", "SIGUSR1") if kind in run["lost"]), default=0)
+    preempted = f"a preemption lost at most {lost} steps" if lost else "preemptions lost 0 steps"
+    faults = f"{run['faults in all']} faults, {run['ended attempts']} ended attempts"
+    return [(f"{what}: {faults}", f"{same}; {preempted}")]
 
 
 def one(place: Path, minutes: float, ranks: tuple[int, ...], seed: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -63,10 +65,20 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": names[0].strip() if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
+        **gpu(),
         "torch": version("torch"),
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
+
+
+def gpu() -> dict[str, str]:
+    """The name of the first GPU, where there is one."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    return {"gpu": names[0].strip()} if names else {}
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
@@ -101,11 +113,23 @@ def cell(values: dict[str, Any], form: str = ",.0f") -> str:
     return f"{values['median']:{form}} ({values['low']:{form}} .. {values['high']:{form}})"
 
 
-def report(out: Path, results: dict[str, Any], header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write the JSON file, and print the same as a Markdown table."""
+def report(
+    out: Path,
+    results: dict[str, Any],
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    readme: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Write the JSON file, and print the same as a Markdown table.
+
+    Args:
+        header, rows: of that table.
+        readme: what and figure of each row for the README; `table.py` puts them there.
+    """
     here = machine()
+    about = {"machine": here, "script": Path(sys.argv[0]).name, "readme": readme}
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": here, **results}, indent=2) + "\n")
+    out.write_text(json.dumps({**about, **results}, indent=2) + "\n")
     print("{cpu}, {cores} cores, torch {torch}, Python {python}, {date}\n".format(**here))
     for row in [header, ["---"] * len(header), *rows]:
         print(f"| {' | '.join(row)} |")

@@ -94,9 +94,16 @@ def main() -> None:
                 server.kill()
     rows = [[key, str(value)] for key, value in result.items() if key != "faults"]
     rows += [[f"fault: {kind}", str(times)] for kind, times in sorted(result["faults"].items())]
-    report(given.out, {"server": given.server, **result}, ["what", "figure"], rows)
+    report(given.out, {"server": given.server, **result}, ["what", "figure"], rows, readme(given.server, result))
     if result["lost"] or result["silently damaged"]:
         sys.exit("a snapshot was lost or damaged")
+
+
+def readme(server: str, result: dict[str, Any]) -> list[tuple[str, str]]:
+    what = (
+        f"{result['saves']} saves on S3 ({server}) over a failing network, {result['saves that met a fault']} of which"
+    )
+    return [(f"{what} met a fault", f"{result['lost']} lost, {result['silently damaged']} silently damaged")]
 
 
 def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:

@@ -105,6 +105,11 @@ def fetch(text: Path) -> dict[str, float]:
     return {"seconds": seconds, "batches_per_s": BATCHES / seconds, "peak_mb": peak_mb(), **figures}
 
 
+def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
+    peak = results["encode"]["peak_mb"]
+    return [(f"peak memory while encoding a text of {results['gigabytes']:g} GB", f"{peak:.0f} MB")]
+
+
 def main() -> None:
     options = parser(__doc__, "large_corpus")
     options.add_argument("--gigabytes", type=float, default=2.0, help="size of the text (default: %(default)s)")
@@ -126,7 +131,8 @@ def main() -> None:
     rows.insert(3, ["first batch", f"{first['first_batch_s']:.1f}", "", f"{first['first_batch_peak_mb']:,.0f}"])
     rows.append(["fetch, at its end, without mapped files", "", "", f"{first['own_mb_at_end']:,.0f}"])
     figures = {name: {key: round(value, 3) for key, value in m.items()} for name, m in measured.items()}
-    report(chosen.out, {"gigabytes": chosen.gigabytes, "limit_mb": chosen.limit, **figures}, HEADER, rows)
+    results = {"gigabytes": chosen.gigabytes, "limit_mb": chosen.limit, **figures}
+    report(chosen.out, results, HEADER, rows, readme(results))
     if measured["encode"]["peak_mb"] > chosen.limit:
         sys.exit(f"encoding took {measured['encode']['peak_mb']:,.0f} MB, more than {chosen.limit:,.0f} MB")
 

@@ -68,9 +68,16 @@ def main() -> None:
     ]
     rows.append(["mean", "", f"{average:.4f} ({low:.4f} .. {high:.4f})", "", ""])
     figures = {"mean_val_loss": average, "low": low, "high": high, "limit": chosen.limit, "ranks": RANKS}
-    report(chosen.out, {**figures, "runs": [{"seed": seed, **run} for seed, run in runs.items()]}, HEADER, rows)
+    results = {**figures, "runs": [{"seed": seed, **run} for seed, run in runs.items()]}
+    report(chosen.out, results, HEADER, rows, readme(results))
     if average > chosen.limit:
         sys.exit(f"the mean validation loss {average:.4f} is above {chosen.limit}")
+
+
+def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
+    what = f"`experiment=shakespeare_char_cpu`, {results['ranks']} ranks: validation loss over the whole split"
+    figure = f"{results['mean_val_loss']:.3f} ({results['low']:.3f} .. {results['high']:.3f}) nats"
+    return [(f"{what}, mean of {len(results['runs'])} seeds", figure)]
 
 
 def minutes(run: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, alternate, cell, compare, environment, parser, report, spread
 
@@ -60,6 +61,16 @@ def in_a_sweep(command: list[str], jobs: int) -> dict[str, float]:
     return {"wall": wall / jobs, "cpu": cpu / jobs, "skip": max(0.0, again - start) / (jobs - 1)}
 
 
+def readme(ways: dict[str, Any]) -> list[tuple[str, str]]:
+    what = "a job of a sweep against the same run started alone, by CPU time"
+    job = ", ".join(f"{way['cpu_ratio']['median']:.2f}" for way in ways.values())
+    done = ", ".join(f"{way['sweep']['skip']['median']:.1f}" for way in ways.values())
+    return [
+        (f"{what}: lock-step, workers for each job, in one process", f"{job} times"),
+        ("a job that is done already, in the same order of ways", f"{done} s"),
+    ]
+
+
 def main() -> None:
     options = parser(__doc__, "sweep_overhead")
     options.add_argument("--jobs", type=int, default=8, help="of a sweep (default: %(default)s)")
@@ -75,7 +86,7 @@ def main() -> None:
         figures[way] = {**spreads, "cpu_ratio": ratio}
         both = [", ".join(cell(spreads[side][key], ".1f") for key in ("wall", "cpu")) for side in ("alone", "sweep")]
         rows.append([way, *both, cell(ratio, ".2f"), cell(spreads["sweep"]["skip"], ".2f")])
-    report(chosen.out, {"jobs": chosen.jobs, "ways": figures}, HEADER, rows)
+    report(chosen.out, {"jobs": chosen.jobs, "ways": figures}, HEADER, rows, readme(figures))
 
 
 if __name__ == "__main__":

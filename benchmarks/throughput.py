@@ -129,6 +129,17 @@ def copy_with_data(checkout: Path, text: Path, copy: Path) -> Path:
     return copy
 
 
+def readme(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    what = "training speed against nanoGPT by CPU time, one thread, eager fp32"
+    return [
+        (
+            "{what}, {n_layer} layers, {n_embd} wide, context {context}".format(what=what, **result["setting"]),
+            cell(result["tokens_per_cpu_s"]["ratio"], ".2f"),
+        )
+        for result in settings.values()
+    ]
+
+
 def main() -> None:
     options = parser(__doc__, "throughput")
     options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
@@ -156,7 +167,8 @@ def main() -> None:
             wall, cpu = results[name]["tokens_per_s"], results[name]["tokens_per_cpu_s"]
             ratios = [cell(clock["ratio"], ".2f") for clock in (wall, cpu)]
             rows.append([name, cell(wall["mingpt_ddp"]), cell(wall["nanogpt"]), *ratios])
-    report(chosen.out, {"settings": results, "threads": 1, "precision": "fp32", "compile": False}, HEADER, rows)
+    about = {"threads": 1, "precision": "fp32", "compile": False}
+    report(chosen.out, {"settings": results, **about}, HEADER, rows, readme(results))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,74 @@
+"""Write the README's tables of figures from `benchmarks/results/*.json`: no figure is copied by hand.
+
+A benchmark declares its own rows: what it hands to `common.report` as `readme`, pairs of what and figure, stands in its
+JSON file beside the raw figures, the machine and the date. This script collects them, a table for each machine, the
+scripts in the order in which benchmarks/README.md lists them, and puts them between two marks in README.md.
+
+    python benchmarks/table.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT
+
+BEGIN = "<!-- figures: written by benchmarks/table.py -->"
+END = "<!-- end of figures -->"
+
+
+def place(machine: dict[str, Any]) -> str:
+    """The machine and the software of a result, in words."""
+    cores = f"{machine['cores']} cores of {machine['cpu']}"
+    return ", ".join([*([machine["gpu"]] if machine.get("gpu") else []), cores, f"torch {machine['torch']}"])
+
+
+def in_order(results: dict[str, dict[str, Any]], index: str) -> list[dict[str, Any]]:
+    """The results that have something to show, as the index mentions their scripts; unmentioned ones last."""
+    shown = {name: result for name, result in results.items() if result.get("readme")}
+    mentioned = {name: index.find(f"({result['script']})") for name, result in shown.items()}
+    order = sorted(shown, key=lambda name: (mentioned[name] < 0, mentioned[name], name))
+    return [shown[name] for name in order]
+
+
+def tables(results: dict[str, dict[str, Any]], index: str) -> str:
+    """Markdown: for each machine its name and a table of what, figure, script and date.
+
+    Args:
+        results: the JSON files by name.
+        index: the text of benchmarks/README.md.
+    """
+    machines: dict[str, list[str]] = {}
+    for result in in_order(results, index):
+        script, date = result["script"], result["machine"]["date"]
+        for what, figure in result["readme"]:
+            cells = [what, figure, f"[{script}](benchmarks/{script})", date]
+            line = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            machines.setdefault(place(result["machine"]), []).append(f"| {line} |")
+    header = ["| what | figure | script | measured |", "| --- | --- | --- | --- |"]
+    return "\n\n".join("\n".join([f"{name}:", "", *header, *rows]) for name, rows in machines.items())
+
+
+def filled(readme: str, table: str) -> str:
+    """The text with the table between the marks.
+
+    Raises:
+        ValueError: it has not each mark once, in their order.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in before + after:
+        raise ValueError(f"README.md needs {BEGIN} and {END}, once each and in this order")
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+def current(root: Path = ROOT) -> str:
+    """README.md as the results want it."""
+    results = {path.name: json.loads(path.read_text()) for path in (root / RESULTS.relative_to(ROOT)).glob("*.json")}
+    return filled((root / "README.md").read_text(), tables(results, (root / "benchmarks" / "README.md").read_text()))
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(current())

@@ -1,0 +1,71 @@
+"""The README's figures are those of the results, and nothing else."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "python": "3.11", "date": "2026-01-31"}
+INDEX = "| [b.py](b.py) | first | [a.py](a.py) | second |"
+
+
+@pytest.fixture(scope="module")
+def table():
+    """benchmarks/table.py, whose neighbours are no package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        spec = importlib.util.spec_from_file_location("benchmarks_table", ROOT / "benchmarks" / "table.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module
+        sys.modules.pop("common")
+
+
+def result(script, *rows, **machine):
+    return {"machine": MACHINE | machine, "script": script, "readme": [list(row) for row in rows]}
+
+
+def test_the_readme_shows_what_the_results_say(table):
+    assert (ROOT / "README.md").read_text() == table.current(), "run: python benchmarks/table.py"
+
+
+def test_rows_come_in_the_order_of_the_index_and_a_result_without_rows_is_left_out(table):
+    results = {
+        "a.json": result("a.py", ("speed", "2 times")),
+        "b.json": result("b.py", ("memory", "3 MB"), ("x | y", "1"), date="2026-02-01"),
+        "c.json": result("c.py", ("new", "7")),
+        "d.json": result("d.py"),
+        "e.json": {"machine": MACHINE},
+    }
+    assert table.tables(results, INDEX).splitlines() == [
+        "2 cores of Some CPU, torch 2.13.0:",
+        "",
+        "| what | figure | script | measured |",
+        "| --- | --- | --- | --- |",
+        "| memory | 3 MB | [b.py](benchmarks/b.py) | 2026-02-01 |",
+        "| x \\| y | 1 | [b.py](benchmarks/b.py) | 2026-02-01 |",
+        "| speed | 2 times | [a.py](benchmarks/a.py) | 2026-01-31 |",
+        "| new | 7 | [c.py](benchmarks/c.py) | 2026-01-31 |",
+    ]
+
+
+def test_each_machine_has_a_table_of_its_own(table):
+    results = {
+        "a.json": result("a.py", ("speed", "2 times")),
+        "a_gpu.json": result("a.py", ("speed", "9 times"), gpu="Some GPU"),
+    }
+    text = table.tables(results, INDEX)
+    assert text.count("| what |") == 2
+    assert "Some GPU, 2 cores of Some CPU, torch 2.13.0:\n\n" in text.partition("2 times")[2]
+
+
+def test_only_what_stands_between_the_marks_is_replaced(table):
+    readme = f"above\n{table.BEGIN}\nold\n{table.END}\nbelow\n"
+    once = table.filled(readme, "new")
+    assert once == f"above\n{table.BEGIN}\n\nnew\n\n{table.END}\nbelow\n"
+    assert table.filled(once, "new") == once
+    for broken in ("no marks", f"{table.END} {table.BEGIN}", readme + readme):
+        with pytest.raises(ValueError, match="once each"):
+            table.filled(broken, "new")
