@@ -1,0 +1,97 @@
+"""Time and memory of a trainer's steps, from outside: whoever trains only has to report its steps on the console."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import environment
+
+TICK = os.sysconf("SC_CLK_TCK")  # per second
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a step takes."""
+
+    wall_s: float
+    cpu_s: float  # of all processes of the trainer together
+    peak_mb: float  # resident memory of all processes together, at the end of the span
+
+
+def pace(command: Sequence[str], cwd: Path, pattern: str, span: tuple[int, int], threads: int = 1) -> Pace:
+    """Run a trainer until it has reported the last step of a span, then end it.
+
+    The clocks are read when the report of a step arrives, so that the start and the first steps do not count.
+
+    Args:
+        pattern: matches a line that reports a step; its group is the step's number.
+        span: the first report is that of this step or a later one; so many steps are timed, or a few more.
+
+    Raises:
+        RuntimeError: the trainer ended before; its last lines.
+    """
+    warmup, timed = span
+    stamps: dict[int, tuple[float, float]] = {}
+    tail: list[str] = []
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(threads), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            now = time.perf_counter(), sum(map(cpu_seconds, family(process.pid)))
+            tail = [*tail[-20:], line]
+            found = re.search(pattern, line)
+            if found and int(found[1]) >= warmup:
+                stamps[int(found[1])] = now
+                if max(stamps) - min(stamps) >= timed:
+                    break
+        else:
+            raise RuntimeError(f"{' '.join(command[:3])} ended before its step {warmup + timed}:\n{''.join(tail)}")
+        peak_mb = sum(map(peak_memory_mb, family(process.pid)))
+    finally:
+        for member in list(family(process.pid)):  # before the first is gone, and with it the way to the others
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    first, last = min(stamps), max(stamps)
+    wall, cpu = (after - before for before, after in zip(stamps[first], stamps[last], strict=True))
+    return Pace(wall / (last - first), cpu / (last - first), peak_mb)
+
+
+def family(process: int) -> Iterator[int]:
+    """A process and its descendants, as they are now."""
+    yield process
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from family(int(child))
+
+
+def cpu_seconds(process: int) -> float:
+    """User and system time of a running process; 0 when it is gone."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def peak_memory_mb(process: int) -> float:
+    """Resident memory at its highest, in MB; 0 when it is gone or has none."""
+    try:
+        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), flags=re.MULTILINE)
+    except OSError:
+        return 0.0
+    return int(found[1]) * 1024 / 1e6 if found else 0.0

@@ -1,0 +1,53 @@
+"""The stopwatch of the benchmarks: which steps it times, whose time and memory it counts, what it leaves running."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import is_running, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+BUSY = "[sum(range(200_000)) for _ in range(3)]"
+
+
+@pytest.fixture(scope="module")
+def stopwatch():
+    """benchmarks/stopwatch.py, whose neighbours are no package."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import stopwatch
+
+        yield stopwatch
+    for name in ("stopwatch", "common"):
+        sys.modules.pop(name)
+
+
+def trainer(code: str) -> list[str]:
+    return [sys.executable, "-c", f"import os, subprocess, sys, time\n{code}"]
+
+
+def test_the_span_begins_behind_the_warm_up_and_ends_the_trainer(stopwatch, tmp_path):
+    code = f"for step in range(0, 10**9, 5):\n {BUSY}\n time.sleep(0.5 if step < 5 else 0.01)\n print('step', step)"
+    begun = time.monotonic()
+    pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (7, 10))
+    assert 0 < pace.wall_s <= (time.monotonic() - begun - 0.5) / 10
+    assert pace.cpu_s > 0
+    assert 5 < pace.peak_mb < 100
+
+
+def test_workers_count_and_do_not_outlive_it(stopwatch, tmp_path):
+    worker = f"held = bytearray(b'x') * 50_000_000\nwhile True:\n {BUSY}"
+    code = f"child = subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True)\n"
+    code += "open('pid', 'w').write(str(child.pid))\n"
+    code += "for step in range(10**9):\n time.sleep(0.1)\n print('step', step)"
+    pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (5, 5))
+    assert pace.peak_mb > 55
+    assert pace.cpu_s > 0
+    worker_id = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not is_running(worker_id), 20, "the worker's end")
+
+
+def test_a_trainer_that_ends_early_is_quoted(stopwatch, tmp_path):
+    with pytest.raises(RuntimeError, match=r"before its step 30(.|\n)*out of cheese"):
+        stopwatch.pace(trainer("print('step 3')\nsys.exit('out of cheese')"), tmp_path, r"^step (\d+)", (10, 20))
