@@ -40,8 +40,11 @@ class History:
         """The same attempt begins again behind `step`."""
         self._append({"rollback": round(time.time(), 3), "step": step})
 
-    def trained(self, step: int, loss: float, lr: float, grad_norm: float, tokens_per_s: float) -> None:
-        self._append({"step": step, "train_loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_s": tokens_per_s})
+    def trained(
+        self, step: int, loss: float, lr: float, grad_norm: float, tokens_per_s: float, mfu: float | None = None
+    ) -> None:
+        record = {"step": step, "train_loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_s": tokens_per_s}
+        self._append(record if mfu is None else {**record, "mfu": mfu})
 
     def evaluated(self, step: int, loss: float) -> None:
         self._append({"step": step, "val_loss": loss})

@@ -13,6 +13,7 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.history import History
 from mingpt_ddp.logs import Progress
 from mingpt_ddp.metrics import NATS_PER_BIT, Board, Meter, Readings
+from mingpt_ddp.peak import Utilisation
 from mingpt_ddp.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,18 @@ log = logging.getLogger(__name__)
 class Journal:
     """The journal of a run of `steps` steps, of which `done` are."""
 
-    def __init__(self, config: Config, runtime: Runtime, board: Board, history: History, done: int, steps: int) -> None:
-        self.config, self.runtime, self.board, self.history, self.steps = config, runtime, board, history, steps
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        board: Board,
+        history: History,
+        utilisation: Utilisation,
+        done: int,
+        steps: int,
+    ) -> None:
+        self.config, self.runtime, self.steps = config, runtime, steps
+        self.board, self.history, self.utilisation = board, history, utilisation
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self.progress = Progress(runtime.place, done, steps)
         board.text(done + 1, "config", yaml.safe_dump(config.to_dict(), sort_keys=False))
@@ -38,6 +49,8 @@ class Journal:
         if self.meter.is_empty:
             return None
         readings = self.meter.read()
+        self.meter.pause(self.utilisation.measure())
+        mfu = self.utilisation.share(readings.tokens_per_s / self.runtime.world_size)
         communication, exposed = self.runtime.communication(model)
         self.board.scalars(
             step,
@@ -51,12 +64,14 @@ class Journal:
                 "speed/communication_ms": communication * 1e3,
                 "speed/communication_exposed_ms": exposed * 1e3,
                 "memory/peak_mib": readings.peak_memory / 2**20,
+                **({} if mfu is None else {"speed/mfu": mfu}),
             },
         )
         self.board.results(step, {"speed/goodput": goodput})
-        self.history.trained(step, readings.loss, lr, readings.grad_norm, readings.tokens_per_s)
+        self.history.trained(step, readings.loss, lr, readings.grad_norm, readings.tokens_per_s, mfu)
         left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
         brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
+        brief += "" if mfu is None else f", MFU {mfu:.1%}"
         self.progress.describe(brief)
         log.info(
             "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.loader import MicroBatch
-from mingpt_ddp.model import build_model
+from mingpt_ddp.model import build_model, flops_per_token
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.registry import blaming
 from mingpt_ddp.runtime import Runtime, evaluating
@@ -30,6 +30,7 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
     x, y = (runtime.to_device(part[:ROWS, :LENGTH].contiguous()) for part in (batch.x, batch.y))
     with blaming():
         first = _Copy(config, runtime, vocab_size)
+        flops_per_token(first.model)
         check_savable(first.model, first.optimizer)
         first.check_scores(x[:, :1])  # as sampling begins
         first.check_scores(runtime.to_device(batch.x[:1]))

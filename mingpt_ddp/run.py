@@ -20,10 +20,12 @@ from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.generate import generate_text
 from mingpt_ddp.history import METRICS, History
 from mingpt_ddp.interrupt import Interrupt
+from mingpt_ddp.journal import Journal
 from mingpt_ddp.loader import Loader, plan_batches
 from mingpt_ddp.metrics import NATS_PER_BIT, Board
-from mingpt_ddp.model import build_model, count_parameters
+from mingpt_ddp.model import build_model, count_parameters, flops_per_token
 from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.peak import Utilisation
 from mingpt_ddp.place import started_at
 from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.registry import uses_own_code
@@ -107,10 +109,10 @@ def run(
                 directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
             )
             history = History(directory / METRICS if runtime.is_main else None)
+            utilisation = Utilisation(flops_per_token(model), runtime.device, runtime.dtype)
+            journal = Journal(config, runtime, board, history, utilisation, position.step, steps)
             rule = MedianRule(config, runtime, directory)
-            trainer = Trainer(
-                config, runtime, stepper, evaluator, saver, board, history, position, sample, rule, interrupt
-            )
+            trainer = Trainer(config, runtime, stepper, evaluator, saver, journal, position, sample, rule, interrupt)
             if owner:
                 owner.forget_result()
             status = _fit(trainer, runtime, interrupt)

@@ -159,10 +159,15 @@ class Runtime(Ranks):
         total = times.get("backward_comm_time", 0) / 1e9
         return total, max(0.0, total - times.get("backward_compute_comm_overlap_time", 0) / 1e9)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices that are multiplied."""
+        return DTYPES[self.precision]
+
     def autocast(self) -> AbstractContextManager[Any]:
         if self.precision == "fp32":
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=DTYPES[self.precision])
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def share_gradients(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Gradients are reduced in a rank's last backward of a step only."""

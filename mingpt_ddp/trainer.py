@@ -19,10 +19,8 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.errors import AwayError, TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.guard import Guard
-from mingpt_ddp.history import History
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.journal import Journal
-from mingpt_ddp.metrics import Board
 from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.snapshots.position import Position
@@ -61,8 +59,7 @@ class Trainer:
         stepper: Stepper,
         evaluator: Evaluator,
         saver: Saver,
-        board: Board,
-        history: History,
+        journal: Journal,
         position: Position,
         sample: Callable[[int], str | None],
         rule: MedianRule,
@@ -72,7 +69,7 @@ class Trainer:
         self.model, self.optimizer, self.evaluator = stepper.model, stepper.optimizer, evaluator
         self.saver, self.position, self.sample = saver, position, sample
         self.steps, self.rule, self.interrupt = stepper.steps, rule, interrupt
-        self.journal = Journal(config, runtime, board, history, position.step, self.steps)
+        self.journal = journal
         self.journal.meter.load_state(position.loss_sum, position.loss_steps)
         self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
         wanted = config.snapshot

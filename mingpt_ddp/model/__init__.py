@@ -5,6 +5,7 @@ Shapes: B sequences, T characters, T <= block_size, V = vocab_size.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -47,6 +48,28 @@ class Decoder(Protocol):
         """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` characters in the cache."""
 
 
+@runtime_checkable
+class Counted(Protocol):
+    """What a model may have besides, so that MFU is logged."""
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a forward and backward, per character of a sequence of block_size characters."""
+
+
+def flops_per_token(model: nn.Module) -> float | None:
+    """As the model counts them; None where it does not.
+
+    Raises:
+        CodeError: what a user's model says is no count.
+    """
+    if not isinstance(model, Counted):
+        return None
+    count = model.flops_per_token()
+    if not isinstance(count, (int, float)) or not 0 < count < math.inf:
+        raise CodeError(f"{type(model).__name__}.flops_per_token() must give a number above 0, not {count!r}")
+    return float(count)
+
+
 def build_model(config: ModelConfig, vocab_size: int, block_size: int) -> nn.Module:
     """The model that `config` describes, its weights drawn from torch's global generator.
 
@@ -68,4 +91,4 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-__all__ = ["GPT", "Decoder", "LanguageModel", "build_model", "count_parameters"]
+__all__ = ["GPT", "Counted", "Decoder", "LanguageModel", "build_model", "count_parameters", "flops_per_token"]
