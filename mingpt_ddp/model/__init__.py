@@ -45,7 +45,28 @@ class Decoder(Protocol):
         """Room for what the model keeps of the characters of `batch` sequences."""
 
     def decode(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
-        """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` characters in the cache."""
+        """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` characters in the cache.
+
+        What the cache has from `start` on is of no interest any more: with 0 another text begins.
+        """
+
+
+@runtime_checkable
+class StepDecoder(Decoder, Protocol):
+    """What a decoder may have besides: a step that a GPU records once and repeats for every character (CUDA graph).
+
+    `model.cache` has the parts for it.
+    """
+
+    def step(self, tokens: Tensor, cache: Any, position: Tensor) -> Tensor:
+        """Logits (B, V) behind one new character of each sequence: `decode(tokens[:, None], cache, int(position))`.
+
+        Shapes and the choice of operations may not depend on the position, nor may its value be read.
+
+        Args:
+            tokens: (B,)
+            position: how many characters the cache has, an int64 tensor of shape () on the device of the model.
+        """
 
 
 @runtime_checkable
@@ -91,4 +112,7 @@ def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-__all__ = ["GPT", "Counted", "Decoder", "LanguageModel", "build_model", "count_parameters", "flops_per_token"]
+__all__ = [
+    *("GPT", "Counted", "Decoder", "LanguageModel", "StepDecoder"),
+    *("build_model", "count_parameters", "flops_per_token"),
+]

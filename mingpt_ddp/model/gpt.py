@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.groups import GPTConfig
-
-Cache = list[tuple[Tensor, Tensor]]
+from mingpt_ddp.model.cache import KVCache, Start, rows
 
 
 class Attention(nn.Module):
@@ -27,29 +26,16 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor] | None = None, start: int = 0) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, start: Start = 0) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         if cache is not None:
-            k, v = _extend(cache, k, v, start)  # (B, H, start + T, D)
-        mask = _seen(T, start, x.device) if start > 0 and T > 1 else None
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=start == 0)
+            y = cache.attend(q, k, v, start)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
-
-
-def _extend(cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Write the keys and values of T new positions behind `start` older ones and return all of them."""
-    keys, values = cache
-    stop = start + k.shape[2]
-    keys[:, :, start:stop], values[:, :, start:stop] = k, v
-    return keys[:, :, :stop], values[:, :, :stop]
-
-
-def _seen(T: int, start: int, device: torch.device) -> Tensor:
-    """(T, start + T): which keys the queries at start .. start + T - 1 may see, their own position and all before."""
-    return torch.ones(T, start + T, dtype=torch.bool, device=device).tril(diagonal=start)
 
 
 class Block(nn.Module):
@@ -65,7 +51,7 @@ class Block(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor] | None = None, start: int = 0) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, start: Start = 0) -> Tensor:
         x = x + self.attention(self.norm_1(x), cache, start)
         hidden = F.gelu(self.up(self.norm_2(x)), approximate=self.approximate)  # (B, T, 4C)
         return x + F.dropout(self.down(hidden), self.dropout, self.training)
@@ -110,11 +96,11 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def _hidden(self, tokens: Tensor, cache: Cache | None = None, start: int = 0) -> Tensor:
+    def _hidden(self, tokens: Tensor, cache: list[KVCache] | None = None, start: Start = 0) -> Tensor:
         T = tokens.shape[1]
-        if start + T > self.block_size:
+        if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
-        x = self.token_embedding(tokens) + self.position_embedding.weight[start : start + T]  # (B, T, C)
+        x = self.token_embedding(tokens) + rows(self.position_embedding.weight, start, T)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache[i] if cache else None, start)
@@ -123,19 +109,19 @@ class GPT(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.token_embedding.weight)
 
-    def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
-        """Room for the keys and values of `batch` sequences: per block two tensors (B, H, block_size, D)."""
+    def new_cache(self, batch: int, dtype: torch.dtype) -> list[KVCache]:
+        """Room for the keys and values of `batch` sequences, a cache per block."""
         c = self.config
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
-        device = self.token_embedding.weight.device
-        return [
-            (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-            for _ in range(c.n_layer)
-        ]
+        return [KVCache(shape, dtype, self.token_embedding.weight.device) for _ in range(c.n_layer)]
 
-    def decode(self, tokens: Tensor, cache: Cache, start: int) -> Tensor:
+    def decode(self, tokens: Tensor, cache: list[KVCache], start: Start) -> Tensor:
         """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` cached positions."""
         return self._logits(self._hidden(tokens, cache, start)[:, -1])
+
+    def step(self, tokens: Tensor, cache: list[KVCache], position: Tensor) -> Tensor:
+        """Logits (B, V) behind the new `tokens` (B,) at a position that only the device knows, a tensor of shape ()."""
+        return self.decode(tokens[:, None], cache, position)
 
     def count_parameters(self, embeddings: bool = True) -> int:
         """Trainable numbers; without the embeddings, what Kaplan et al. 2020 (arXiv:2001.08361) call N."""

@@ -65,13 +65,27 @@ def test_with_a_cache_the_scores_are_those_without(model, pieces):
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
         for part in cache:
-            for tensor in part:
+            for tensor in (part.keys, part.values):
                 tensor.fill_(torch.nan)  # what was not written must not be read
         start = 0
         for piece in pieces:
             scores = model.decode(tokens[:, start : start + piece], cache, start)
             start += piece
             torch.testing.assert_close(scores, expected[:, start - 1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_at_a_position_on_the_device_gives_the_same_scores(model):
+    """And the same again after a new start, with what the cache still has behind it."""
+    tokens = some_tokens()
+    with torch.no_grad():
+        expected = model(tokens)
+        cache = model.new_cache(len(tokens), torch.float32)
+        for begin in (0, 5, 1):
+            if begin:
+                model.decode(tokens[:, :begin], cache, 0)
+            for position in range(begin, T):
+                scores = model.step(tokens[:, position], cache, torch.tensor(position))
+                torch.testing.assert_close(scores, expected[:, position], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("position", range(1, T))
