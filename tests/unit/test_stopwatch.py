@@ -2,25 +2,18 @@
 
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from benchmarking import modules
 from launching import is_running, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 BUSY = "[sum(range(200_000)) for _ in range(3)]"
 
 
 @pytest.fixture(scope="module")
 def stopwatch():
-    """benchmarks/stopwatch.py, whose neighbours are no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import stopwatch
-
-        yield stopwatch
-    for name in ("stopwatch", "common"):
-        sys.modules.pop(name)
+    for loaded in modules("stopwatch"):
+        yield loaded.stopwatch
 
 
 def trainer(code: str) -> list[str]:

@@ -1,26 +1,16 @@
 """The README's figures are those of the results, and nothing else."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from benchmarking import ROOT, modules
 
-ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "python": "3.11", "date": "2026-01-31"}
 INDEX = "| [b.py](b.py) | first | [a.py](a.py) | second |"
 
 
 @pytest.fixture(scope="module")
 def table():
-    """benchmarks/table.py, whose neighbours are no package."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        spec = importlib.util.spec_from_file_location("benchmarks_table", ROOT / "benchmarks" / "table.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
-        sys.modules.pop("common")
+    for loaded in modules("table"):
+        yield loaded.table
 
 
 def result(script, *rows, **machine):
