@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.corpus import Vocabulary
-from mingpt_ddp.model import Decoder
+from mingpt_ddp.decoding import RecordedStep
+from mingpt_ddp.model import Decoder, StepDecoder
+
+COLDEST = 1e-30  # temperature; below it fp32 has too few digits, and all but the likeliest is impossible long before
 
 
 @torch.inference_mode()
@@ -24,11 +26,16 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield the new characters one position at a time, each (B,).
 
-    The cache serves until the context is full. From then on the window slides by one character a step, which gives
-    every learned position another character, so that each step reads the whole window anew, as without a cache.
+    A character is chosen after a window of the text. The first window is the prompt, and each next one is longer by the
+    character that was chosen, until it fills the context, block_size characters. The window behind a full one has the
+    newest `kept(block_size)` characters, half of the context, and grows again. So every character of a long text is
+    chosen after at least so many, and a model with a cache reads a whole window only where it begins anew: no character
+    is read more than twice. (A window that moved by one character a time would have to be read for each, for all that
+    is in it would move to another position.)
 
     Args:
-        model: a `LanguageModel`, as `build_model` makes it, and a `Decoder` if it has a cache.
+        model: a `LanguageModel`, as `build_model` makes it, and a `Decoder` if it has a cache; without one the windows
+            are the same, and so is the text.
         tokens: (B, T) the prompt, T >= 1; what exceeds the context is cut off at its start.
         temperature: divides the scores; 0 takes the likeliest character.
         top_k: only the k likeliest characters.
@@ -39,32 +46,57 @@ def generate(
     was_training = model.training
     model.eval()
     block_size: int = vars(model)["block_size"]
-    window = tokens[:, -block_size:]
-    cache = None
+    text = tokens.new_empty(len(tokens), block_size)  # (B, block_size), of which the first `length` are the window
+    length = min(tokens.shape[1], block_size)
+    text[:, :length] = tokens[:, -block_size:]
     try:
-        if isinstance(model, Decoder):
-            cache = model.new_cache(len(tokens), next(model.parameters()).dtype)
-        logits = _last(model, window, cache, 0)
+        reader = _Reader(model, len(tokens))
+        fresh = True
         for _ in range(max_new_tokens):
-            new = choose(logits, temperature, top_k, top_p, generator)
+            new = choose(reader.scores(text[:, :length], fresh), temperature, top_k, top_p, generator)
             yield new
-            start = window.shape[1]
-            window = torch.cat([window, new[:, None]], dim=1)[:, -block_size:]
-            if start < block_size and cache is not None:
-                logits = _last(model, new[:, None], cache, start)
+            fresh = length == block_size
+            if fresh:
+                length = kept(block_size)
+                text[:, : length - 1] = text[:, block_size - length + 1 :].clone()
             else:
-                logits = _last(model, window, cache, 0)
+                length += 1
+            text[:, length - 1] = new
     finally:
         model.train(was_training)
 
 
-def _last(model: nn.Module, tokens: Tensor, cache: Any, start: int) -> Tensor:
-    """Logits (B, V) behind the last of the tokens (B, T)."""
-    if cache is None:
-        logits: Tensor = model(tokens)[:, -1]
-        return logits
-    assert isinstance(model, Decoder)
-    return model.decode(tokens, cache, start)
+def kept(block_size: int) -> int:
+    """How many characters the window behind a full one has, the newest among them."""
+    return max(1, block_size // 2)
+
+
+class _Reader:
+    """The scores behind a window, by a cache where the model has one."""
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        self.model, self.recorded = model, None
+        if isinstance(model, Decoder):
+            weight = next(model.parameters())
+            self.cache = model.new_cache(batch, weight.dtype)
+            if weight.is_cuda and isinstance(model, StepDecoder):
+                self.recorded = RecordedStep(model, self.cache, batch, weight.device)
+
+    def scores(self, window: Tensor, fresh: bool) -> Tensor:
+        """Logits (B, V) behind a window (B, T), valid until the next call.
+
+        Args:
+            fresh: it has another beginning than that before; otherwise it has one more character.
+        """
+        position = window.shape[1] - 1
+        if not isinstance(self.model, Decoder):
+            logits: Tensor = self.model(window)[:, -1]
+            return logits
+        if fresh:
+            return self.model.decode(window, self.cache, 0)
+        if self.recorded:
+            return self.recorded(window[:, -1], position)
+        return self.model.decode(window[:, -1:], self.cache, position)
 
 
 def choose(
@@ -73,8 +105,8 @@ def choose(
     """One character per row of the logits (B, V), as indices (B,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.double()
-    logits = ((logits - logits.max(dim=-1, keepdim=True).values) / temperature).float()  # at most 0: no overflow
+    logits = logits.float()
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, COLDEST)  # at most 0: no overflow
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

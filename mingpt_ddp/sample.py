@@ -8,21 +8,23 @@ max_new_tokens  characters to generate
 temperature     below 1 is cautious, above 1 is bold, 0 always takes the likeliest character
 top_k, top_p    only the k likeliest characters; only the likeliest that together have probability p
 seed, samples   another seed gives another text; how many texts
+device          auto (the GPU if there is one), cpu or cuda; a seed gives another text on another device
+precision       auto (bf16 where the hardware is fast at it), fp32 or bf16
 code            your Python file that registers the model, if it is none of ours
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp import logs
-from mingpt_ddp.errors import LONGEST_LINE, ConfigError, DataError, SnapshotError, UserError, printable
+from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, printable
+from mingpt_ddp.leave import errors_told
 from mingpt_ddp.place import Place
 from mingpt_ddp.schema import build, convert, refuse_credentials
 
@@ -42,6 +44,8 @@ class SampleConfig:
     top_p: float | None = None
     seed: int = 1
     samples: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     code: str | None = None
 
     def __post_init__(self) -> None:
@@ -66,20 +70,13 @@ def main() -> None:
         print(__doc__)
         return
     logs.to_console(Place())
-    try:
+    with errors_told():
         config = parse(sys.argv[1:])
         prompt = _read_prompt() if config.prompt == "-" else config.prompt
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         for number, text in enumerate(sample(config, prompt)):
             text = printable(text) if sys.stdout.isatty() else text
             print(f"{'-' * 80}\n{text}" if number else text, flush=True)
-    except BrokenPipeError:  # the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except UserError as error:
-        print(printable(str(error))[:LONGEST_LINE], file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _read_prompt() -> str:
@@ -132,6 +129,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         DataError: the prompt has characters that the model does not know.
     """
     from mingpt_ddp.corpus import Vocabulary  # torch is needed from here on, not for a mistyped key
+    from mingpt_ddp.decoding import choose_device, choose_precision, prepare
     from mingpt_ddp.generate import generate_text
     from mingpt_ddp.registry import blaming, run_file
     from mingpt_ddp.snapshots.find import load
@@ -140,11 +138,14 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     check_url(config.snapshot, "snapshot")
     if config.code is not None:
         run_file(Path(config.code), "code")
+    device = choose_device(config.device)
     found = load(config.snapshot, kinds=("model",))
     trained = described(found.state)
     model = rebuild(trained, found.model)
     try:
         with blaming():
+            model.to(device)
+            prepare(model, choose_precision(config.precision, model), config.samples)
             texts = generate_text(
                 model,
                 Vocabulary(trained.vocabulary),

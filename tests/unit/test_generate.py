@@ -40,11 +40,17 @@ def drawn(model: GPT, tokens: Tensor, count: int, seed: int = 0, **settings) -> 
     return torch.stack(list(generate(model, tokens, count, generator=generator, **settings)), dim=1)
 
 
+KEPT = 6  # of T, once it is full
+LENGTHS = [*range(1, T + 1), *[*range(KEPT, T + 1)] * 9]
+
+
 @torch.no_grad()
 def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
+    """Each character from a call with the whole window that `generate` promises."""
     model.eval()
-    for _ in range(count):
-        scores = model(tokens[:, -T:])[:, -1]
+    lengths = LENGTHS[min(tokens.shape[1], T) - 1 :]
+    for length in lengths[:count]:
+        scores = model(tokens[:, -length:])[:, -1]
         tokens = torch.cat([tokens, scores.argmax(dim=-1, keepdim=True)], dim=1)
     return tokens[:, -count:]
 
@@ -70,9 +76,50 @@ def test_a_model_without_a_cache_writes_the_same(model):
 def test_greedy_with_a_cache_is_greedy_without(model, length, batch):
     """Also past the context window, with a prompt that fills or exceeds it, and for several sequences at once."""
     tokens = prompt(batch, length)
-    expected = greedy_without_cache(model, tokens, 3 * T)
+    expected = greedy_without_cache(model, tokens, 2 * T)
     assert len(set(expected[0].tolist())) > 3, "the model is too dull to show a difference"
-    assert torch.equal(drawn(model, tokens, 3 * T, temperature=0), expected)
+    assert torch.equal(drawn(model, tokens, 2 * T, temperature=0), expected)
+
+
+class Watched(Uncached):
+    """Keeps what it was called with."""
+
+    def __init__(self, inner: GPT) -> None:
+        super().__init__(inner)
+        self.windows: list[Tensor] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.windows.append(tokens.clone())
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("length", [1, 5, T, 2 * T])
+def test_every_character_is_chosen_after_the_window_that_is_promised(model, length):
+    tokens = prompt(2, length)
+    watched = Watched(model)
+    text = torch.cat([tokens, drawn(watched, tokens, 2 * T)], dim=1)
+    lengths = LENGTHS[min(length, T) - 1 :]
+    for i, window in enumerate(watched.windows):
+        assert torch.equal(window, text[:, : length + i][:, -lengths[i] :]), i
+    assert i == 2 * T - 1
+
+
+def test_a_whole_window_is_read_only_where_it_begins(model):
+    """One position for every other character."""
+    read = []
+    decode = model.decode
+    model.decode = lambda tokens, cache, start: read.append(tokens.shape[1]) or decode(tokens, cache, start)
+    drawn(model, prompt(2), 2 * T)
+    assert read == [3, *[1] * (T - 3), *[KEPT, *[1] * (T - KEPT)] * 2]
+
+
+def test_a_context_of_one_character(model):
+    """Its window is always the newest."""
+    small = build_model(GPTConfig("test", "gpt", 1, 1, 4, 0.0, True, "gelu"), V, 1)
+    watched = Watched(small)
+    text = torch.cat([prompt(1, 1), drawn(watched, prompt(1, 1), 5)], dim=1)
+    assert torch.equal(torch.cat(watched.windows, dim=1), text[:, :-1])
+    assert torch.equal(drawn(small, prompt(1, 1), 5), drawn(watched, prompt(1, 1), 5))
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}], ids=str)

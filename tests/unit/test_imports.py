@@ -40,7 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "model.cache": set(),
     "model.gpt": {"groups", "model.cache"},
     "model": {"groups", "errors", "model.gpt", "registry"},
-    "generate": {"corpus", "model"},
+    "decoding": {"errors", "model"},
+    "generate": {"corpus", "decoding", "model"},
     "optim": {"groups", "errors", "registry"},
     "metrics": {"runtime"},
     "evaluate": {"runtime"},
@@ -122,8 +123,8 @@ ALLOWED: dict[str, set[str]] = {
         *("schema", "status", "storage", "sweep", "workers"),
     },
     "sample": {
-        *("config", "groups", "corpus", "errors", "generate", "logs", "model", "place", "registry", "schema"),
-        *("snapshots.find", "snapshots.format", "snapshots.tensors", "storage"),
+        *("config", "groups", "corpus", "decoding", "errors", "generate", "leave", "logs", "model", "place"),
+        *("registry", "schema", "snapshots.find", "snapshots.format", "snapshots.tensors", "storage"),
     },
     "snapshots.survey": {
         *("errors", "schema", "snapshots.find", "snapshots.format", "snapshots.store", "storage"),

@@ -1,0 +1,119 @@
+"""A model made ready to write text fast: its matrices laid out for it on a CPU, its steps recorded on a GPU.
+
+On a CPU a step of a small model is a walk through its weights. In bf16 they are half as many bytes, and those that lie
+in the kernel's own order need not be brought into it for every character. All else stays in fp32, where attention is
+faster as well. On a GPU a step is a row of launches, of which a CUDA graph makes one. torch.compile would fuse some,
+after a start that takes longer than thousands of characters.
+
+Shapes: B sequences, V = vocab_size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.model import Decoder, StepDecoder
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WARM_UP = 3  # steps before one is recorded, in which libraries allocate what they need
+
+
+def choose_device(wanted: str) -> torch.device:
+    """
+    Args:
+        wanted: auto (the GPU if there is one), cpu or cuda.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu")
+    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+
+
+def choose_precision(wanted: str, model: nn.Module) -> str:
+    """What `precision=auto` stands for: bf16 where the hardware is fast at it and the model is a `Decoder`."""
+    if wanted != "auto":
+        return wanted
+    if next(model.parameters()).device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = _can_pack() and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return "bf16" if fast and isinstance(model, Decoder) else "fp32"
+
+
+def prepare(model: nn.Module, precision: str, batch: int) -> None:
+    """Change a model in place, for sampling only: it cannot be trained or saved afterwards.
+
+    Args:
+        precision: fp32 or bf16. On a GPU that is the precision of everything, on a CPU that of the matrices.
+        batch: sequences at a time, for which the matrices are laid out; others are right too.
+    """
+    if next(model.parameters()).device.type == "cuda":
+        model.to(DTYPES[precision])
+    elif _can_pack():
+        _pack(model, DTYPES[precision], batch)
+    elif precision == "bf16":
+        model.to(torch.bfloat16)
+
+
+def _can_pack() -> bool:
+    """oneDNN is there, with the two operations that torch's own compiler uses for frozen weights."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    operations = torch.ops.mkldnn
+    return hasattr(operations, "_reorder_linear_weight") and hasattr(operations, "_linear_pointwise")
+
+
+def _pack(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
+    for name, child in module.named_children():
+        if type(child) is nn.Linear:
+            setattr(module, name, PackedLinear(child, dtype, batch))
+        else:
+            _pack(child, dtype, batch)
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer with a copy of its matrix in oneDNN's own order, which is what it computes with."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, batch: int) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.dtype = dtype
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), batch)
+        self.packed_bias = linear.bias.detach().to(dtype) if linear.bias is not None else None
+        self.operation = torch.ops.mkldnn._linear_pointwise.default
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.operation(x.to(self.dtype), self.packed, self.packed_bias, "none", [], "")
+        return y.to(x.dtype)
+
+
+class RecordedStep:
+    """A step of a model on a GPU, launched whole."""
+
+    def __init__(self, model: StepDecoder, cache: Any, batch: int, device: torch.device) -> None:
+        """Record it. What the cache has at its first position is overwritten meanwhile."""
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.position = torch.zeros((), dtype=torch.int64, device=device)
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP):
+                model.step(self.tokens, cache, self.position)
+        torch.cuda.current_stream(device).wait_stream(aside)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may copy a snapshot
+            self.logits = model.step(self.tokens, cache, self.position)
+
+    def __call__(self, tokens: Tensor, position: int) -> Tensor:
+        """Logits (B, V) behind the new tokens (B,), valid until the next call."""
+        self.tokens.copy_(tokens)
+        self.position.fill_(position)
+        self.graph.replay()
+        return self.logits
