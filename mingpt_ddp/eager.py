@@ -1,20 +1,25 @@
 """torch without its compiler, for as long as nothing is compiled.
 
 torch's optimizers and DistributedDataParallel import torch._dynamo, which takes a second and a half of every process,
-only to tell it to leave them alone. Until somebody wants more of it than that, a stand-in is told.
+only to tell it to leave them alone. Until somebody wants more of it than that, a stand-in is told. torch itself imports
+torch._meta_registrations, a quarter of the time that it takes: what operations do with tensors that have no data, those
+of the compiler and of `torch.device("meta")`. It is loaded with the compiler, or before the user's own code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 NAME = "torch._dynamo"
+META = "torch._meta_registrations"
 
 
 class Part:
@@ -72,6 +77,43 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 FINDER = Finder()
 
 
+class Deferred(types.ModuleType):
+    """torch._meta_registrations, until somebody asks for anything of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        complete()
+        return getattr(sys.modules[META], name)
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Around the first import of torch; later it changes nothing.
+
+    Python's collector looks at all objects again and again while modules make hundreds of thousands of them, which
+    stay: it is switched off, and never looks at them afterwards either.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    sys.modules[META] = Deferred(META)
+    gc.disable()
+    try:
+        yield
+        importlib.import_module("torch._prims.rng_prims")  # of what was put off, torch.Generator() needs this
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def complete() -> None:
+    """Load what a tensor without data needs, if it was put off."""
+    if isinstance(sys.modules.get(META), Deferred):
+        del sys.modules[META]
+        importlib.import_module(META)
+
+
 def stands_in() -> bool:
     return isinstance(sys.modules.get(NAME), StandIn)
 
@@ -89,6 +131,7 @@ def real() -> types.ModuleType:
     """torch's compiler, loaded now if it was not."""
     import torch
 
+    complete()
     if stands_in():
         del sys.modules[NAME]
         sys.meta_path.remove(FINDER)

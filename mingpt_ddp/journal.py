@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from datetime import timedelta
 
 import yaml
@@ -31,13 +32,37 @@ class Journal:
         utilisation: Utilisation,
         done: int,
         steps: int,
+        begun_at: float,
     ) -> None:
+        """
+        Args:
+            begun_at: when this start of the run began, in seconds since 1970.
+        """
         self.config, self.runtime, self.steps = config, runtime, steps
         self.board, self.history, self.utilisation = board, history, utilisation
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self.progress = Progress(runtime.place, done, steps)
-        board.text(done + 1, "config", yaml.safe_dump(config.to_dict(), sort_keys=False))
+        self._done: int | None = done  # None: everything is ready
+        self._begun_at: float | None = begun_at  # None: the first step is done
         history.start(done, runtime.world_size)
+
+    def step_done(self) -> None:
+        """One more of them."""
+        self.progress.advance()
+        if self._begun_at is not None:
+            log.info("the first step was done after %.2f s", time.time() - self._begun_at)
+            self._begun_at = None
+
+    def _ready(self) -> None:
+        """What the first step need not wait for."""
+        if self._done is None:
+            return
+        begin = time.perf_counter()
+        self.board.open()
+        self.board.text(self._done + 1, "config", yaml.safe_dump(self.config.to_dict(), sort_keys=False))
+        self.utilisation.measure()
+        self.meter.pause(time.perf_counter() - begin)
+        self._done = None
 
     def go_back(self, step: int) -> None:
         """What was told of the steps after `step` will be told anew."""
@@ -49,7 +74,7 @@ class Journal:
         if self.meter.is_empty:
             return None
         readings = self.meter.read()
-        self.meter.pause(self.utilisation.measure())
+        self._ready()
         mfu = self.utilisation.share(readings.tokens_per_s / self.runtime.world_size)
         communication, exposed = self.runtime.communication(model)
         self.board.scalars(
@@ -81,6 +106,7 @@ class Journal:
         return readings
 
     def validated(self, step: int, loss: float) -> None:
+        self._ready()
         self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
         self.history.evaluated(step, loss)
         log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)

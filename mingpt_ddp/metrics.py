@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from mingpt_ddp.runtime import Runtime
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 NATS_PER_BIT = math.log(2)
 
@@ -100,14 +103,29 @@ class Board:
 
     def __init__(self, directory: Path, first_step: int, is_main: bool) -> None:
         """What was logged from `first_step` on belongs to an attempt that did not last: TensorBoard drops it."""
-        self._directory, self._is_main = str(directory), is_main
-        self._writer = SummaryWriter(self._directory, purge_step=first_step)
+        self._directory, self._first_step, self._is_main = str(directory), first_step, is_main
+
+    def open(self) -> None:
+        """Begin; without it, the first thing written does. TensorBoard takes a fifth of a second to load."""
+        _ = self._writer
+
+    @cached_property
+    def _writer(self) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(self._directory, purge_step=self._first_step)
+
+    @property
+    def _is_open(self) -> bool:
+        return "_writer" in vars(self)
 
     def go_back(self, first_step: int) -> None:
         """Drop what was logged from `first_step` on: it will be logged anew."""
-        self._writer.close()
-        time.sleep(1.0)  # the name of an event file has the second in it, and readers go by the names
-        self._writer = SummaryWriter(self._directory, purge_step=first_step)
+        if self._is_open:
+            self._writer.close()
+            del self._writer
+            time.sleep(1.0)  # the name of an event file has the second in it, and readers go by the names
+        self._first_step = first_step
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """What this rank measured."""
@@ -131,7 +149,9 @@ class Board:
             self._writer.add_hparams(plain, results, run_name=".")
 
     def flush(self) -> None:
-        self._writer.flush()
+        if self._is_open:
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._is_open:
+            self._writer.close()

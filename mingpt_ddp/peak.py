@@ -72,15 +72,13 @@ class Utilisation:
         self._flops, self._device, self._dtype = flops_per_token, device, dtype
         self._peak: float | None = None  # FLOP/s
 
-    def measure(self) -> float:
-        """Find the peak out, the first time; the seconds that it took."""
+    def measure(self) -> None:
+        """Find the peak out, the first time."""
         if self._flops is None or self._peak is not None:
-            return 0.0
-        begin = time.perf_counter()
+            return
         self._peak = matmul_rate(self._device, self._dtype)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # those matrices are not the run's
-        return time.perf_counter() - begin
 
     def share(self, tokens_per_s: float) -> float | None:
         """Of the measured peak, at so many tokens per second on this rank."""

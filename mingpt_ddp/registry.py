@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mingpt_ddp import eager
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.groups import GROUPS, DataConfig, Extensible, ModelConfig, OptimizerConfig
@@ -133,6 +134,7 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that what lies beside it hides nothing that is installed
     _files[path] = digest
+    eager.complete()
     with blaming():  # compiled from what was read: no __pycache__ is written beside the user's files
         exec(compile(content, str(path), "exec"), module.__dict__)
     return digest

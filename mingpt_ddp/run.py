@@ -110,7 +110,7 @@ def run(
             )
             history = History(directory / METRICS if runtime.is_main else None)
             utilisation = Utilisation(flops_per_token(model), runtime.device, runtime.dtype)
-            journal = Journal(config, runtime, board, history, utilisation, position.step, steps)
+            journal = Journal(config, runtime, board, history, utilisation, position.step, steps, begun_at)
             rule = MedianRule(config, runtime, directory)
             trainer = Trainer(config, runtime, stepper, evaluator, saver, journal, position, sample, rule, interrupt)
             if owner:

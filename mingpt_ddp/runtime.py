@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.config import Config
-from mingpt_ddp.eager import without_compiler
+from mingpt_ddp.eager import complete, without_compiler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.groups import DDPConfig, TrainerConfig
 from mingpt_ddp.place import Place
@@ -88,6 +88,7 @@ class Runtime(Ranks):
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         _set_determinism(config.trainer.deterministic)
         if self.device.type == "cuda":
+            complete()
             torch.cuda.set_device(self.device)
         super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
         if self.device.type == "cuda" and config.ddp.backend in ("auto", "nccl"):

@@ -113,7 +113,7 @@ class Trainer:
             if not self._take(step, loss, norm, votes):
                 return
         self.position.step = step
-        self.journal.progress.advance()
+        self.journal.step_done()
         if not votes.busy:
             self.saver.collect()
         if self._due(step, self.config.trainer.log_every) or step == self.steps:

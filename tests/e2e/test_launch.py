@@ -65,6 +65,11 @@ def test_result(pair):
     assert f"validation loss {values['val_loss']:.4f} nats" in output.splitlines()[-1]
 
 
+def test_rank_0_tells_how_long_the_first_step_took(pair):
+    (seconds,) = re.findall(r"^the first step was done after ([0-9.]+) s$", pair[1], flags=re.MULTILINE)
+    assert 0.5 < float(seconds) < 100
+
+
 def test_same_command_again_is_complete(pair):
     cwd, _ = pair
     before = weights(cwd / "outputs" / "pair")

@@ -55,6 +55,17 @@ def test_scalars_and_text_arrive(tmp_path):
     assert texts(tmp_path) == [(2, "    one\n      two")]  # Markdown shows indented lines as they are
 
 
+def test_no_file_before_there_is_something_to_tell(tmp_path):
+    board = Board(tmp_path, first_step=5, is_main=True)
+    board.flush()
+    board.go_back(3)
+    board.close()
+    assert not list(tmp_path.iterdir())
+    board.open()
+    board.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def texts(directory: Path) -> list[tuple[int, str]]:
     """As TensorBoard's own pages read them: the accumulator above never purges what is not a number."""
     events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})

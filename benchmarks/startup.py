@@ -1,0 +1,112 @@
+"""How long from the command to the first optimizer step.
+
+The clock starts when the command does, and stops when its line `the first step was done after ...` arrives, which rank
+0 writes behind the update of the weights. The CPU time is that of all processes of the command up to that moment. The
+model is that of `experiment=shakespeare_char_cpu`; its text has been encoded by an earlier run, as for every start but
+the first. Each process has one thread.
+
+The floor is torchrun with a script that does only what no training on two ranks can do without: it imports torch, joins
+a gloo group, and takes one step of a small model behind DistributedDataParallel. There are two of it: torch as it
+comes, and torch without what only its compiler needs (mingpt_ddp/eager.py). All ways take turns.
+
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from common import ROOT, alternate, cell, corpus_path, environment, parser, report, spread
+
+FLOOR = """
+import contextlib, os
+from mingpt_ddp import eager
+with eager.loading() if {lean} else contextlib.nullcontext():
+    import torch
+if {lean}:
+    eager.without_compiler()
+from torch.distributed import init_process_group
+from torch.nn.parallel import DistributedDataParallel
+init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(64, 64))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+model(torch.randn(12, 64)).sum().backward()
+optimizer.step()
+if os.environ["RANK"] == "0":
+    print("the first step", flush=True)
+os._exit(0)
+"""
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+MAIN = str(ROOT / "main.py")
+RUN = ["experiment=shakespeare_char_cpu", "trainer.device=cpu", "trainer.max_steps=1"]
+RUN += ["data.truncate=0.05", "run.resume=never"]  # what follows the first step shall be short
+WAYS = {
+    "`torchrun --nproc_per_node=2 main.py`": [*TORCHRUN, MAIN, *RUN],
+    "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],
+    "`python main.py`": [sys.executable, MAIN, *RUN],
+}
+FLOORS = {"floor: torchrun, torch as it comes": False, "floor: torchrun, torch by eager.py": True}
+DONE = "the first step"  # so begins the line
+HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and all below it, those that have ended among them, until now."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # it has just ended
+        return 0.0
+    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # user, system, and those of waited-for children
+    return own + sum(cpu_seconds(int(child)) for child in children)
+
+
+def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
+    """Seconds on the clock and of CPU time."""
+    paths = {**environment(), "PYTHONPATH": str(ROOT)}
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, cwd=cwd, env=paths, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    told = []
+    for line in process.stdout:
+        told.append(line)
+        if line.startswith(DONE):
+            wall, cpu = time.perf_counter() - begin, cpu_seconds(process.pid)
+            break
+    told.extend(process.stdout)
+    if process.wait() != 0 or not any(line.startswith(DONE) for line in told):
+        sys.exit(f"{' '.join(command)} failed:\n{''.join(told[-20:])}")
+    return float(f"{wall:.4g}"), float(f"{cpu:.4g}")
+
+
+def main() -> None:
+    options = parser(__doc__, "startup")
+    options.add_argument("--repetitions", type=int, default=7, help="of each way (default: %(default)s)")
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="startup-") as scratch:
+        root = Path(scratch)
+        data = [f"data.path={corpus_path()}", f"data.cache_dir={root / 'cache'}"]
+        commands = {way: [*command, *data] for way, command in WAYS.items()}
+        for number, (way, lean) in enumerate(FLOORS.items()):
+            script = root / f"floor{number}.py"
+            script.write_text(FLOOR.format(lean=lean))
+            commands[way] = [*TORCHRUN, str(script)]
+        candidates = {way: partial(time_to_first_step, command, root) for way, command in commands.items()}
+        for measure in candidates.values():
+            measure()  # the disk's cache, and the encoded text
+        values = alternate("start", candidates, chosen.repetitions)
+    walls = {way: spread([wall for wall, _ in pairs]) for way, pairs in values.items()}
+    cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}
+    ways = {way: {"command": " ".join(commands[way][1:4]), "wall": walls[way], "cpu": cpus[way]} for way in values}
+    rows = [[way, cell(walls[way], ".2f"), cell(cpus[way], ".2f")] for way in values]
+    report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows)
+
+
+if __name__ == "__main__":
+    main()
