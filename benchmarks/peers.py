@@ -28,7 +28,7 @@ from typing import Any
 
 from common import ROOT, alternate, cell, compare, corpus_path, parser, report, say, spread
 from stopwatch import Pace, pace
-from trainers import MODERN, NANOGPT, OURS, PLAIN, SETTINGS, Setting, copy_with_data, nanogpt, ours
+from trainers import MODERN, NANOGPT, ON, OURS, PLAIN_FP32, SETTINGS, Setting, copy_with_data, nanogpt, ours
 
 HEADER = ["setting", "trainer", "tokens/s", "tokens/CPU s", "ours, modern, over it", "by CPU time"]
 PACKAGES = {
@@ -70,7 +70,7 @@ def trainers(chosen: argparse.Namespace, setting: Setting, scratch: Path) -> dic
     text = corpus_path()
     made: dict[str, Callable[[], Pace]] = {
         name: partial(pace, ours(setting, text, scratch, recipe), scratch, OURS, setting.span)
-        for name, recipe in {"ours, modern": MODERN, "ours, gpt": PLAIN}.items()
+        for name, recipe in {"ours, modern": MODERN, "ours, gpt": PLAIN_FP32}.items()
     }
     if chosen.nanogpt:
         copy = copy_with_data(chosen.nanogpt, text, scratch / f"nanogpt-{setting.n_layer}")
@@ -110,7 +110,7 @@ def command_line() -> argparse.Namespace:
     options = parser(__doc__, "peers")
     options.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT (default: leave it out)")
     options.add_argument("--peers", nargs="*", choices=PACKAGES, default=list(PACKAGES))
-    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=ON["cpu"])
     options.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
     where = ROOT / "data" / "cache" / "peers"
     options.add_argument("--environments", type=Path, default=where, help="of the peers (default: %(default)s)")

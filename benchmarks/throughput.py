@@ -1,19 +1,22 @@
-"""Training tokens/s of this project against nanoGPT: the same shapes, one thread, eager, on the CPU.
+"""Training tokens/s of this project against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
 
-Two candidates of ours: `gpt`, the same architecture and arithmetic as nanoGPT's (AdamW, fp32), and `modern`, the fast
-recipe (Muon, `trainer.precision=auto`: bf16 where the CPU is fast at it). nanoGPT computes in fp32: on a CPU its
-train.py enters no autocast, whatever its --dtype says. Each runs as its users run it, each time in a fresh process:
-`main.py` with its loader, clipping, metering and TensorBoard, and nanoGPT's own `train.py` from a temporary copy of
-its files. All have gradients clipped at 1.0, no dropout, no biases, and report every few steps. One stopwatch serves
-all: the time, and the CPU time of the process, when the report of a step arrives. The start and the warm-up lie
-before the first stamp; none evaluates or saves in the timed span. Tokens per second of CPU time are the fairer figure
-where others compete for the cores. nanoGPT is not part of this project; give its checkout:
+Two candidates of ours: `gpt`, the same architecture, optimizer and precision as nanoGPT's, and `modern`, the fast
+recipe (Muon, `trainer.precision=auto`: bf16 where the CPU is fast at it). nanoGPT computes in fp32 on a CPU: there its
+train.py enters no autocast, whatever its --dtype says. With --device=cuda all are compiled and in bf16.
+
+Each runs as its users run it, each time in a fresh process: `main.py` with its loader, clipping, metering and
+TensorBoard, and nanoGPT's own `train.py` from a temporary copy of its files. All have gradients clipped at 1.0, no
+dropout, no biases, and report every few steps. One stopwatch serves all: the time, and the CPU time of the process,
+when the report of a step arrives. The start and the warm-up lie before the first stamp; none evaluates or saves in the
+timed span. Tokens per second of CPU time are the fairer figure where others compete for the cores. nanoGPT is not part
+of this project; give its checkout:
 
     python benchmarks/throughput.py --nanogpt ~/nanoGPT
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from dataclasses import asdict
 from functools import partial
@@ -22,11 +25,15 @@ from typing import Any
 
 from common import alternate, cell, compare, corpus_path, parser, report, spread
 from stopwatch import pace
-from trainers import MODERN, NANOGPT, OURS, PLAIN, SETTINGS, Setting, copy_with_data, nanogpt, ours
+from trainers import MODERN, NANOGPT, ON, OURS, PLAIN, PLAIN_FP32, SETTINGS, Setting, copy_with_data, nanogpt, ours
 
 HEADER = ["setting", "candidate", "tokens/s", "nanoGPT tokens/s", "ratio, pair by pair", "ratio by CPU time"]
-CANDIDATES = {"gpt": PLAIN, "modern": MODERN}
-WHAT = {"gpt": "the same architecture in fp32", "modern": "`modern` with Muon in `precision=auto`"}
+CANDIDATES = {
+    "cpu": {"gpt": PLAIN_FP32, "modern": MODERN},
+    "cuda": {"gpt": PLAIN, "modern": MODERN},
+}
+WHAT = {"gpt": "the same architecture and optimizer", "modern": "`modern` with Muon in `precision=auto`"}
+HOW = {"cpu": "nanoGPT (eager, fp32), by CPU time, one thread", "cuda": "nanoGPT (compiled, bf16)"}
 
 
 def tokens_per_s(command: list[str], cwd: Path, pattern: str, setting: Setting) -> tuple[int, int]:
@@ -35,14 +42,14 @@ def tokens_per_s(command: list[str], cwd: Path, pattern: str, setting: Setting) 
     return round(setting.tokens / taken.wall_s), round(setting.tokens / taken.cpu_s)
 
 
-def measure(setting: Setting, names: list[str], text: Path, copy: Path, scratch: Path, pairs: int) -> dict[str, Any]:
-    candidates = {
-        name: partial(tokens_per_s, ours(setting, text, scratch, CANDIDATES[name]), scratch, OURS, setting)
-        for name in names
-    }
-    candidates["nanogpt"] = partial(tokens_per_s, nanogpt(setting), copy, NANOGPT, setting)
+def measure(setting: Setting, chosen: argparse.Namespace, text: Path, scratch: Path) -> dict[str, Any]:
+    names, device = chosen.candidates, chosen.device
+    commands = {name: ours(setting, text, scratch, CANDIDATES[device][name], device) for name in names}
+    candidates = {name: partial(tokens_per_s, command, scratch, OURS, setting) for name, command in commands.items()}
+    baseline = nanogpt(setting, device)
+    candidates["nanogpt"] = partial(tokens_per_s, baseline, scratch / "nanogpt", NANOGPT, setting)
     shape = f"{setting.n_layer} layers, {setting.n_embd} wide, context {setting.context}"
-    measured = alternate(f"{shape}: tokens/s, tokens/CPU s", candidates, pairs)
+    measured = alternate(f"{shape}: tokens/s, tokens/CPU s", candidates, chosen.repetitions)
     result: dict[str, Any] = {"setting": asdict(setting)}
     for clock, kind in enumerate(("tokens_per_s", "tokens_per_cpu_s")):
         values = {name: [value[clock] for value in pairs] for name, pairs in measured.items()}
@@ -51,12 +58,12 @@ def measure(setting: Setting, names: list[str], text: Path, copy: Path, scratch:
     return result
 
 
-def readme(settings: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
+def readme(settings: dict[str, Any], device: str) -> list[tuple[str, str]]:
+    rows, clock = [], {"cpu": "tokens_per_cpu_s", "cuda": "tokens_per_s"}[device]
     for result in settings.values():
         shape = "{n_layer} layers, {n_embd} wide, context {context}".format(**result["setting"])
-        for name, ratio in result["tokens_per_cpu_s"]["ratio"].items():
-            what = f"training tokens against nanoGPT (fp32), by CPU time, one thread, eager: {WHAT[name]}, {shape}"
+        for name, ratio in result[clock]["ratio"].items():
+            what = f"training speed against {HOW[device]}: {WHAT[name]}, {shape}, batch {result['setting']['batch']}"
             rows.append((what, f"{cell(ratio, '.2f')} times"))
     return rows
 
@@ -64,8 +71,9 @@ def readme(settings: dict[str, Any]) -> list[tuple[str, str]]:
 def main() -> None:
     options = parser(__doc__, "throughput")
     options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
-    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    options.add_argument("--candidates", nargs="+", choices=CANDIDATES, default=list(CANDIDATES))
+    options.add_argument("--settings", nargs="+", choices=SETTINGS, help="default: small and mid, or char and gpt2")
+    options.add_argument("--candidates", nargs="+", choices=WHAT, default=list(WHAT))
+    options.add_argument("--device", choices=ON, default="cpu")
     options.add_argument("--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)")
     chosen = options.parse_args()
     text = corpus_path()
@@ -73,15 +81,16 @@ def main() -> None:
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory(prefix="throughput-") as directory:
         scratch = Path(directory)
-        copy = copy_with_data(chosen.nanogpt, text, scratch / "nanogpt")
-        for key in chosen.settings:
-            result = measure(SETTINGS[key], chosen.candidates, text, copy, scratch, chosen.repetitions)
+        copy_with_data(chosen.nanogpt, text, scratch / "nanogpt")
+        for key in chosen.settings or ON[chosen.device]:
+            result = measure(SETTINGS[key], chosen, text, scratch)
             results[key] = result
             wall, cpu = result["tokens_per_s"], result["tokens_per_cpu_s"]
             for name in chosen.candidates:
                 ratios = [cell(clock["ratio"][name], ".2f") for clock in (wall, cpu)]
                 rows.append([key, name, cell(wall[name]), cell(wall["nanogpt"]), *ratios])
-    report(chosen.out, {"settings": results, "threads": 1, "compile": False}, HEADER, rows, readme(results))
+    about = {"device": chosen.device, "threads": 1, "compile": chosen.device == "cuda"}
+    report(chosen.out, {"settings": results, **about}, HEADER, rows, readme(results, chosen.device))
 
 
 if __name__ == "__main__":

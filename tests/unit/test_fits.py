@@ -1,4 +1,4 @@
-"""The laws that benchmarks/scaling.py draws, and how many steps fit into a time."""
+"""The laws and limits that benchmarks/scaling.py draws, and how many steps fit into a time."""
 
 import math
 
@@ -8,7 +8,7 @@ from benchmarking import modules
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    yield from modules("fits", "time_to_loss")
+    yield from modules("fits", "limits", "time_to_loss")
 
 
 @pytest.mark.parametrize(("constant", "factor", "exponent"), [(0.02, 0.003, 1.0), (5.0, 0.01, 2.0), (0.0, 3.0, 0.5)])
@@ -48,3 +48,17 @@ def test_the_steps_that_fit_leave_room_for_what_a_run_takes_anyway(benchmarks):
         benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 4.0), 100.0)
     with pytest.raises(SystemExit, match="--long-steps"):
         benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 11.0), 1.0)
+
+
+def test_the_least_of_a_step_is_what_one_counts_by_hand(benchmarks):
+    limits = benchmarks.limits
+    weights = 2 * 12 * 64**2 + (65 + 32) * 64 + 5 * 64  # matrices, embeddings, layer norms
+    characters, activations = 3 * 32, 4 * 10 * 2 * 64
+    need = limits.needed(limits.Point(layers=2, width=64, context=32, batch=5, ranks=2))
+    assert need.held == 16 * weights + activations * characters
+    assert need.traffic == 44 * weights + 2 * activations * characters
+    assert need.flops == pytest.approx(characters * (6 * (weights - 32 * 64) + 12 * 2 * 64 * 32))
+
+    machine = limits.Machine(flops_per_s=need.flops, bytes_per_s=need.traffic / 2, imports_mb=100)
+    least = limits.limits(limits.Point(layers=2, width=64, context=32, batch=5, ranks=2), machine)
+    assert least == pytest.approx({"flops_ms": 1000, "bytes_ms": 2000, "held_mb": 300 + 2e-6 * need.held})

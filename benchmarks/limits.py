@@ -1,0 +1,87 @@
+"""What a step of `gpt` with AdamW in fp32 cannot do without, and what this machine can do at most."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import torch
+from common import ROOT, environment, in_fresh_process
+
+from mingpt_ddp.groups import GPTConfig
+from mingpt_ddp.model.gpt import GPT
+from mingpt_ddp.peak import matmul_rate, memory_rate
+
+TRIES = 5  # to find out what the machine can do at most
+HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
+
+
+@dataclass(frozen=True)
+class Point:
+    layers: int = 4
+    width: int = 128
+    context: int = 64
+    batch: int = 12
+    corpus: int = 1_115_394  # characters
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it can do at most."""
+
+    flops_per_s: float  # of one core
+    bytes_per_s: float
+    imports_mb: float  # resident memory of a process that has imported what a run imports
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What a step of one rank cannot do without."""
+
+    flops: float
+    traffic: float  # bytes
+    held: float  # bytes
+
+
+def needed(point: Point) -> Needed:
+    """Of the largest rank.
+
+    Held for the backward pass, at least, are the inputs of the matrices and of the attention: 10 numbers per character,
+    layer and width. The weights are read forward and backward and their gradients written; clipping reads those, AdamW
+    reads weights, gradients and two moments and writes all but the gradients.
+    """
+    config = GPTConfig("gpt", "gpt", point.layers, point.width // HEAD, point.width, 0.0, False, "gelu")
+    model = GPT(config, CHARACTERS, point.context)
+    weights, characters = model.count_parameters(), math.ceil(point.batch / point.ranks) * point.context
+    activations = 4 * 10 * characters * point.layers * point.width
+    flops = float(model.flops_per_token() * characters)
+    return Needed(flops, 11 * 4 * weights + 2 * activations, 4 * 4 * weights + activations)
+
+
+def limits(point: Point, machine: Machine) -> dict[str, float]:
+    """The least time of a step, in ms, and the least memory of all ranks, in MB."""
+    least = needed(point)
+    processes = point.ranks + (point.ranks > 1)  # and the one that started them
+    return {
+        "flops_ms": 1e3 * least.flops / machine.flops_per_s,
+        "bytes_ms": 1e3 * least.traffic / machine.bytes_per_s,
+        "held_mb": processes * machine.imports_mb + point.ranks * least.held / 1e6,
+    }
+
+
+def measured_rates() -> tuple[float, float]:
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    tries = [(matmul_rate(device, torch.float32), memory_rate(device)) for _ in range(TRIES)]
+    flops, memory = (max(rates) for rates in zip(*tries, strict=True))  # a limit is what was ever reached
+    return flops, memory
+
+
+def describe() -> Machine:
+    script = "import mingpt_ddp.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    command = [sys.executable, "-c", script]
+    told = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True).stdout
+    return Machine(*in_fresh_process(measured_rates), int(told) * 1024 / 1e6)

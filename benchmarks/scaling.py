@@ -1,0 +1,208 @@
+"""What a step takes, in time and memory, against layers, width, context, batch, length of the corpus and ranks.
+
+One of them grows at a time, the others stay as in the base: 4 layers, 128 wide, heads of 32, context 64, batch 12, one
+rank with one thread, 1.1 million characters; `gpt` with AdamW in fp32 on the CPU, as `main.py` trains it. The steps are
+timed from outside, behind a warm-up. Time is CPU time of all ranks divided by their number, which does not grow when
+others use the machine; memory is the resident memory of all processes at its highest. A constant and a power are
+fitted to each row of points (the exponent is given where theory has one), and drawn with what no implementation in
+fp32 could do without:
+
+* time: FLOPs (6 N + 12 L C T per character) over the rate at which this machine multiplies matrices, and the bytes of
+  the weights, gradients and moments and of what the backward pass needs, over the rate at which it copies memory;
+* memory: the imports, and those same bytes.
+
+    python benchmarks/scaling.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+from common import ROOT, alternate, corpus_path, parser, report, say, spread
+from fits import Law, fit
+from limits import HEAD, Machine, Point, describe, limits, needed
+from stopwatch import Pace, pace
+from trainers import OURS, PLAIN_FP32, Setting, ours
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt
+
+HEADER = ["against", "from .. to", "a step, ms", "its law", "memory, MB", "its law", "of the matmul rate"]
+LIMIT_BYTES = 60_000
+INK, POINTS, LINE, FLOPS, BYTES, GRID = "#24292f", "#c2410c", "#8fb3d9", "#15803d", "#7c3aed", "#e5e7eb"
+STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.family": "sans-serif", "font.size": 9}
+STYLE |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID}
+SPAN_S = 1.5  # of CPU time that the steps of a point are meant to take
+GUESS = 5e10  # FLOP/s at which it would
+
+
+@dataclass(frozen=True)
+class Sweep:
+    values: tuple[int, ...]
+    time_exponent: float | None  # None: it is fitted
+    memory_exponent: float | None
+
+
+SWEEPS = {
+    "layers": Sweep((1, 2, 4, 8, 16), 1, 1),
+    "width": Sweep((64, 128, 256, 512), None, None),
+    "context": Sweep((32, 64, 128, 256, 512), None, None),
+    "batch": Sweep((3, 6, 12, 24, 48), 1, 1),
+    "corpus": Sweep((250_000, 1_000_000, 4_000_000, 16_000_000), 1, 1),
+    "ranks": Sweep((1, 2, 3), -1, 1),
+}
+
+
+def corpus_of(characters: int, scratch: Path) -> Path:
+    """tinyshakespeare, as often as it takes."""
+    path = scratch / f"text-{characters}.txt"
+    if not path.exists():
+        text = corpus_path().read_text(encoding="utf-8")
+        path.write_text((text * (characters // len(text) + 1))[:characters], encoding="utf-8")
+    return path
+
+
+def measure(point: Point, scratch: Path) -> Pace:
+    flops = needed(point).flops * point.ranks
+    timed = max(4, min(200, round(SPAN_S * GUESS / flops)))
+    shape = {"context": point.context, "batch": point.batch, "warmup": 3, "timed": timed, "log_every": 1}
+    setting = Setting(point.layers, point.width // HEAD, point.width, **shape)
+    command = ours(setting, corpus_of(point.corpus, scratch), scratch, [*PLAIN_FP32, "data.sha256=null"])
+    workers = [f"ddp.nproc_per_node={point.ranks}"] if point.ranks > 1 else []
+    return pace([*command, *workers], scratch, OURS, setting.span)
+
+
+def swept(name: str, machine: Machine, repetitions: int, scratch: Path) -> dict[str, Any]:
+    sweep = SWEEPS[name]
+    points = {str(value): replace(Point(), **{name: value}) for value in sweep.values}
+    candidates = {key: partial(measure, point, scratch) for key, point in points.items()}
+    paces = alternate(f"{name}, a step", candidates, repetitions)
+    times = [[1e3 * run.cpu_s / points[key].ranks for run in runs] for key, runs in paces.items()]
+    walls = [[1e3 * run.wall_s for run in runs] for runs in paces.values()]
+    memory = [[run.peak_mb for run in runs] for runs in paces.values()]
+    laws = {
+        "time": fit(sweep.values, [median(one) for one in times], sweep.time_exponent),
+        "memory": fit(sweep.values, [median(one) for one in memory], sweep.memory_exponent),
+    }
+    return {
+        "values": list(sweep.values),
+        "cpu_ms": [spread(one) for one in times],
+        "wall_ms": [spread(one) for one in walls],
+        "memory_mb": [spread(one) for one in memory],
+        "limits": [limits(point, machine) for point in points.values()],
+        "laws": {kind: asdict(law) for kind, law in laws.items()},
+    }
+
+
+def told(law: dict[str, float], name: str, unit: str) -> str:
+    """`3.1 ms + 2.2 ms x layers^1`, or the one term that there is."""
+    power = f" x {name}" if law["exponent"] == 1 else f" x {name}^{law['exponent']:.3g}"
+    terms = [f"{law['constant']:.3g} {unit}"] * (law["constant"] > 0)
+    terms += [f"{law['factor']:.3g} {unit}{power}"] * (law["factor"] > 0)
+    return " + ".join(terms)
+
+
+def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
+    with plt.rc_context(STYLE):
+        figure, rows = plt.subplots(
+            2, len(sweeps), figsize=(2.3 * len(sweeps), 5.2), layout="constrained", facecolor="white", squeeze=False
+        )
+        for (name, sweep), axes in zip(sweeps.items(), rows.T, strict=True):
+            time = {"FLOPs / matmul rate": ("flops_ms", FLOPS), "bytes / bandwidth": ("bytes_ms", BYTES)}
+            panel(axes[0], sweep, "cpu_ms", "time", time)
+            panel(axes[1], sweep, "memory_mb", "memory", {"imports + bytes held": ("held_mb", BYTES)})
+            axes[0].set_title(told(sweep["laws"]["time"], name, "ms"), fontsize=8, loc="left")
+            axes[1].set_title(told(sweep["laws"]["memory"], name, "MB"), fontsize=8, loc="left")
+            axes[1].set_xlabel(name)
+        rows[0][0].set_ylabel("ms of a step")
+        rows[1][0].set_ylabel("MB, all ranks")
+        for row in rows:
+            row[0].legend(frameon=False, fontsize=7)
+        figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, metadata={"Date": None, "Creator": None})
+        plt.close(figure)
+
+
+def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]) -> None:
+    """Points, their law, and what lies below them."""
+    xs, fitted = sweep["values"], Law(**sweep["laws"][law])
+    axes.plot(xs, [fitted(x) for x in xs], color=LINE, linewidth=2, label="fit")
+    axes.plot(xs, [one["median"] for one in sweep[measured]], "o", color=POINTS, markersize=4, label="measured")
+    for label, (key, color) in floors.items():
+        axes.plot(xs, [limit[key] for limit in sweep["limits"]], "--", color=color, linewidth=1, label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(xs, [f"{x / 1e6:g}M" if x >= 100_000 else f"{x:g}" for x in xs])
+    axes.tick_params(axis="x", which="minor", bottom=False)
+    axes.minorticks_off()
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def shares(sweep: dict[str, Any]) -> list[float]:
+    """Of the matmul rate, at each point."""
+    return [limit["flops_ms"] / ms["median"] for limit, ms in zip(sweep["limits"], sweep["cpu_ms"], strict=True)]
+
+
+def table(sweeps: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name, sweep in sweeps.items():
+        row = [name, " .. ".join(f"{sweep['values'][i]:,}" for i in (0, -1))]
+        for key, kind, unit in (("cpu_ms", "time", "ms"), ("memory_mb", "memory", "MB")):
+            row += [
+                " .. ".join(f"{sweep[key][i]['median']:.3g}" for i in (0, -1)),
+                told(sweep["laws"][kind], name, unit),
+            ]
+        rows.append([*row, " .. ".join(f"{shares(sweep)[i]:.0%}" for i in (0, -1))])
+    return rows
+
+
+def readme(sweeps: dict[str, Any]) -> list[tuple[str, str]]:
+    times = [
+        told(sweep["laws"]["time"], name, "ms") for name, sweep in sweeps.items() if name not in ("corpus", "ranks")
+    ]
+    rows = [
+        ("CPU time of a step of `gpt` in fp32 as each of its sizes grows ([plot](docs/scaling.svg))", "; ".join(times))
+    ]
+    if "corpus" in sweeps:
+        xs, ms = sweeps["corpus"]["values"], [one["median"] for one in sweeps["corpus"]["cpu_ms"]]
+        what = f"the same with {xs[-1] / xs[0]:.0f} times as long a corpus"
+        rows.append((what, f"{ms[-1] / ms[0]:.2f} times"))
+    return rows
+
+
+def command_line() -> argparse.Namespace:
+    options = parser(__doc__, "scaling")
+    options.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
+    options.add_argument("--repetitions", type=int, default=2, help="of each point (default: %(default)s)")
+    options.add_argument("--svg", type=Path, default=ROOT / "docs" / "scaling.svg", help="default: %(default)s")
+    return options.parse_args()
+
+
+def main() -> None:
+    chosen = command_line()
+    machine = describe()
+    say(f"{machine}")
+    with tempfile.TemporaryDirectory(prefix="scaling-") as scratch:
+        sweeps = {name: swept(name, machine, chosen.repetitions, Path(scratch)) for name in chosen.sweeps}
+    base = "{layers} layers, {width} wide, context {context}, batch {batch}, {ranks} rank".format(**asdict(Point()))
+    rates = f"{machine.flops_per_s / 1e9:.0f} GFLOP/s a core, {machine.bytes_per_s / 1e9:.0f} GB/s"
+    caption = f"{base}, but for what grows; CPU time of a rank. Limits: matrices and memory as measured here, {rates}."
+    draw(chosen.svg, sweeps, caption)
+    if (size := chosen.svg.stat().st_size) > LIMIT_BYTES:
+        sys.exit(f"{chosen.svg} has {size / 1e3:.0f} kB, more than {LIMIT_BYTES / 1e3:.0f}")
+    results = {"base": asdict(Point()), "limits": asdict(machine), "sweeps": sweeps}
+    report(chosen.out, results, HEADER, table(sweeps), readme(sweeps))
+
+
+if __name__ == "__main__":
+    main()
