@@ -1,0 +1,128 @@
+"""Characters per second that are sampled, against nanoGPT: the same shape, one thread, on the CPU.
+
+6 layers, 6 heads, 384 wide, context 256, 500 new characters behind a prompt of one, temperature 0.8 and top_k 200 as
+in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts one after the other: its speed is
+that of one stream. Ours: `gpt`, the same architecture with as many weights, and `modern`, each in fp32 and
+bf16, one stream and ten at once. The weights are as they are drawn: how fast a text is made does not depend on them.
+
+Not the same is what happens behind the 256th character: nanoGPT reads the newest 256 anew for each, ours goes on from
+between 128 and 256 (`mingpt_ddp.generate.generate`).
+
+Every measurement has a process of its own; the clock runs from the finished model to the last character, after a few
+characters to warm up. Laying out the matrices is within. Characters per second of CPU time are the fairer figure where
+others compete for the cores. nanoGPT is not part of this project; give its checkout:
+
+    python benchmarks/sampling.py --nanogpt ~/nanoGPT
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import alternate, cell, compare, in_fresh_process, parser, report, spread
+
+SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
+CONTEXT, VOCABULARY = 256, 65
+CHARACTERS, WARM_UP = 500, 20
+TEMPERATURE, TOP_K = 0.8, 200
+HEADER = ["model", "precision", "streams", "characters/s", "nanoGPT characters/s", "ratio, pair by pair", "by CPU time"]
+NANOGPT = "nanogpt"
+Speed = tuple[float, float]  # characters per second, and per second of CPU time
+
+
+def clocked(work: Callable[[], Any], characters: int) -> Speed:
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return characters / (time.perf_counter() - wall), characters / (time.process_time() - cpu)
+
+
+def nanogpt(checkout: Path) -> Speed:
+    sys.path.insert(0, str(checkout))
+    import torch
+    from model import GPT, GPTConfig
+
+    torch.set_num_threads(1)
+    model = GPT(GPTConfig(block_size=CONTEXT, vocab_size=VOCABULARY, dropout=0.0, bias=False, **SHAPE)).eval()
+    prompt = torch.zeros(1, 1, dtype=torch.int64)
+    write = partial(model.generate, prompt, temperature=TEMPERATURE, top_k=TOP_K)
+    with torch.no_grad():
+        write(WARM_UP)
+        return clocked(lambda: write(CHARACTERS), CHARACTERS)
+
+
+def ours(name: str, precision: str, streams: int) -> Speed:
+    import torch
+
+    from mingpt_ddp.decoding import prepare
+    from mingpt_ddp.generate import generate
+
+    torch.set_num_threads(1)
+    prompt = torch.zeros(streams, 1, dtype=torch.int64)
+
+    def write(model: torch.nn.Module, characters: int) -> None:
+        prepare(model, precision, streams)
+        for _ in generate(model, prompt, characters, TEMPERATURE, TOP_K):
+            pass
+
+    write(built(name), WARM_UP)
+    model = built(name)
+    return clocked(lambda: write(model, CHARACTERS), CHARACTERS * streams)
+
+
+def built(name: str) -> Any:
+    from mingpt_ddp import groups
+    from mingpt_ddp.model import build_model
+
+    rest: dict[str, Any] = {"bias": False, "activation": "gelu"} if name == "gpt" else {}
+    config_of = {"gpt": "GPTConfig", "modern": "ModernConfig"}
+    config = getattr(groups, config_of[name])(name=name, architecture=name, dropout=0.0, **SHAPE, **rest)
+    return build_model(config, VOCABULARY, CONTEXT)
+
+
+def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    rows = []
+    for result in results:
+        streams = "one stream" if result["streams"] == 1 else f"{result['streams']} streams at once"
+        what = (
+            f"sampled characters against nanoGPT (fp32), by CPU time, one thread, 6 layers, 384 wide: {result['model']}"
+        )
+        rows.append((f"{what} in {result['precision']}, {streams}", f"{cell(result['ratio_cpu'], '.1f')} times"))
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__, "sampling")
+    options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
+    options.add_argument("--models", nargs="+", choices=["gpt", "modern"], default=["gpt", "modern"])
+    options.add_argument("--streams", nargs="+", type=int, default=[1, 10])
+    options.add_argument("--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)")
+    chosen = options.parse_args()
+    if not (chosen.nanogpt / "model.py").is_file():
+        sys.exit(f"--nanogpt {chosen.nanogpt} is not a checkout of nanoGPT: it has no model.py")
+    keys = [(m, p, s) for s in chosen.streams for m in chosen.models for p in ("fp32", "bf16")]
+    candidates: dict[str, Callable[[], Speed]] = {NANOGPT: partial(in_fresh_process, nanogpt, chosen.nanogpt.resolve())}
+    candidates |= {f"{m}, {p}, {s} streams": partial(in_fresh_process, ours, m, p, s) for m, p, s in keys}
+    measured = alternate("characters/s, characters/CPU s", candidates, chosen.repetitions)
+    wall, cpu = ({name: [pair[clock] for pair in pairs] for name, pairs in measured.items()} for clock in (0, 1))
+    results, rows = [], []
+    for (model, precision, streams), name in zip(keys, list(candidates)[1:], strict=True):
+        result = {"model": model, "precision": precision, "streams": streams, "per_s": spread(wall[name])}
+        result |= {"per_cpu_s": spread(cpu[name]), "ratio": compare(wall[name], wall[NANOGPT])}
+        result["ratio_cpu"] = compare(cpu[name], cpu[NANOGPT])
+        results.append(result)
+        ratios = [cell(result[kind], ".1f") for kind in ("ratio", "ratio_cpu")]
+        rows.append(
+            [model, precision, str(streams), cell(result["per_s"]), cell(spread(wall[NANOGPT]), ".1f"), *ratios]
+        )
+    theirs = {"per_s": spread(wall[NANOGPT]), "per_cpu_s": spread(cpu[NANOGPT])}
+    setting = SHAPE | {"context": CONTEXT, "characters": CHARACTERS, "threads": 1}
+    report(chosen.out, {"setting": setting, NANOGPT: theirs, "ours": results}, HEADER, rows, readme(results))
+
+
+if __name__ == "__main__":
+    main()
