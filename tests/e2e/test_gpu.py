@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from launching import TINY, call, python_main
+from launching import ROOT, TINY, call, python_main
+
+from mingpt_ddp.decoding import prepare
+from mingpt_ddp.generate import generate
+from mingpt_ddp.groups import GPTConfig
+from mingpt_ddp.model import build_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -38,3 +44,43 @@ def test_one_rank_per_gpu(tmp_path):
     done = call([*python_main(), *options], tmp_path)
     assert done.returncode == 2
     assert "has no GPU" in done.stdout
+
+
+def some_gpt(device: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = build_model(GPTConfig("test", "gpt", 2, 2, 32, 0.0, True, "gelu"), 17, 12)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(device)
+
+
+@pytest.mark.parametrize("length", [1, 12])
+def test_a_recorded_step_writes_what_the_cpu_writes(length):
+    """Through several windows, and for several texts at once."""
+    tokens = torch.arange(3 * length).view(3, length) % 17
+    texts = [
+        torch.stack(list(generate(some_gpt(device), tokens.to(device), 40, temperature=0))).cpu()
+        for device in ("cpu", "cuda")
+    ]
+    assert torch.equal(*texts)
+
+
+def test_sampling_in_bf16_repeats():
+    texts = []
+    for _ in range(2):
+        model = some_gpt("cuda")
+        prepare(model, "bf16", 2)
+        assert next(model.parameters()).dtype == torch.bfloat16
+        generator = torch.Generator("cuda").manual_seed(1)
+        prompt = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
+        texts.append(torch.stack(list(generate(model, prompt, 40, generator=generator))))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_sample_on_a_gpu(precision, tmp_path):
+    assert call([*python_main(), *TINY, "trainer.device=cuda", "run.name=a"], tmp_path).returncode == 0
+    command = [sys.executable, str(ROOT / "sample.py"), "snapshot=outputs/a", "device=cuda", f"precision={precision}"]
+    done = call([*command, "max_new_tokens=100"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert len(done.stdout) >= 100
