@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,8 @@ class Law:
     exponent: float
     error: float  # of the points, relative, root of the mean square
 
-    def __call__(self, x: float) -> float:
+    def __call__(self, x: Any) -> Any:
+        """At a number or at an array of them."""
         return self.constant + self.factor * x**self.exponent
 
 

@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import matplotlib
+import numpy as np
 from common import ROOT, alternate, corpus_path, parser, report, say, spread
 from fits import Law, fit
 from limits import HEAD, Machine, Point, describe, limits, needed
@@ -34,6 +35,7 @@ from trainers import OURS, PLAIN_FP32, Setting, ours
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 HEADER = ["against", "from .. to", "a step, ms", "its law", "memory, MB", "its law", "of the matmul rate"]
 LIMIT_BYTES = 60_000
@@ -113,19 +115,26 @@ def told(law: dict[str, float], name: str, unit: str) -> str:
 def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
     with plt.rc_context(STYLE):
         figure, rows = plt.subplots(
-            2, len(sweeps), figsize=(2.3 * len(sweeps), 5.2), layout="constrained", facecolor="white", squeeze=False
+            2, len(sweeps), figsize=(2.2 * len(sweeps), 5.2), layout="constrained", facecolor="white", squeeze=False
         )
         for (name, sweep), axes in zip(sweeps.items(), rows.T, strict=True):
             time = {"FLOPs / matmul rate": ("flops_ms", FLOPS), "bytes / bandwidth": ("bytes_ms", BYTES)}
             panel(axes[0], sweep, "cpu_ms", "time", time)
             panel(axes[1], sweep, "memory_mb", "memory", {"imports + bytes held": ("held_mb", BYTES)})
-            axes[0].set_title(told(sweep["laws"]["time"], name, "ms"), fontsize=8, loc="left")
-            axes[1].set_title(told(sweep["laws"]["memory"], name, "MB"), fontsize=8, loc="left")
+            axes[0].set_yscale("log")
+            axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes[0].yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
+            axes[0].yaxis.set_minor_locator(NullLocator())
+            axes[1].set_ylim(bottom=0)
+            for cost, kind, unit in zip(axes, ("time", "memory"), ("ms", "MB"), strict=True):
+                cost.set_title(told(sweep["laws"][kind], name, unit).replace(" + ", " +\n"), fontsize=8, loc="left")
             axes[1].set_xlabel(name)
         rows[0][0].set_ylabel("ms of a step")
         rows[1][0].set_ylabel("MB, all ranks")
-        for row in rows:
-            row[0].legend(frameon=False, fontsize=7)
+        lines = {line.get_label(): line for row in rows for line in row[0].get_lines()}
+        figure.legend(
+            handles=list(lines.values()), loc="outside upper left", ncols=len(lines), frameon=False, fontsize=8
+        )
         figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, metadata={"Date": None, "Creator": None})
@@ -135,15 +144,13 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
 def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]) -> None:
     """Points, their law, and what lies below them."""
     xs, fitted = sweep["values"], Law(**sweep["laws"][law])
-    axes.plot(xs, [fitted(x) for x in xs], color=LINE, linewidth=2, label="fit")
+    axes.plot(curve := np.geomspace(xs[0], xs[-1], 30), fitted(curve), color=LINE, linewidth=2, label="fit")
     axes.plot(xs, [one["median"] for one in sweep[measured]], "o", color=POINTS, markersize=4, label="measured")
     for label, (key, color) in floors.items():
         axes.plot(xs, [limit[key] for limit in sweep["limits"]], "--", color=color, linewidth=1, label=label)
     axes.set_xscale("log")
-    axes.set_yscale("log")
     axes.set_xticks(xs, [f"{x / 1e6:g}M" if x >= 100_000 else f"{x:g}" for x in xs])
-    axes.tick_params(axis="x", which="minor", bottom=False)
-    axes.minorticks_off()
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(color=GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
 
