@@ -72,7 +72,7 @@ def _can_pack() -> bool:
 
 def _pack(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
+        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
             setattr(module, name, PackedLinear(child, dtype, batch))
         else:
             _pack(child, dtype, batch)

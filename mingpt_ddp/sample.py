@@ -8,8 +8,9 @@ max_new_tokens  characters to generate
 temperature     below 1 is cautious, above 1 is bold, 0 always takes the likeliest character
 top_k, top_p    only the k likeliest characters; only the likeliest that together have probability p
 seed, samples   another seed gives another text; how many texts
-device          auto (the GPU if there is one), cpu or cuda; a seed gives another text on another device
-precision       auto (bf16 where the hardware is fast at it), fp32 or bf16
+device          auto (the GPU if there is one), cpu or cuda
+precision       auto (bf16 where the hardware is fast at it), fp32 or bf16; with another device or precision the same
+                seed may give another text
 code            your Python file that registers the model, if it is none of ours
 """
 

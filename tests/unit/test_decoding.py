@@ -52,6 +52,25 @@ def test_every_matrix_of_a_block_is_packed():
     assert layers == [PackedLinear] * 2 * 4
 
 
+class Doubled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Named(nn.Linear):
+    """What another part of a program tells by its type."""
+
+
+def test_a_layer_that_computes_something_else_stays_as_it_is():
+    model = nn.Sequential(Doubled(4, 4), Named(4, 4))
+    x = torch.arange(4.0)
+    expected = model(x)
+    prepare(model, "fp32", batch=1)
+    assert type(model[0]) is Doubled
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), expected)
+
+
 def test_greedy_text_of_packed_matrices_is_the_same():
     model, prepared = drawn(True), drawn(True)
     prepare(prepared, "fp32", batch=3)
