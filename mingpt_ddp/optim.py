@@ -63,7 +63,7 @@ def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
 
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
 
 
 BUILDERS["optimizer"].update(adamw=_adamw, sgd=_sgd)

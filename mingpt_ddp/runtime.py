@@ -89,6 +89,7 @@ class Runtime(Ranks):
         _set_determinism(config.trainer.deterministic)
         if self.device.type == "cuda":
             complete()
+            torch.cuda.init()  # from here on its generator is seeded with the others
             torch.cuda.set_device(self.device)
         super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
         if self.device.type == "cuda" and config.ddp.backend in ("auto", "nccl"):

@@ -19,8 +19,11 @@ def key_to_seed(*keys: int | str) -> int:
 
 
 def seed_everything(*keys: int | str) -> None:
-    """Make torch's global generators, on every device, a function of the keys."""
-    torch.manual_seed(key_to_seed(*keys))
+    """Make torch's global generators, on the CPU and on every GPU in use, a function of the keys."""
+    seed = key_to_seed(*keys)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # torch.manual_seed would note down a stack trace for a GPU that is not in use
+        torch.cuda.manual_seed_all(seed)
 
 
 def permuted(positions: Ints, n: int, key: int) -> Ints:

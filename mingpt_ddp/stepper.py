@@ -5,7 +5,6 @@ It knows no rank and no GPT: a model is anything that turns (x, y) into a mean l
 
 from __future__ import annotations
 
-import math
 import time
 
 import torch
@@ -33,6 +32,7 @@ class Stepper:
     ) -> None:
         self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
         self.model, self.optimizer = model, optimizer
+        self.parameters = list(model.parameters())
         self.wrapped = runtime.wrap(model)
         self.data_s = 0.0  # seconds that the last batch took to fetch
 
@@ -72,8 +72,15 @@ class Stepper:
     def clip(self) -> Tensor:
         """The norm of the gradients before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
-        limit = self.config.trainer.grad_norm_clip or math.inf
-        return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), device=self.runtime.device)
+        # As nn.utils.clip_grad_norm_ has it for a GPU; on a CPU that goes through Python for each parameter.
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if self.config.trainer.grad_norm_clip is not None:
+            scale = self.config.trainer.grad_norm_clip / (norm + 1e-6)
+            torch._foreach_mul_(gradients, scale.clamp(max=1.0))  # whether it is below 1 only the device knows
+        return norm
 
     def update(self, step: int) -> float:
         """Change the weights; the learning rate that did."""

@@ -1,0 +1,55 @@
+"""One step: what it costs nothing to leave out must not change what it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from torch import nn
+
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.loader import BatchPlan
+from mingpt_ddp.place import Place
+from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.seeds import key_to_seed, seed_everything
+from mingpt_ddp.stepper import Stepper
+
+
+def stepper(model: nn.Module, *overrides: str) -> Stepper:
+    config = from_mapping(configure("model=gpt_nano", *overrides))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Stepper(config, Runtime(config, Place()), None, BatchPlan(1, 1, 1), model, optimizer, steps=1)
+
+
+def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(4, 4)).to(dtype)
+    for parameter in model[:2].parameters():  # the last layer has none
+        parameter.grad = scale * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("scale", [1e-3, 10.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("limit", [0.5, None])
+def test_clipping_is_that_of_torch(scale, limit):
+    ours, theirs = with_gradients(scale), with_gradients(scale)
+    norm = stepper(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip()
+    expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
+    assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        if other.grad is None:
+            assert one.grad is None
+        elif limit is not None or scale < float("inf"):  # without a limit torch multiplies by inf / inf
+            assert torch.equal(one.grad.nan_to_num(), other.grad.nan_to_num())
+
+
+def test_a_model_that_has_no_gradient():
+    model = nn.Linear(1, 1)
+    assert stepper(model).clip() == 0
+
+
+def test_the_seed_is_that_of_torch():
+    seed_everything("dropout", 1, 2, 3)
+    ours = torch.get_rng_state()
+    torch.manual_seed(key_to_seed("dropout", 1, 2, 3))
+    assert torch.equal(ours, torch.get_rng_state())
