@@ -68,6 +68,10 @@ class Config:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
+# Keys of trainer that change no number of the run.
+BESIDE = ("log_every", "eval_every", "sample_every", "prune", "prune_after", "activation_checkpointing")
+
+
 def made_by(values: dict[str, Any]) -> dict[str, Any]:
     """Of the plain values of a configuration those that make the training.
 
@@ -75,7 +79,7 @@ def made_by(values: dict[str, Any]) -> dict[str, Any]:
     them, so that two seeds are two runs; a user's code is not, so that a run goes on when a mistake in it has been
     mended.
     """
-    beside = {"data": ("cache_dir",), "trainer": ("log_every", "eval_every", "sample_every", "prune", "prune_after")}
+    beside = {"data": ("cache_dir",), "trainer": BESIDE}
     groups = ("model", "optimizer", "data", "trainer")
     made = {g: {k: v for k, v in values[g].items() if k not in (*beside.get(g, ()), *WHERE)} for g in groups}
     return {**made, "seed": values["run"]["seed"]}

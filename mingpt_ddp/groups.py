@@ -180,7 +180,7 @@ class TrainerConfig:
     micro_batch_size: int | None  # sequences per rank per forward; null: the largest that fits the first start
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16", "fp16"]  # auto: bf16 on a GPU that has it, else fp32
-    compile: bool  # torch.compile the model
+    compile: bool | Literal["auto", "cuda_graphs"]  # torch.compile; auto: on a GPU (mingpt_ddp/compiling.py)
     grad_norm_clip: float | None  # largest global gradient norm; null: no clipping
     log_every: int  # steps
     eval_every: int | None  # steps; there is always a final evaluation
@@ -190,6 +190,7 @@ class TrainerConfig:
     deterministic: bool  # bit-identical results on a GPU too, slower there
     prune: Literal["none", "median"] = "none"  # end a sweep's jobs that do worse than most (mingpt_ddp/prune.py)
     prune_after: int = 500  # steps that each of them gets
+    activation_checkpointing: bool = False  # less memory, a third more time, the same numbers (mingpt_ddp/recompute.py)
 
     def __post_init__(self) -> None:
         limits = (self.max_epochs, self.max_steps)

@@ -53,7 +53,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
         kept: the micro-batch size of the snapshot that is resumed.
 
     Raises:
-        ConfigError: more ranks than micro-batches.
+        ConfigError: more ranks than micro-batches, or several of them for CUDA graphs.
     """
     batch = trainer.batch_size
     micro = trainer.micro_batch_size or kept
@@ -65,6 +65,11 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
         raise ConfigError(
             f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for {world_size} ranks; "
             f"use at most {plan.n_micro} ranks, or a new run with a larger batch or smaller micro-batches"
+        )
+    if trainer.compile == "cuda_graphs" and plan.n_micro > 1:  # they keep gradients where the next pass puts its own
+        raise ConfigError(
+            f"trainer.compile=cuda_graphs takes a step in one pass, trainer.batch_size={batch} makes {plan.n_micro} of "
+            f"{micro} sequences; use trainer.compile=true"
         )
     return plan
 

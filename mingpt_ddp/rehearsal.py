@@ -7,11 +7,13 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.compiling import check_compiles
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.loader import MicroBatch
 from mingpt_ddp.model import build_model, flops_per_token
 from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.recompute import recompute_blocks
 from mingpt_ddp.registry import blaming
 from mingpt_ddp.runtime import Runtime, evaluating
 from mingpt_ddp.seeds import seed_everything
@@ -34,6 +36,8 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
         check_savable(first.model, first.optimizer)
         first.check_scores(x[:, :1])  # as sampling begins
         first.check_scores(runtime.to_device(batch.x[:1]))
+        if runtime.compiles:
+            check_compiles(first.model, config, x, y)
         fresh = first.digest()
         first.step(1, x, y)
         check_savable(first.model, first.optimizer)
@@ -69,6 +73,8 @@ class _Copy:
         self.config, self.runtime, self.vocab_size = config, runtime, vocab_size
         seed_everything("weights", config.run.seed)
         self.model: nn.Module = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
+        if config.trainer.activation_checkpointing:
+            recompute_blocks(self.model)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.unused: list[str] = []  # parameters without a gradient in the last step
 

@@ -28,6 +28,7 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.peak import Utilisation
 from mingpt_ddp.place import started_at
 from mingpt_ddp.prune import MedianRule
+from mingpt_ddp.recompute import recompute_blocks
 from mingpt_ddp.registry import uses_own_code
 from mingpt_ddp.rehearsal import rehearse
 from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, run_directory
@@ -92,8 +93,8 @@ def run(
 
         seed_everything("weights", config.run.seed)
         model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
-        if config.trainer.compile:
-            model.compile()
+        if config.trainer.activation_checkpointing:
+            recompute_blocks(model)
         optimizer = build_optimizer(model, config.optimizer)
         position = saver.restore(found, model, optimizer) if found else Position(world_size=runtime.world_size)
         evaluator = Evaluator(corpus.val, config.data.block_size, runtime)

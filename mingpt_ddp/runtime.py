@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mingpt_ddp.compiling import compiled, compiles, one_line, overlap
 from mingpt_ddp.config import Config
 from mingpt_ddp.eager import complete, without_compiler
 from mingpt_ddp.errors import ConfigError
@@ -80,10 +81,13 @@ class Runtime(Ranks):
         Args:
             job: the number of the job in a sweep; every job has a process group of its own.
         """
-        self.ddp, self.compiles = config.ddp, config.trainer.compile
-        if not self.compiles:
-            without_compiler()
+        self.config, self.ddp = config, config.ddp
         self.device = choose_device(config.trainer, config.ddp, place)
+        self.compiles = compiles(config, self.device)
+        if self.compiles:
+            complete()
+        else:
+            without_compiler()
         self.precision = _precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         _set_determinism(config.trainer.deterministic)
@@ -111,11 +115,13 @@ class Runtime(Ranks):
     # The model's surroundings.
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model behind DistributedDataParallel, its weights those of rank 0."""
+        """The model for training: compiled, and behind DistributedDataParallel, its weights those of rank 0."""
+        if self.world_size > 1 and self.ddp.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if self.compiles:
+            model = compiled(model, self.config)
         if self.world_size == 1:
             return model
-        if self.ddp.sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         wrapped = DDP(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -124,33 +130,45 @@ class Runtime(Ranks):
             static_graph=self.ddp.static_graph,
             find_unused_parameters=self.ddp.find_unused_parameters,
         )
+        if self.compiles:
+            overlap(wrapped, self.config.trainer.activation_checkpointing)
         wrapped._set_ddp_runtime_logging_sample_rate(SAMPLED_STEPS)
         if self.ddp.comm_hook == "fp16":
             wrapped.register_comm_hook(None, fp16_compress_hook)
         return wrapped
 
     def settle(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        """Two throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
+        """Throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
 
         DDP regroups its buckets after the first backward, and three or more ranks add up another grouping in another
-        order.
+        order. What is compiled is compiled in the first, and CUDA graphs are recorded in the second.
+
+        Raises:
+            ConfigError: it cannot be compiled.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 and not self.compiles:
             return
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for _ in range(2):
-            with self.autocast():
-                loss = model(x, y)
-            loss.backward()
-            model.zero_grad(set_to_none=True)
+        with one_line(self.config) if self.compiles else nullcontext():
+            for _ in range(3 if self.compiles else 2):
+                self.begin_step()
+                with self.autocast():
+                    loss = model(x, y)
+                loss.backward()
+                del loss
+                model.zero_grad(set_to_none=True)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
 
+    def begin_step(self) -> None:
+        """What CUDA graphs left in their memory in the last step is no longer needed."""
+        if self.config.trainer.compile == "cuda_graphs":
+            torch.compiler.cudagraph_mark_step_begin()
+
     def share_buffers(self, model: nn.Module) -> None:
         """Give all ranks what rank 0's forward passes have made of the buffers, which each snapshot has once."""
-        buffers = list(model.buffers())
-        if self.world_size > 1 and buffers:
-            for buffer in buffers:
+        if self.world_size > 1:
+            for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
     def communication(self, model: nn.Module) -> tuple[float, float]:

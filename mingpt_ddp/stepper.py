@@ -5,6 +5,7 @@ It knows no rank and no GPT: a model is anything that turns (x, y) into a mean l
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
@@ -15,6 +16,8 @@ from mingpt_ddp.loader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.optim import lr_at
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import seed_everything
+
+log = logging.getLogger(__name__)
 
 
 class Stepper:
@@ -37,11 +40,17 @@ class Stepper:
         self.data_s = 0.0  # seconds that the last batch took to fetch
 
     def settle(self) -> None:
+        """What has to come before the first step and counts in no speed, compiling for one."""
+        self.runtime.at("preparing the first step")
+        begin = time.perf_counter()
         first = self.loader.step(1, self.plan, self.runtime.rank)[0]
         self.runtime.settle(self.wrapped, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
+        if self.runtime.compiles:
+            log.info("compiled in %.1f s", time.perf_counter() - begin)
 
     def gradients(self, step: int) -> Tensor:
         """Add up the gradients of the step's mean loss; this rank's share of that loss."""
+        self.runtime.begin_step()
         loss = torch.zeros((), device=self.runtime.device)
         batch = self._fetch(step)
         for micro in batch:

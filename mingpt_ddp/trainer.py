@@ -88,7 +88,9 @@ class Trainer:
 
         Whatever happens, the newest snapshot is whole.
         """
+        begin = time.perf_counter()
         self.stepper.settle()
+        self.journal.meter.pause(time.perf_counter() - begin)
         try:
             self._catch_up()
             while self.position.step < self.steps and self._ended is None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from launching import ROOT, TINY, call, python_main
+from multiprocess.ranks import configure
 
+from mingpt_ddp.config import from_mapping
 from mingpt_ddp.decoding import prepare
 from mingpt_ddp.generate import generate
 from mingpt_ddp.groups import GPTConfig
+from mingpt_ddp.history import METRICS, read_history
+from mingpt_ddp.loader import Loader, plan_batches
+from mingpt_ddp.metrics import Meter
 from mingpt_ddp.model import build_model
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.place import Place
+from mingpt_ddp.recompute import recompute_blocks
+from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.stepper import Stepper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -21,11 +32,13 @@ def weights(run: Path) -> bytes:
     return (run / "snapshots" / "step_00000012" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("compiled", ["false", "true", "cuda_graphs"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_in_two_parts_equals_the_whole(precision, tmp_path):
+def test_a_run_in_two_parts_equals_the_whole(precision, compiled, tmp_path):
     options = [*TINY, "model.dropout=0.1", "trainer.device=cuda", "trainer.deterministic=true"]
-    options += [f"trainer.precision={precision}", "optimizer.schedule_steps=12"]
-    assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
+    options += [f"trainer.precision={precision}", "optimizer.schedule_steps=12", f"trainer.compile={compiled}"]
+    whole = call([*python_main(), *options, "run.name=whole"], tmp_path)
+    assert whole.returncode == 0, whole.stdout
     for steps in (8, 12):
         done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
         assert done.returncode == 0, done.stdout
@@ -37,6 +50,61 @@ def test_compiled_and_under_torchrun(tmp_path):
     done = call([*python_main(), *options, "run.name=a"], tmp_path, timeout=280)
     assert done.returncode == 0, done.stdout
     assert "cuda in bf16" in done.stdout
+
+
+def test_compiled_steps_are_those_of_eager_ones(tmp_path):
+    """Without dropout, which compiled code draws in an order of its own; with evaluation and samples in between."""
+    losses = {}
+    for compiled in ("false", "true", "cuda_graphs"):
+        options = [
+            *TINY,
+            "trainer.device=cuda",
+            "trainer.precision=fp32",
+            "model.dropout=0.0",
+            "trainer.sample_every=5",
+        ]
+        options += [f"trainer.compile={compiled}", f"run.name={compiled}"]
+        done = call([*python_main(), *options], tmp_path, timeout=280)
+        assert done.returncode == 0, done.stdout
+        assert ("compiled in" in done.stdout) == (compiled != "false")
+        losses[compiled] = read_history(tmp_path / "outputs" / compiled / METRICS).series("train_loss")
+    assert len(losses["false"]) == 12
+    for compiled in ("true", "cuda_graphs"):
+        for (step, loss), (_, eager) in zip(losses[compiled], losses["false"], strict=True):
+            assert loss == pytest.approx(eager, abs=2e-3), (compiled, step)
+
+
+@pytest.mark.parametrize("recomputed", ["false", "true"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_step_does_not_wait_for_the_device(precision, recomputed):
+    options = ["trainer.device=cuda", f"trainer.precision={precision}", "trainer.compile=false", "model=gpt_nano"]
+    options += ["model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
+    config = from_mapping(configure(*options, f"trainer.activation_checkpointing={recomputed}"))
+    runtime = Runtime(config, Place())
+    model = build_model(config.model, 65, 16).to(runtime.device)
+    if config.trainer.activation_checkpointing:
+        recompute_blocks(model)
+    loader = Loader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
+    optimizer = build_optimizer(model, config.optimizer)
+    stepper = Stepper(config, runtime, loader, plan_batches(config.trainer, 1), model, optimizer, steps=9)
+    meter = Meter(runtime, tokens_per_step=64)
+
+    def step(number: int) -> None:
+        loss = stepper.gradients(number)
+        norm = stepper.clip()
+        stepper.update(number)
+        meter.record(loss, norm, stepper.data_s)
+
+    step(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in (2, 3, 4):
+            step(number)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            meter.read()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 0 < meter.read().loss < 10
 
 
 def test_one_rank_per_gpu(tmp_path):

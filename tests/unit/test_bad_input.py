@@ -186,7 +186,7 @@ CASES = [
     ("optimizer.lr=null", "config error: optimizer.lr=null must be a finite number"),
     ("optimizer.betas=[0.9]", "config error: optimizer.betas=[0.9] must be a list of 2 values"),
     ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a whole number"),
-    ("trainer.compile=1", "config error: trainer.compile=1 must be true or false"),
+    ("trainer.compile=1", "config error: trainer.compile=1 must be true or false or auto or cuda_graphs"),
     ("run.seed=[1]", "config error: run.seed=[1] must be a whole number"),
     ("trainer.device=tpu", "config error: trainer.device='tpu' must be one of auto, cpu, cuda"),
     ("optimizer.schedule=cubic", "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd"),

@@ -1,0 +1,132 @@
+"""torch.compile around the training step: nothing is compiled in the middle of a run, and resuming is exact."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from launching import TINY
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mingpt_ddp import compiling
+from mingpt_ddp.config import Config, from_mapping
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.loader import plan_batches
+from mingpt_ddp.place import find_place
+from mingpt_ddp.run import run
+from mingpt_ddp.runtime import Runtime
+from multiprocess.ranks import Ranks, configure
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
+    """Validation loss and number of graphs of each run. What is compiled after the first step is an error.
+
+    The backend makes graphs as the real one does, but no machine code of them, which takes half a minute.
+    """
+    from torch._dynamo.utils import counters
+
+    compiling.BACKEND = "aot_eager"
+    logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
+    settle = Runtime.settle
+
+    def settle_then_forbid(self: Runtime, *arguments: Any) -> None:
+        torch.compiler.set_stance("default")
+        settle(self, *arguments)
+        torch.compiler.set_stance("fail_on_recompile")
+
+    Runtime.settle = settle_then_forbid
+    results = []
+    for job, values in enumerate(configs):
+        counters.clear()
+        config = from_mapping(values)
+        runtime = Runtime(config, find_place(), job)
+        loss = run(config, runtime, {})
+        runtime.close()
+        results.append((loss, counters["stats"]["unique_graphs"]))
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "recomputed"), [(1, False), (2, True)])
+def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
+    """With dropout, accumulation, evaluation whose last window is short, and samples."""
+
+    def settings(name: str, steps: int, *overrides: str) -> dict[str, Any]:
+        places = [f"run.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", f"run.name={name}"]
+        often = ["trainer.eval_every=2", "trainer.sample_every=2", "optimizer.schedule_steps=6"]
+        small = ["model.n_layer=1", "model.dropout=0.1", "trainer.micro_batch_size=3", f"trainer.max_steps={steps}"]
+        more = [f"trainer.activation_checkpointing={recomputed}", "trainer.compile=true"]
+        return configure(*TINY, *often, *small, *more, *places, *overrides)
+
+    eager = settings("eager", 6, "trainer.compile=false", "trainer.activation_checkpointing=false")
+    configs = [settings("whole", 6), settings("parts", 3), settings("parts", 6), eager]
+    with Ranks(world_size, train, tmp_path / "ranks", configs=configs) as ranks:
+        results = ranks.results(timeout=240)
+    assert results[0] == results[-1]
+    graphs = [graphs for _, graphs in results[0]]
+    assert graphs == [1, 1, 1, 0]
+    whole, _, parts, plain = (loss for loss, _ in results[0])
+    assert whole == parts
+    assert whole == pytest.approx(plain, abs=1e-4)
+    files = [tmp_path / name / "snapshots" / "step_00000006" / "model.safetensors" for name in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert "compiled in" in (tmp_path / "whole" / "main.rank0.log").read_text()
+
+
+def config(*overrides: str) -> Config:
+    return from_mapping(configure(*overrides))
+
+
+def test_auto_means_our_models_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(compiling, "_missing", lambda device: None)
+    own = config("+model.code=mine.py")
+    assert compiling.compiles(config(), GPU)
+    assert not compiling.compiles(own, GPU)
+    assert not compiling.compiles(config(), CPU)
+    assert compiling.compiles(config("trainer.compile=true"), CPU)
+    assert compiling.compiles(config("+model.code=mine.py", "trainer.compile=true"), GPU)
+    assert not compiling.compiles(config("trainer.compile=false"), GPU)
+    with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
+        compiling.compiles(config("trainer.compile=cuda_graphs"), CPU)
+    monkeypatch.setattr(compiling, "_missing", lambda device: "a compiler")
+    assert not compiling.compiles(config(), GPU)
+
+
+def test_without_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"trainer.compile=true needs a compiler \(g\+\+ or clang\+\+\)"):
+        compiling.compiles(config("trainer.compile=true"), CPU)
+
+
+def test_cuda_graphs_take_a_step_in_one_pass():
+    trainer = config("trainer.compile=cuda_graphs", "trainer.batch_size=12").trainer
+    assert plan_batches(trainer, 1).n_micro == 1
+    with pytest.raises(ConfigError, match="makes 2 of 6 sequences"):
+        plan_batches(trainer, 2)
+
+
+class Printing(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        print("no graph holds this" if x.sum().item() > 0 else "nor that")
+        return (x - y).float().mean()
+
+
+def test_what_is_not_one_graph_is_one_line():
+    ones = torch.ones(2, 3)
+    with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
+        compiling.check_compiles(Printing(), config("trainer.compile=true"), ones, ones)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("mib", "checkpointing", "cuts"), [(25, False, True), (0.5, False, False), (25, True, False)])
+def test_where_torch_can_cut_the_graph(mib, checkpointing, cuts):
+    wrapped = DDP.__new__(DDP)
+    vars(wrapped)["bucket_bytes_cap"] = mib * 2**20
+    compiling.overlap(wrapped, checkpointing)
+    assert torch._dynamo.config.optimize_ddp is cuts
+    torch._dynamo.config.optimize_ddp = True
