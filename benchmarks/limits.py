@@ -14,7 +14,6 @@ from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model.gpt import GPT
 from mingpt_ddp.peak import matmul_rate, memory_rate
 
-TRIES = 5  # to find out what the machine can do at most
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
 
 
@@ -35,6 +34,11 @@ class Machine:
     flops_per_s: float  # of one core
     bytes_per_s: float
     imports_mb: float  # resident memory of a process that has imported what a run imports
+
+    def or_better(self, other: Machine) -> Machine:
+        """The best of two looks: what others do on the machine at that moment only lowers the rates."""
+        rates = max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s)
+        return Machine(*rates, min(self.imports_mb, other.imports_mb))
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,7 @@ def limits(point: Point, machine: Machine) -> dict[str, float]:
 def measured_rates() -> tuple[float, float]:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    tries = [(matmul_rate(device, torch.float32), memory_rate(device)) for _ in range(TRIES)]
-    flops, memory = (max(rates) for rates in zip(*tries, strict=True))  # a limit is what was ever reached
-    return flops, memory
+    return matmul_rate(device, torch.float32), memory_rate(device)
 
 
 def describe() -> Machine:

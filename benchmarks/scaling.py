@@ -17,30 +17,33 @@ fp32 could do without:
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import matplotlib
 import numpy as np
-from common import ROOT, alternate, corpus_path, parser, report, say, spread
+from common import ROOT, alternate, corpus_path, parser, report, spread
 from fits import Law, fit
-from limits import HEAD, Machine, Point, describe, limits, needed
+from limits import HEAD, Point, describe, limits, needed
 from stopwatch import Pace, pace
 from trainers import OURS, PLAIN_FP32, Setting, ours
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 HEADER = ["against", "from .. to", "a step, ms", "its law", "memory, MB", "its law", "of the matmul rate"]
 LIMIT_BYTES = 60_000
 INK, POINTS, LINE, FLOPS, BYTES, GRID = "#24292f", "#c2410c", "#8fb3d9", "#15803d", "#7c3aed", "#e5e7eb"
-STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.family": "sans-serif", "font.size": 9}
+STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.family": "sans-serif", "font.size": 9}
+STYLE["font.sans-serif"] = ["DejaVu Sans"]  # no list: it would stand in every text
 STYLE |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID}
 SPAN_S = 1.5  # of CPU time that the steps of a point are meant to take
 GUESS = 5e10  # FLOP/s at which it would
@@ -82,9 +85,12 @@ def measure(point: Point, scratch: Path) -> Pace:
     return pace([*command, *workers], scratch, OURS, setting.span)
 
 
-def swept(name: str, machine: Machine, repetitions: int, scratch: Path) -> dict[str, Any]:
-    sweep = SWEEPS[name]
-    points = {str(value): replace(Point(), **{name: value}) for value in sweep.values}
+def points_of(name: str) -> dict[str, Point]:
+    return {str(value): replace(Point(), **{name: value}) for value in SWEEPS[name].values}
+
+
+def swept(name: str, repetitions: int, scratch: Path) -> dict[str, Any]:
+    sweep, points = SWEEPS[name], points_of(name)
     candidates = {key: partial(measure, point, scratch) for key, point in points.items()}
     paces = alternate(f"{name}, a step", candidates, repetitions)
     times = [[1e3 * run.cpu_s / points[key].ranks for run in runs] for key, runs in paces.items()]
@@ -99,7 +105,6 @@ def swept(name: str, machine: Machine, repetitions: int, scratch: Path) -> dict[
         "cpu_ms": [spread(one) for one in times],
         "wall_ms": [spread(one) for one in walls],
         "memory_mb": [spread(one) for one in memory],
-        "limits": [limits(point, machine) for point in points.values()],
         "laws": {kind: asdict(law) for kind, law in laws.items()},
     }
 
@@ -122,10 +127,11 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
             panel(axes[0], sweep, "cpu_ms", "time", time)
             panel(axes[1], sweep, "memory_mb", "memory", {"imports + bytes held": ("held_mb", BYTES)})
             axes[0].set_yscale("log")
-            axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 3)))
             axes[0].yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
             axes[0].yaxis.set_minor_locator(NullLocator())
             axes[1].set_ylim(bottom=0)
+            axes[1].yaxis.set_major_locator(MaxNLocator(4))
             for cost, kind, unit in zip(axes, ("time", "memory"), ("ms", "MB"), strict=True):
                 cost.set_title(told(sweep["laws"][kind], name, unit).replace(" + ", " +\n"), fontsize=8, loc="left")
             axes[1].set_xlabel(name)
@@ -136,22 +142,32 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
             handles=list(lines.values()), loc="outside upper left", ncols=len(lines), frameon=False, fontsize=8
         )
         figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, metadata={"Date": None, "Creator": None})
+        drawing = StringIO()
+        figure.savefig(drawing, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(shortened(drawing.getvalue()), encoding="utf-8")
+
+
+def shortened(svg: str) -> str:
+    """Without indentation and rotations by nothing, points to a hundredth: a third less."""
+    for pattern, instead in ((r"\n *", "\n"), (r' transform="rotate\(-0 [^"]*"', ""), (r"(\.\d\d)\d+", r"\1")):
+        svg = re.sub(pattern, instead, svg)
+    return svg
 
 
 def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]) -> None:
     """Points, their law, and what lies below them."""
     xs, fitted = sweep["values"], Law(**sweep["laws"][law])
-    axes.plot(curve := np.geomspace(xs[0], xs[-1], 30), fitted(curve), color=LINE, linewidth=2, label="fit")
+    axes.plot(curve := np.geomspace(xs[0], xs[-1], 12), fitted(curve), color=LINE, linewidth=2, label="fit")
     axes.plot(xs, [one["median"] for one in sweep[measured]], "o", color=POINTS, markersize=4, label="measured")
     for label, (key, color) in floors.items():
         axes.plot(xs, [limit[key] for limit in sweep["limits"]], "--", color=color, linewidth=1, label=label)
     axes.set_xscale("log")
     axes.set_xticks(xs, [f"{x / 1e6:g}M" if x >= 100_000 else f"{x:g}" for x in xs])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.grid(color=GRID, linewidth=0.7)
+    axes.tick_params(which="both", left=False, bottom=False)
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -197,18 +213,21 @@ def command_line() -> argparse.Namespace:
 
 def main() -> None:
     chosen = command_line()
-    machine = describe()
-    say(f"{machine}")
+    machine, sweeps = describe(), {}
     with tempfile.TemporaryDirectory(prefix="scaling-") as scratch:
-        sweeps = {name: swept(name, machine, chosen.repetitions, Path(scratch)) for name in chosen.sweeps}
+        for name in chosen.sweeps:
+            sweeps[name] = swept(name, chosen.repetitions, Path(scratch))
+            machine = machine.or_better(describe())
+    for name, sweep in sweeps.items():
+        sweep["limits"] = [limits(point, machine) for point in points_of(name).values()]
     base = "{layers} layers, {width} wide, context {context}, batch {batch}, {ranks} rank".format(**asdict(Point()))
     rates = f"{machine.flops_per_s / 1e9:.0f} GFLOP/s a core, {machine.bytes_per_s / 1e9:.0f} GB/s"
     caption = f"{base}, but for what grows; CPU time of a rank. Limits: matrices and memory as measured here, {rates}."
+    results = {"base": asdict(Point()), "limits": asdict(machine), "sweeps": sweeps}
+    report(chosen.out, results, HEADER, table(sweeps), readme(sweeps))
     draw(chosen.svg, sweeps, caption)
     if (size := chosen.svg.stat().st_size) > LIMIT_BYTES:
         sys.exit(f"{chosen.svg} has {size / 1e3:.0f} kB, more than {LIMIT_BYTES / 1e3:.0f}")
-    results = {"base": asdict(Point()), "limits": asdict(machine), "sweeps": sweeps}
-    report(chosen.out, results, HEADER, table(sweeps), readme(sweeps))
 
 
 if __name__ == "__main__":

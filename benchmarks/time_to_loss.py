@@ -151,7 +151,8 @@ def main() -> None:
     text = corpus_path()
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         copy = copy_with_data(chosen.nanogpt, text, Path(directory) / "nanogpt")
-        candidates = {"nanogpt": partial(nanogpt, copy, chosen.steps), "fast": seeded(chosen.fast, text)}
+        candidates: dict[str, Callable[[], Run]] = {"nanogpt": partial(nanogpt, copy, chosen.steps)}
+        candidates["fast"] = seeded(chosen.fast, text)
         if chosen.long_steps is None:
             chosen.long_steps = as_many_as_fit(chosen.long, text, nanogpt(copy, chosen.steps))
         if chosen.long_steps:
