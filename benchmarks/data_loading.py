@@ -4,7 +4,9 @@ The other side is what character GPTs are usually taught with: a text as a Pytho
 to integers, one item per window as two tensors, and torch's DataLoader with a RandomSampler on top. Both deliver the
 batches of a one-rank training step, x and y (batch, context) of int64, from the same 90% of tinyshakespeare, one
 thread, no workers. What either does once per process (reading, encoding) is not timed; what it does per epoch is. The
-clock is the process's CPU time, so that other programs on the machine do not count.
+clock is the process's CPU time, so that other programs on the machine do not count. The share of a training step is the
+loader's time for a batch over the CPU time of a whole step of our fastest recipe at that shape, `modern` with Muon, as
+`main.py` trains it.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/data_loading.py
 """
@@ -15,19 +17,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 from common import alternate, cell, compare, corpus_path, parser, report, spread
+from stopwatch import pace
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
+from trainers import MODERN, OURS, SETTINGS, Setting, ours
 
 from mingpt_ddp.corpus import Corpus, Vocabulary, prepare
 from mingpt_ddp.groups import DataConfig
 from mingpt_ddp.loader import BatchPlan, Loader
 
 HEADER = ["context", "batch", "Loader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
-SHAPES = [(64, 12), (64, 64), (256, 12), (256, 64)]  # context, batch
+HEADER += ["share of a training step"]
 WARM_UP = 5  # batches
+BETWEEN = 32  # batches from one look at the clock to the next, which takes a tenth of the time of a batch
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
@@ -66,9 +72,15 @@ def batches_per_s(batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, in
         assert x.shape == y.shape == shape and x.dtype == y.dtype == torch.int64
     count, begin = 0, time.process_time()
     while (elapsed := time.process_time() - begin) < seconds:
-        next(batches)
-        count += 1
+        for _ in range(BETWEEN):
+            next(batches)
+        count += BETWEEN
     return float(f"{count / elapsed:.4g}")
+
+
+def step_s(setting: Setting, text: Path, scratch: Path) -> float:
+    """CPU seconds of a training step."""
+    return pace(ours(setting, text, scratch, MODERN), scratch, OURS, setting.span).cpu_s
 
 
 def main() -> None:
@@ -78,10 +90,11 @@ def main() -> None:
     chosen = options.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    results, rows = [], []
-    with tempfile.TemporaryDirectory(prefix="data-loading-") as cache:
-        for context, batch in SHAPES:
-            config = DataConfig("text", str(corpus_path()), None, context, None, 0.9, 1.0, cache)
+    results, rows, figures = [], [], []
+    with tempfile.TemporaryDirectory(prefix="data-loading-") as scratch:
+        for setting in SETTINGS.values():
+            context, batch = setting.context, setting.batch
+            config = DataConfig("text", str(corpus_path()), None, context, None, 0.9, 1.0, scratch)
             corpus = Corpus(prepare(config), config)
             text = Vocabulary(corpus.vocabulary).decode(corpus.train.tolist())
             measure = partial(batches_per_s, shape=(batch, context), seconds=chosen.seconds)
@@ -93,9 +106,15 @@ def main() -> None:
             values = alternate(f"context {context}, batch {batch}, batches/s", candidates, chosen.repetitions)
             ratio = compare(values["loader"], values["dataset"])
             speeds = {name: spread(measured) for name, measured in values.items()}
-            results.append({"context": context, "batch": batch, "batches_per_s": speeds, "ratio": ratio})
-            rows.append([str(context), str(batch), *map(cell, speeds.values()), cell(ratio, ".1f")])
-    report(chosen.out, {"shapes": results, "threads": 1, "workers": 0}, HEADER, rows)
+            step = step_s(setting, corpus_path(), Path(scratch))
+            share = 1 / speeds["loader"]["median"] / step
+            shape = {"context": context, "batch": batch}
+            results.append({**shape, "batches_per_s": speeds, "ratio": ratio, "step_s": step, "share_of_step": share})
+            rows.append([*map(str, shape.values()), *map(cell, speeds.values()), cell(ratio, ".1f"), f"{share:.4%}"])
+            what = f"batches against a dataset of windows behind a DataLoader, context {context}, batch {batch}"
+            figures.append((what, f"{cell(ratio, '.0f')} times"))
+            figures.append((f"share of a training step that fetches its batch, context {context}", f"{share:.3%}"))
+    report(chosen.out, {"shapes": results, "threads": 1, "workers": 0}, HEADER, rows, figures)
 
 
 if __name__ == "__main__":

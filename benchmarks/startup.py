@@ -14,7 +14,6 @@ comes, and torch without what only its compiler needs (mingpt_ddp/eager.py). All
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from common import ROOT, alternate, cell, corpus_path, environment, parser, report, spread
+from stopwatch import cpu_seconds, family
 
 FLOOR = """
 import contextlib, os
@@ -56,17 +56,6 @@ DONE = "the first step"  # so begins the line
 HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process and all below it, those that have ended among them, until now."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has just ended
-        return 0.0
-    own = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # user, system, and those of waited-for children
-    return own + sum(cpu_seconds(int(child)) for child in children)
-
-
 def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
     """Seconds on the clock and of CPU time."""
     paths = {**environment(), "PYTHONPATH": str(ROOT)}
@@ -77,7 +66,7 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
     for line in process.stdout:
         told.append(line)
         if line.startswith(DONE):
-            wall, cpu = time.perf_counter() - begin, cpu_seconds(process.pid)
+            wall, cpu = time.perf_counter() - begin, sum(map(cpu_seconds, family(process.pid)))
             break
     told.extend(process.stdout)
     if process.wait() != 0 or not any(line.startswith(DONE) for line in told):
@@ -105,7 +94,8 @@ def main() -> None:
     cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}
     ways = {way: {"command": " ".join(commands[way][1:4]), "wall": walls[way], "cpu": cpus[way]} for way in values}
     rows = [[way, cell(walls[way], ".2f"), cell(cpus[way], ".2f")] for way in values]
-    report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows)
+    readme = [(f"start to the end of the first step, {way}", f"{cell(walls[way], '.2f')} s") for way in WAYS]
+    report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows, readme)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Whole batches by one gather, a pure function of (seed, epoch, position), the same at any world size.
+"""Batches of some steps by one gather, a pure function of (seed, epoch, position), the same at any world size.
 
-Shapes: B sequences, T = block_size characters.
+Shapes: B sequences, T = block_size characters, N windows of several steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from mingpt_ddp.seeds import key_to_seed, permuted
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 AHEAD = 1 << 13  # positions whose windows are worked out together
+TOGETHER = 1 << 15  # tokens that are gathered together: 2 x 256 KiB of int64, which stay in a core's cache
+RESIDENT = 1 / 8  # of a GPU's memory may hold the text
+# A GPU has few operations for integers without a sign, but for bytes: as these they go there, and are told apart there.
+SIGNED = {"uint8": "uint8", "uint16": "int16", "uint32": "int32"}
 
 
 @dataclass(frozen=True)
@@ -77,15 +81,24 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
 class Loader:
     """The training text as an endless sequence of steps."""
 
-    def __init__(self, tokens: Tokens, block_size: int, stride: int | None, batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        block_size: int,
+        stride: int | None,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         """
+        Args:
+            device: where the batches are wanted. On a GPU that has room for it the text lies there as a whole.
+
         Raises:
             DataError: the text does not fill one batch.
         """
         self.stride = stride or block_size
-        self.batch_size = batch_size
-        self.seed = seed
-        self.windows = np.lib.stride_tricks.sliding_window_view(tokens, block_size + 1)  # (n - T, T + 1), no copy
+        self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
         self.windows_per_epoch = (len(tokens) - block_size) // self.stride
         self.steps_per_epoch = self.windows_per_epoch // batch_size
         if self.steps_per_epoch == 0:
@@ -93,14 +106,28 @@ class Loader:
                 f"the training text has {self.windows_per_epoch} windows of data.block_size={block_size}, fewer than "
                 f"trainer.batch_size={batch_size}; use a longer text, a smaller batch or a smaller data.stride"
             )
+        self._text = _text(tokens, block_size + 1, torch.device(device))
         self._known: tuple[int, int, Tokens] = (-1, 0, np.empty(0, dtype=np.int64))
+        self._plan: tuple[BatchPlan, int] | None = None  # for which, and for which rank,
+        self._first, self._steps = 0, list[list[MicroBatch]]()  # these steps are gathered, the first of that number
 
     def step(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """What one rank trains on in a step; steps count from 1."""
+        if self._plan != (plan, rank) or not self._first <= step < self._first + len(self._steps):
+            self._plan, self._first, self._steps = (plan, rank), step, self._gather(step, plan, rank)
+        return self._steps[step - self._first]
+
+    def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
+        """This step and some that follow it in its epoch: what a gather costs besides its tokens is shared."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
-        starts = self._starts(epoch, index * self.batch_size, (index + 1) * self.batch_size)
-        size = plan.micro_batch_size
-        return [self._gather(j, starts[j * size : (j + 1) * size]) for j in plan.numbers(rank)]
+        numbers, size = plan.numbers(rank), plan.micro_batch_size
+        count = max(1, TOGETHER // (len(numbers) * size * self.block_size))
+        count = min(count, self.steps_per_epoch - index)
+        starts = self._starts(epoch, index * self.batch_size, (index + count) * self.batch_size)
+        mine = starts.reshape(count, plan.n_micro, size)[:, numbers.start :: plan.world_size]
+        x, y = self._text.gather(mine.reshape(-1))
+        micros = list(map(MicroBatch, [*numbers] * count, x.split(size), y.split(size)))
+        return [micros[begin : begin + len(numbers)] for begin in range(0, len(micros), len(numbers))]
 
     def _starts(self, epoch: int, begin: int, end: int) -> Tokens:
         """Where the windows at positions begin .. end - 1 of an epoch start; worked out some thousand at a time."""
@@ -114,6 +141,56 @@ class Loader:
             self._known = (epoch, first, starts)
         return starts[begin - first : end - first]
 
-    def _gather(self, number: int, starts: Tokens) -> MicroBatch:
-        windows = torch.from_numpy(self.windows[starts].astype(np.int64))  # (B, T + 1)
-        return MicroBatch(number, windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+
+# The text, and windows of it: x (N, T) int64, and y (N, T), the character after each in x.
+
+
+class HostText:
+    """The text in memory, or in a file mapped to it."""
+
+    def __init__(self, tokens: Tokens, length: int) -> None:
+        """
+        Args:
+            length: T + 1, of a window.
+        """
+        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length)  # (n - T, T + 1), no copy
+
+    def gather(self, starts: Tokens) -> tuple[Tensor, Tensor]:
+        windows = self._windows[starts]
+        x, y = (torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:]))
+        return x, y
+
+
+class DeviceText:
+    """The batches are wanted on a device: in few transfers, for none of which this process waits."""
+
+    def __init__(self, tokens: Tokens, length: int, device: torch.device, resident: bool) -> None:
+        """
+        Args:
+            resident: the text itself lies there, and only where windows start is sent.
+        """
+        self._device = device
+        self._mask = (1 << 8 * tokens.itemsize) - 1
+        signed = tokens.view(SIGNED[tokens.dtype.name])
+        self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)
+        self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None  # as small as on disk
+        self._within = torch.arange(length, device=device)
+
+    def gather(self, starts: Tokens) -> tuple[Tensor, Tensor]:
+        if self._resident is None:
+            windows = self._send(self._windows[starts])
+        else:
+            windows = self._resident[self._send(starts)[:, None] + self._within]
+        windows = windows.to(torch.int64) & self._mask
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def _send(self, values: Tokens) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(values))
+        return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+
+
+def _text(tokens: Tokens, length: int, device: torch.device) -> HostText | DeviceText:
+    if device.type == "cpu":
+        return HostText(tokens, length)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return DeviceText(tokens, length, device, resident=tokens.nbytes <= memory * RESIDENT)

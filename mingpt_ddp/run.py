@@ -73,7 +73,12 @@ def run(
     encoded = Encoded(**runtime.first(lambda: asdict(prepare(config.data)), per_node=True))
     corpus = Corpus(encoded, config.data)
     loader = Loader(
-        corpus.train, config.data.block_size, config.data.stride, config.trainer.batch_size, config.run.seed
+        corpus.train,
+        config.data.block_size,
+        config.data.stride,
+        config.trainer.batch_size,
+        config.run.seed,
+        runtime.device,
     )
     plan = plan_batches(config.trainer, runtime.world_size)
     steps = count_steps(config, loader.steps_per_epoch)

@@ -194,7 +194,7 @@ class Runtime(Ranks):
         return nullcontext() if last or not isinstance(model, DDP) else model.no_sync()
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cpu":
+        if tensor.device == self.device:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 

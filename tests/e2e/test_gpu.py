@@ -16,7 +16,7 @@ from mingpt_ddp.decoding import prepare
 from mingpt_ddp.generate import generate
 from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.history import METRICS, read_history
-from mingpt_ddp.loader import Loader, plan_batches
+from mingpt_ddp.loader import BatchPlan, Loader, plan_batches
 from mingpt_ddp.metrics import Meter
 from mingpt_ddp.model import build_model
 from mingpt_ddp.optim import build_optimizer
@@ -152,3 +152,22 @@ def test_sample_on_a_gpu(precision, tmp_path):
     done = call([*command, "max_new_tokens=100"], tmp_path)
     assert done.returncode == 0, done.stdout
     assert len(done.stdout) >= 100
+
+
+@pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
+    monkeypatch.setattr("mingpt_ddp.loader.RESIDENT", share)
+    tokens = np.linspace(0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000).astype(dtype)
+    plan = BatchPlan(12, 3, 2)
+    on_cpu, on_gpu = (Loader(tokens, 16, None, 12, 1, device) for device in ("cpu", "cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        batches = [on_gpu.step(step, plan, 1) for step in range(1, 60)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for step, batch in enumerate(batches, start=1):
+        for ours, theirs in zip(batch, on_cpu.step(step, plan, 1), strict=True):
+            assert ours.x.device.type == "cuda"
+            assert torch.equal(ours.x.cpu(), theirs.x)
+            assert torch.equal(ours.y.cpu(), theirs.y)

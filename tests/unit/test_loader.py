@@ -11,7 +11,7 @@ import torch
 from mingpt_ddp.corpus import Corpus, Encoded
 from mingpt_ddp.errors import ConfigError, DataError
 from mingpt_ddp.groups import DataConfig, TrainerConfig
-from mingpt_ddp.loader import BatchPlan, Loader, plan_batches
+from mingpt_ddp.loader import BatchPlan, DeviceText, HostText, Loader, plan_batches
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12
 TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: windows can be told apart
@@ -117,6 +117,36 @@ def test_a_batch_depends_on_nothing_that_was_asked_before():
     before = torch.get_rng_state()
     batch_of(loader, 1)
     assert torch.equal(torch.get_rng_state(), before), "the loader drew from the global generator"
+
+
+@pytest.mark.parametrize("together", [1, 500, 1 << 16])
+def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypatch):
+    """With its number: however many steps are gathered at a time, and for whichever rank before."""
+    plan, other = BatchPlan(BATCH, 3, 2), BatchPlan(BATCH, 4, 3)
+    alone = make()
+    monkeypatch.setattr("mingpt_ddp.loader.TOGETHER", together)
+    loader = make()
+    for step in (*range(1, 24), 2):
+        for cut, rank in ((plan, 0), (plan, 1), (other, 2)):
+            for micro in loader.step(step, cut, rank):
+                x, y = batch_of(alone, step)
+                rows = slice(micro.number * cut.micro_batch_size, (micro.number + 1) * cut.micro_batch_size)
+                assert torch.equal(micro.x, x[rows])
+                assert torch.equal(micro.y, y[rows])
+                assert micro.x.is_contiguous() and micro.y.is_contiguous()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
+def test_a_device_gathers_the_same_windows(dtype, resident):
+    """Up to the largest token that a character can have; the CPU is a device too."""
+    largest = np.iinfo(dtype).max
+    tokens = np.linspace(0, min(largest, 0x110000), 300).astype(dtype)
+    starts = np.array([290, 0, 7, 7])
+    on_device = DeviceText(tokens, 9, torch.device("cpu"), resident).gather(starts)
+    for part, expected in zip(on_device, HostText(tokens, 9).gather(starts), strict=True):
+        assert torch.equal(part, expected)
+        assert part.dtype == torch.int64 and part.is_contiguous()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
