@@ -2,8 +2,9 @@
 
 6 layers, 6 heads, 384 wide, context 256, 500 new characters behind a prompt of one, temperature 0.8 and top_k 200 as
 in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts one after the other: its speed is
-that of one stream. Ours: `gpt`, the same architecture with as many weights, and `modern`, each in fp32 and
-bf16, one stream and ten at once. The weights are as they are drawn: how fast a text is made does not depend on them.
+that of one stream. Ours: `gpt`, the same architecture with as many weights, and `modern`, each in fp32, bf16 and fp16
+(`precision=auto` of sample.py takes what mingpt_ddp/decoding.py says), one stream and ten at once. The weights are as
+they are drawn: how fast a text is made does not depend on them.
 
 Not the same is what happens behind the 256th character: nanoGPT reads the newest 256 anew for each, ours goes on from
 between 128 and 256 (`mingpt_ddp.generate.generate`).
@@ -104,7 +105,7 @@ def main() -> None:
     chosen = options.parse_args()
     if not (chosen.nanogpt / "model.py").is_file():
         sys.exit(f"--nanogpt {chosen.nanogpt} is not a checkout of nanoGPT: it has no model.py")
-    keys = [(m, p, s) for s in chosen.streams for m in chosen.models for p in ("fp32", "bf16")]
+    keys = [(m, p, s) for s in chosen.streams for m in chosen.models for p in ("fp32", "bf16", "fp16")]
     candidates: dict[str, Callable[[], Speed]] = {NANOGPT: partial(in_fresh_process, nanogpt, chosen.nanogpt.resolve())}
     candidates |= {f"{m}, {p}, {s} streams": partial(in_fresh_process, ours, m, p, s) for m, p, s in keys}
     measured = alternate("characters/s, characters/CPU s", candidates, chosen.repetitions)

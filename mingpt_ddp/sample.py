@@ -9,8 +9,8 @@ temperature     below 1 is cautious, above 1 is bold, 0 always takes the likelie
 top_k, top_p    only the k likeliest characters; only the likeliest that together have probability p
 seed, samples   another seed gives another text; how many texts
 device          auto (the GPU if there is one), cpu or cuda
-precision       auto (bf16 where the hardware is fast at it), fp32 or bf16; with another device or precision the same
-                seed may give another text
+precision       auto (16 bits where the hardware is fast at it), fp32, bf16 or fp16; with another device or precision
+                the same seed may give another text
 code            your Python file that registers the model, if it is none of ours
 """
 
@@ -46,7 +46,7 @@ class SampleConfig:
     seed: int = 1
     samples: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     code: str | None = None
 
     def __post_init__(self) -> None:
@@ -146,7 +146,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     try:
         with blaming():
             model.to(device)
-            prepare(model, choose_precision(config.precision, model), config.samples)
+            prepare(model, choose_precision(config.precision, model, config.samples), config.samples)
             texts = generate_text(
                 model,
                 Vocabulary(trained.vocabulary),

@@ -73,6 +73,10 @@ def test_a_prompt_is_taken_literally(trained):
         (["snapshot=outputs/a", "top_p=2"], "config error: top_p=2.0 must lie in (0, 1]"),
         (["snapshot=outputs/a", "temprature=1"], "config error: temprature is not a key; did you mean temperature?"),
         (["snapshot=outputs/a", "max_new_tokens=many"], "config error: max_new_tokens='many' must be a whole number"),
+        (
+            ["snapshot=outputs/a", "precision=fp8"],
+            "config error: precision='fp8' must be one of auto, fp32, bf16, fp16",
+        ),
         (["prompt=x"], "config error: snapshot is missing"),
         (["outputs/a"], "config error: outputs/a is not of the form key=value"),
     ],

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp.decoding import PackedLinear, choose_device, choose_precision, prepare
+from mingpt_ddp import decoding
+from mingpt_ddp.decoding import HalfLinear, PackedLinear, choose_device, choose_precision, prepare
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.generate import generate
 from mingpt_ddp.groups import GPTConfig
@@ -15,6 +16,7 @@ from mingpt_ddp.model import GPT, build_model
 torch.set_num_threads(1)
 
 T, V = 12, 17
+F32 = ("fp32", "fp32")
 CONFIGS = {bias: GPTConfig("test", "gpt", 2, 2, 16, 0.0, bias, "gelu") for bias in (True, False)}
 
 
@@ -27,11 +29,11 @@ def drawn(bias: bool) -> GPT:
     return model.eval()
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
 def test_the_scores_are_the_same(bias, precision, tolerance):
-    """In bf16 they differ, but by no more than its digits."""
+    """In 16 bits they differ, but by no more than those digits."""
     model, prepared = drawn(bias), drawn(bias)
     prepare(prepared, precision, batch=2)
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
@@ -41,15 +43,16 @@ def test_the_scores_are_the_same(bias, precision, tolerance):
     found += [prepared.decode(tokens[:, i : i + 1], cache, i) for i in range(5, T)]
     difference = (torch.stack(found, dim=1) - expected[:, 4:]).abs().max() / expected.std()
     assert float(difference) < tolerance
-    assert (float(difference) > 1e-4) == (precision == "bf16")
+    assert (float(difference) > 1e-5) == (precision != "fp32")
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-def test_every_matrix_of_a_block_is_packed():
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", PackedLinear), ("fp16", HalfLinear)])
+def test_every_matrix_of_a_block_is_packed(precision, kind):
     model = drawn(True)
-    prepare(model, "bf16", batch=1)
+    prepare(model, precision, batch=1)
     layers = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
-    assert layers == [PackedLinear] * 2 * 4
+    assert layers == [kind] * 2 * 4
 
 
 class Doubled(nn.Linear):
@@ -88,16 +91,25 @@ class Uncached(nn.Module):
 
 
 def test_auto_leaves_a_model_without_a_cache_in_fp32():
-    assert choose_precision("auto", Uncached()) == "fp32"
-    assert choose_precision("bf16", Uncached()) == "bf16"
-    assert choose_precision("fp32", drawn(True)) == "fp32"
+    assert choose_precision("auto", Uncached(), 1) == "fp32"
+    assert choose_precision("bf16", Uncached(), 1) == "bf16"
+    assert choose_precision("fp32", drawn(True), 1) == "fp32"
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_auto_is_bf16_where_the_processor_is_fast_at_it(fast, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+@pytest.mark.parametrize(
+    ("bf16", "fbgemm", "few", "many"),
+    [(True, True, "fp16", "bf16"), (True, False, "bf16", "bf16"), (False, True, "fp16", "fp16"), (False, False, *F32)],
+)
+def test_auto_is_what_the_processor_is_fast_at(bf16, fbgemm, few, many, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert choose_precision("auto", drawn(True)) == ("bf16" if fast else "fp32")
+    monkeypatch.setattr(decoding, "_can_pack", lambda: True)
+    monkeypatch.setattr(decoding, "_has_fbgemm", lambda: fbgemm)
+    assert choose_precision("auto", drawn(True), 1) == few
+    assert choose_precision("auto", drawn(True), 10) == many
+    if not fbgemm:
+        with pytest.raises(ConfigError, match="precision=fp16 needs FBGEMM"):
+            prepare(drawn(True), "fp16", 1)
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
