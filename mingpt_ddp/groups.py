@@ -149,25 +149,30 @@ class DDPConfig:
 
     strategy: Literal["ddp"]
     launcher: Literal["elastic", "spawn"]  # nproc_per_node starts its workers by torch's elastic agent or mp.spawn
-    backend: Literal["auto", "nccl", "gloo", "mpi"]
+    backend: Literal["auto", "nccl", "gloo", "mpi"]  # auto: nccl on GPUs, else gloo, or shared memory on one machine
     timeout_s: float  # seconds a rank waits for the others
     nproc_per_node: int | None  # workers to start on this machine; 0 or null: none, this process trains
     max_restarts: int  # of the workers that nproc_per_node starts
-    bucket_cap_mb: float  # MiB of gradients per all-reduce
+    bucket_cap_mb: float | Literal["auto"]  # MiB of gradients per all-reduce; auto: what is measured to be fastest
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
-    comm_hook: Literal["none", "fp16"]  # compression of the gradients on the wire
+    comm_hook: Literal["none", "fp16", "bf16", "powersgd"]  # compression of the gradients on the wire
     sync_batchnorm: bool
+    powersgd_rank: int = 4  # columns of its matrices: more are slower and nearer to the gradients
 
     def __post_init__(self) -> None:
         _check(1 <= self.timeout_s <= 1e7, f"ddp.timeout_s={self.timeout_s} must lie in 1 .. 10,000,000 seconds")
         workers = self.nproc_per_node
         _check(workers is None or workers >= 0, f"ddp.nproc_per_node={workers} must not be negative")
         _check(self.max_restarts >= 0, f"ddp.max_restarts={self.max_restarts} must not be negative")
-        _check(self.bucket_cap_mb > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
+        cap = self.bucket_cap_mb
+        _check(cap == "auto" or cap > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
         both = self.static_graph and self.find_unused_parameters
         _check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
+        _check(self.powersgd_rank >= 1, f"ddp.powersgd_rank={self.powersgd_rank} must be at least 1")
+        half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
+        _check(not half, f"ddp.comm_hook={self.comm_hook} needs sums of 16 bits, which MPI lacks; use gloo or nccl")
 
 
 @dataclass(frozen=True)

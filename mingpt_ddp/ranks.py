@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mingpt_ddp import errors
 from mingpt_ddp.errors import UserError
+from mingpt_ddp.neighbours import Neighbours
 from mingpt_ddp.place import Place
 from mingpt_ddp.rendezvous import connect, meet, stop_if_fatal, within
 
@@ -71,6 +72,7 @@ class Ranks:
         self.store: dist.Store | None = None  # of this attempt
         self._job_store: dist.Store | None = None  # of all attempts under one agent
         self._side: dist.ProcessGroup | None = None  # for one thread beside the one that trains
+        self.neighbours: Neighbours | None = None  # where all ranks are on one machine and nothing else is wanted
         self.mark = Mark(0, "starting", waiting=False)
         if self.world_size > 1 or place.agent:  # a worker whose agent is gone already finds no store
             self._job_store = connect(place, job, timeout_s)
@@ -96,6 +98,8 @@ class Ranks:
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
+        if self.neighbours is not None:
+            self.neighbours.close()
 
     def all_failed(self, message: str) -> bool:
         """Whether every rank has met the same error; then this attempt is over, and all may begin another together."""
@@ -129,6 +133,8 @@ class Ranks:
         """A CPU tensor (n) of every rank as (world size, n), under way until the function returned is called."""
         if self.world_size == 1:
             return lambda: values[None]
+        if self.neighbours is not None:
+            return self._hear_later(self.neighbours, values)
         parts = [torch.empty_like(values) for _ in range(self.world_size)]
         work = dist.all_gather(parts, values, async_op=True)
 
@@ -136,6 +142,17 @@ class Ranks:
             with self._waiting():
                 work.wait()
             return torch.stack(parts)
+
+        return wait
+
+    def _hear_later(self, neighbours: Neighbours, values: Tensor) -> Callable[[], Tensor]:
+        neighbours.tell(values.numpy().tobytes())
+
+        def wait() -> Tensor:
+            with self._waiting():
+                heard = neighbours.hear(values.nbytes)
+            others = {rank: torch.frombuffer(bytearray(part), dtype=values.dtype) for rank, part in heard.items()}
+            return torch.stack([others.get(rank, values) for rank in range(self.world_size)])
 
         return wait
 

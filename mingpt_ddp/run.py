@@ -110,7 +110,9 @@ def run(
             position.world_size = runtime.world_size
             undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
             position.lost_seconds += undone + time.time() - begun_at
-            stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
+            memory = found.memory if found else None
+            stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps, position.bucket_cap_mb, memory)
+            position.bucket_cap_mb = stepper.bucket_cap_mb
             board = Board(
                 directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
             )

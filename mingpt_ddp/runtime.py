@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.compiling import compiled, compiles, one_line, overlap
@@ -20,10 +20,14 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.eager import complete, without_compiler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.groups import DDPConfig, TrainerConfig
+from mingpt_ddp.hooks import SETTLING, Hook, make_hook
+from mingpt_ddp.neighbours import meet
 from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
 
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
+BUCKET_CAPS = (1.0, 5.0, 25.0, 100.0)  # MiB, and all gradients at once
+MEASURED = 3  # passes with each of them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -43,7 +47,11 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
         raise ConfigError("ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo")
     if ddp.sync_batchnorm and not on_gpu:
         raise ConfigError("ddp.sync_batchnorm=true needs a GPU; set it to false")
+    if ddp.comm_hook == "powersgd" and trainer.precision == "fp16":
+        raise ConfigError("ddp.comm_hook=powersgd remembers gradients, which trainer.precision=fp16 scales; use bf16")
     if not on_gpu:
+        if has_gpu and ddp.comm_hook == "powersgd":  # torch's hook would wait for it
+            raise ConfigError("ddp.comm_hook=powersgd cannot train on the CPU of a machine that has a GPU; use bf16")
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and not place.siblings:  # a scheduler may show every process a GPU of its own
@@ -81,7 +89,7 @@ class Runtime(Ranks):
         Args:
             job: the number of the job in a sweep; every job has a process group of its own.
         """
-        self.config, self.ddp = config, config.ddp
+        self.config, self.ddp, self.hook = config, config.ddp, Hook()
         self.device = choose_device(config.trainer, config.ddp, place)
         self.compiles = compiles(config, self.device)
         if self.compiles:
@@ -98,6 +106,8 @@ class Runtime(Ranks):
         super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
         if self.device.type == "cuda" and config.ddp.backend in ("auto", "nccl"):
             refuse_shared_gpus(self.gather(str(torch.cuda.get_device_properties(self.device).uuid)))
+        if self.device.type == "cpu" and config.ddp.backend == "auto" and self.world_size > 1:
+            self.neighbours = meet(self.rank, self.gather, config.ddp.timeout_s)
 
     def close(self) -> None:
         super().close()
@@ -114,18 +124,24 @@ class Runtime(Ranks):
 
     # The model's surroundings.
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model for training: compiled, and behind DistributedDataParallel, its weights those of rank 0."""
+    def wrap(self, model: nn.Module, bucket_cap_mb: float | None) -> nn.Module:
+        """The model for training: compiled, and behind DistributedDataParallel, its weights those of rank 0.
+
+        Args:
+            bucket_cap_mb: MiB of gradients that are reduced at a time; None: all.
+        """
         if self.world_size > 1 and self.ddp.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        eager = model
         if self.compiles:
             model = compiled(model, self.config)
         if self.world_size == 1:
             return model
+        in_one = self.ddp.comm_hook == "powersgd"
         wrapped = DDP(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            bucket_cap_mb=self.ddp.bucket_cap_mb,
+            bucket_cap_mb=_whole(model) if in_one or bucket_cap_mb is None else bucket_cap_mb,
             gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
             static_graph=self.ddp.static_graph,
             find_unused_parameters=self.ddp.find_unused_parameters,
@@ -133,9 +149,30 @@ class Runtime(Ranks):
         if self.compiles:
             overlap(wrapped, self.config.trainer.activation_checkpointing)
         wrapped._set_ddp_runtime_logging_sample_rate(SAMPLED_STEPS)
-        if self.ddp.comm_hook == "fp16":
-            wrapped.register_comm_hook(None, fp16_compress_hook)
+        hook = make_hook(self.ddp, self.neighbours, eager, self.config.run.seed)
+        if hook is not None:
+            self.hook = hook
+            wrapped.register_comm_hook(None, lambda state, bucket: hook.answer(bucket))
         return wrapped
+
+    def choose_bucket_cap(self, model: nn.Module, x: Tensor, y: Tensor) -> float | None:
+        """The bucket size with which a forward and backward pass takes least time, the same on all ranks. A collective.
+
+        MiB; None where it makes no difference.
+        """
+        sizes = [size for size in BUCKET_CAPS if size < _whole(model)] + [_whole(model)]
+        alike = self.neighbours is not None and self.ddp.comm_hook == "none"
+        if self.world_size == 1 or alike or self.ddp.comm_hook == "powersgd" or len(sizes) == 1:
+            return None
+        seconds = []
+        for size in sizes:
+            wrapped = self.wrap(model, size)
+            times = self._throw_away(wrapped, x, y, self._settling + MEASURED)
+            seconds.append(min(times[self._settling :]))
+            del wrapped  # with its hooks in the model
+            gc.collect()
+        together = self.sum(torch.tensor(seconds, dtype=torch.float64))
+        return sizes[int(together.argmin())]
 
     def settle(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
         """Throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
@@ -146,19 +183,34 @@ class Runtime(Ranks):
         Raises:
             ConfigError: it cannot be compiled.
         """
-        if self.world_size == 1 and not self.compiles:
-            return
+        if self.world_size > 1 or self.compiles:
+            self._throw_away(model, x, y, self._settling)
+
+    @property
+    def _settling(self) -> int:
+        """Passes after which all are alike."""
+        return SETTLING + 1 if self.compiles else SETTLING
+
+    def _throw_away(self, model: nn.Module, x: Tensor, y: Tensor, passes: int) -> list[float]:
+        """Forward and backward passes that leave nothing behind; the seconds of each."""
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        seconds = []
         with one_line(self.config) if self.compiles else nullcontext():
-            for _ in range(3 if self.compiles else 2):
+            for _ in range(passes):
+                self.barrier()
+                began = time.perf_counter()
                 self.begin_step()
                 with self.autocast():
                     loss = model(x, y)
                 loss.backward()
                 del loss
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                seconds.append(time.perf_counter() - began)
                 model.zero_grad(set_to_none=True)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
+        return seconds
 
     def begin_step(self) -> None:
         """What CUDA graphs left in their memory in the last step is no longer needed."""
@@ -177,7 +229,10 @@ class Runtime(Ranks):
             return 0.0, 0.0
         times = model._get_ddp_logging_data()  # nanoseconds, sampled by DDP itself
         total = times.get("backward_comm_time", 0) / 1e9
-        return total, max(0.0, total - times.get("backward_compute_comm_overlap_time", 0) / 1e9)
+        hidden = times.get("backward_compute_comm_overlap_time", 0) / 1e9
+        if self.device.type == "cpu":  # DDP takes a hook's own work for computation
+            hidden = max(0.0, hidden - self.hook.seconds)
+        return total, max(0.0, total - hidden)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,6 +260,11 @@ class Runtime(Ranks):
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _whole(model: nn.Module) -> float:
+    """MiB that have room for all gradients."""
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20 + 1
 
 
 def _backend(wanted: str, device: torch.device) -> str:

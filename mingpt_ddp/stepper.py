@@ -32,19 +32,36 @@ class Stepper:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         steps: int,
+        bucket_cap_mb: float | None = None,
+        memory: dict[str, Tensor] | None = None,
     ) -> None:
+        """
+        Args:
+            bucket_cap_mb: what ddp.bucket_cap_mb=auto has found in an earlier start.
+            memory: what a snapshot has of ddp.comm_hook.
+        """
         self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
         self.model, self.optimizer = model, optimizer
         self.parameters = list(model.parameters())
-        self.wrapped = runtime.wrap(model)
+        self._memory = memory or {}
+        wanted = config.ddp.bucket_cap_mb
+        self.bucket_cap_mb = bucket_cap_mb  # MiB; None: nothing was measured
+        if wanted == "auto" and bucket_cap_mb is None:
+            self.bucket_cap_mb = runtime.choose_bucket_cap(model, *self._first())
+        self.wrapped = runtime.wrap(model, self.bucket_cap_mb if wanted == "auto" else wanted)
         self.data_s = 0.0  # seconds that the last batch took to fetch
+
+    def _first(self) -> tuple[Tensor, Tensor]:
+        """A micro-batch of this rank's."""
+        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
+        return self.runtime.to_device(first.x), self.runtime.to_device(first.y)
 
     def settle(self) -> None:
         """What has to come before the first step and counts in no speed, compiling for one."""
         self.runtime.at("preparing the first step")
         begin = time.perf_counter()
-        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
-        self.runtime.settle(self.wrapped, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
+        self.runtime.settle(self.wrapped, *self._first())
+        self.runtime.hook.recall(self._memory)
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
@@ -98,12 +115,16 @@ class Stepper:
             group["lr"] = lr
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
         self.runtime.scaler.step(self.optimizer)
-        self.leave_out()
+        self._clear()
         self.runtime.share_buffers(self.model)
         return lr
 
     def leave_out(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, and what the reduction remembers of them."""
+        self._clear()
+        self.runtime.hook.forget()
+
+    def _clear(self) -> None:
         if self.runtime.scaler.is_enabled():
             self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)

@@ -180,7 +180,9 @@ class Trainer:
         left = self._tick()
         restored = self.saver.restore(found, self.model, self.optimizer)
         restored.passed_over = sorted({*restored.passed_over, *left.passed_over, step})
+        self.runtime.hook.recall(found.memory)
         restored.sick_in_a_row, restored.world_size = left.sick_in_a_row, left.world_size
+        restored.bucket_cap_mb = left.bucket_cap_mb
         restored.lost_seconds = left.lost_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))
@@ -305,7 +307,8 @@ class Trainer:
         self.cadence.begun(self.saver.durable_s)
         if self.config.snapshot.every_steps == "auto":
             log.info("the next snapshot is due in %.1f s", self.cadence.interval_s, extra={"file_only": True})
-        self.saver.begin(position, self.model, self.optimizer, self.stepper.plan.micro_batch_size)
+        memory = self.runtime.hook.memory()
+        self.saver.begin(position, self.model, self.optimizer, self.stepper.plan.micro_batch_size, memory)
 
     def _save_in_time(self) -> None:
         """Before the process is killed: a new snapshot if there is time for it, else the one that is under way."""

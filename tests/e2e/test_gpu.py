@@ -171,3 +171,20 @@ def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
             assert ours.x.device.type == "cuda"
             assert torch.equal(ours.x.cpu(), theirs.x)
             assert torch.equal(ours.y.cpu(), theirs.y)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
+@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "powersgd"])
+def test_gradients_travel_between_gpus_and_the_run_resumes(hook, tmp_path):
+    options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
+    options += [
+        "ddp.nproc_per_node=2",
+        f"ddp.comm_hook={hook}",
+        "ddp.bucket_cap_mb=auto",
+        "optimizer.schedule_steps=12",
+    ]
+    assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
+    for steps in (8, 12):
+        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        assert done.returncode == 0, done.stdout
+    assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")

@@ -1,0 +1,175 @@
+"""What the agreement of ranks costs: training speed of 2 ranks against the same ranks without any synchronisation.
+
+The run is what a user starts, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread a rank: the project's
+own process group, trainer and steps. Once training has begun, blocks of steps alternate in the same processes:
+with everything that a step tells other ranks, and without: gradients stay where they are (DDP's no_sync) and nobody
+votes. That is a change of this script; no setting does it. Every block begins with a barrier, and has a speed by the
+clock, the mean of the ranks', and by CPU time of all threads of all ranks, which is fairer where others want the
+cores too. What of the reduction no computation hid is DDP's own measurement, as a run logs it.
+
+    python benchmarks/communication.py
+    python benchmarks/communication.py --overrides ddp.comm_hook=bf16
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, cell, compare, corpus_path, environment, parser, report, say, spread
+
+HEADER = ["setting", "ranks", "speed against no synchronisation", "the same by CPU time", "step, ms", "exposed, ms"]
+PLAN = "MINGPT_COMMUNICATION"  # the variable that tells a worker what to measure
+
+
+@dataclass(frozen=True)
+class Setting:
+    n_layer: int
+    n_head: int
+    n_embd: int
+    context: int
+    batch: int
+    steps: int  # of a block
+
+
+SETTINGS = {
+    "small": Setting(4, 4, 128, context=64, batch=12, steps=40),
+    "mid": Setting(6, 6, 384, context=256, batch=16, steps=3),
+}
+
+
+def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]]]:
+    """Seconds and CPU seconds per step of this rank, and DDP's latest exposed seconds, in alternating blocks."""
+    import torch
+
+    runtime = trainer.runtime
+    shared = runtime.share_gradients, runtime.gather_later
+    alone = (
+        lambda model, last: model.no_sync(),
+        lambda values: lambda: values.repeat(runtime.world_size, 1),
+    )
+    trainer.stepper.wrapped._set_ddp_runtime_logging_sample_rate(1)
+    found: dict[str, list[list[float]]] = {"shared": [], "alone": []}
+    step = 0
+    for block in range(-1, blocks):  # the first is a warm-up
+        for name, (gradients, votes) in {"shared": shared, "alone": alone}.items():
+            runtime.share_gradients, runtime.gather_later = shared
+            runtime.barrier()
+            runtime.share_gradients, runtime.gather_later = gradients, votes
+            began, cpu = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                step += 1
+                trainer._step(step)
+            wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
+            exposed = runtime.communication(trainer.stepper.wrapped)[1]
+            with torch.no_grad():  # what the ranks have learnt apart is of no use to the next block
+                for parameter in trainer.model.parameters():
+                    torch.distributed.broadcast(parameter, src=0)
+            if block >= 0:
+                found[name].append([wall, cpu, exposed])
+    return found
+
+
+def be_worker(plan: dict[str, Any]) -> None:
+    """A rank of the run: the package's own command line, whose trainer measures instead of training to the end."""
+    from mingpt_ddp import launch, trainer
+    from mingpt_ddp.status import Status
+
+    def fit(self: Any) -> Status:
+        self.stepper.settle()
+        found = measure(self, plan["steps"], plan["blocks"])
+        Path(plan["out"], f"rank{self.runtime.rank}.json").write_text(json.dumps(found))
+        self.runtime.barrier()
+        self.journal.close()
+        return Status.PREEMPTED
+
+    trainer.Trainer.fit = fit  # type: ignore[method-assign]
+    launch.main()
+
+
+def run(setting: Setting, ranks: int, blocks: int, overrides: list[str], text: Path) -> dict[str, Any]:
+    """One run; its figures per block over all ranks."""
+    with tempfile.TemporaryDirectory(prefix="communication-") as scratch:
+        shape = {"model.n_layer": setting.n_layer, "model.n_head": setting.n_head, "model.n_embd": setting.n_embd}
+        shape |= {"data.block_size": setting.context, "trainer.batch_size": setting.batch}
+        words = ["model=gpt_micro", "model.dropout=0.0", "model.bias=false", "optimizer=adamw", "data=shakespeare"]
+        words += [
+            "trainer.device=cpu",
+            "trainer.max_epochs=null",
+            "trainer.max_steps=1000000",
+            "trainer.eval_every=null",
+        ]
+        words += ["snapshot.every_steps=null", "trainer.log_every=1000000", "ddp=auto"]
+        words += [f"data.path='{text}'", f"data.cache_dir='{scratch}/cache'", f"run.root='{scratch}/runs'"]
+        words += [*(f"{key}={value}" for key, value in shape.items()), *overrides]
+        plan = {"steps": setting.steps, "blocks": blocks, "out": scratch}
+        variables = {**environment(threads=1), PLAN: json.dumps(plan), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={ranks}",
+                __file__,
+                *words,
+            ],
+            env=variables,
+            cwd=scratch,
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        files = [Path(scratch, f"rank{rank}.json") for rank in range(ranks)]
+        if not all(file.exists() for file in files):
+            sys.exit(f"the run has failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+        return summarize([json.loads(file.read_text()) for file in files])
+
+
+def summarize(found: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
+    """Speeds are added over the ranks; the time that is exposed is that of the rank that waits longest."""
+    speeds, cpus = {}, {}
+    for name in ("shared", "alone"):
+        by_block = list(zip(*(rank[name] for rank in found), strict=True))
+        speeds[name] = [sum(1 / wall for wall, _, _ in block) for block in by_block]
+        cpus[name] = [sum(cpu for _, cpu, _ in block) for block in by_block]
+    exposed = [max(e for _, _, e in block) for block in zip(*(rank["shared"] for rank in found), strict=True)]
+    return {
+        "relative_speed": compare(speeds["shared"], speeds["alone"]),
+        "relative_cpu": compare(cpus["alone"], cpus["shared"]),
+        "step_ms": spread([1e3 * len(found) / speed for speed in speeds["shared"]]),
+        "exposed_ms": spread([1e3 * seconds for seconds in exposed]),
+    }
+
+
+def main() -> None:
+    options = parser(__doc__, "communication")
+    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options.add_argument("--ranks", type=int, default=2)
+    options.add_argument("--blocks", type=int, default=15, help="pairs of blocks (default: %(default)s)")
+    options.add_argument("--overrides", nargs="*", default=[], help="more words for the command line of the run")
+    chosen = options.parse_args()
+    text = corpus_path()
+    results: dict[str, Any] = {}
+    rows = []
+    for name in chosen.settings:
+        say(f"{name}: {chosen.blocks} pairs of blocks of {SETTINGS[name].steps} steps")
+        found = run(SETTINGS[name], chosen.ranks, chosen.blocks, chosen.overrides, text)
+        results[name] = {"setting": asdict(SETTINGS[name]), **found}
+        shares = [cell(found[key], ".3f") for key in ("relative_speed", "relative_cpu")]
+        rows.append([name, str(chosen.ranks), *shares, *(cell(found[key], ".1f") for key in ("step_ms", "exposed_ms"))])
+    report(chosen.out, {"ranks": chosen.ranks, "overrides": chosen.overrides, "settings": results}, HEADER, rows)
+
+
+if __name__ == "__main__":
+    if PLAN in os.environ:
+        be_worker(json.loads(os.environ[PLAN]))
+    else:
+        main()

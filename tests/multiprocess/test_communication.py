@@ -1,0 +1,318 @@
+"""How gradients travel: every way gives the right mean, and each resumes byte for byte."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from launching import TINY
+
+from mingpt_ddp.config import from_mapping
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.hooks import PowerSGD
+from mingpt_ddp.model import GPT
+from mingpt_ddp.neighbours import meet
+from mingpt_ddp.place import Place, find_place
+from mingpt_ddp.run import run
+from mingpt_ddp.runtime import Runtime, choose_device
+from multiprocess.ranks import Ranks, configure, run_ranks
+
+STEPS = 8
+SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=2", f"optimizer.schedule_steps={STEPS}"]
+SETTINGS += ["trainer.eval_every=3", "snapshot.every_steps=null", "snapshot.keep_last=100"]
+GLOO, POWERSGD = "ddp=gloo", ["ddp.comm_hook=powersgd", "ddp.powersgd_rank=1"]
+# Ways to train: their settings, the steps at which they are stopped and started again, and on how many ranks.
+JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
+    "shared": ([], [STEPS], (2, 3)),
+    "shared, parts": ([], [5, STEPS], (3,)),
+    "gloo": ([GLOO], [STEPS], (2, 3)),
+    "static": ([GLOO, "ddp.static_graph=true", "ddp.gradient_as_bucket_view=false"], [STEPS], (2,)),
+    "static, parts": ([GLOO, "ddp.static_graph=true"], [5, STEPS], (3,)),
+    "static, shared": (["ddp.static_graph=true"], [STEPS], (2,)),
+    "unused": (["ddp.find_unused_parameters=true"], [STEPS], (2,)),
+    "fp16": (["ddp.comm_hook=fp16"], [STEPS], (2,)),
+    "bf16": (["ddp.comm_hook=bf16"], [STEPS], (2,)),
+    "powersgd": (POWERSGD, [STEPS], (3,)),
+    "powersgd, parts": (POWERSGD, [5, STEPS], (3,)),
+    "powersgd, without its memory": (POWERSGD, [5, STEPS], (3,)),
+    "powersgd, sick": ([*POWERSGD, "trainer.on_nonfinite=skip"], [STEPS], (2,)),
+    "powersgd, sick, parts": ([*POWERSGD, "trainer.on_nonfinite=skip"], [3, STEPS], (2,)),
+    "auto": ([GLOO, "ddp.bucket_cap_mb=auto"], [STEPS], (3,)),
+    "auto, parts": ([GLOO, "ddp.bucket_cap_mb=auto"], [5, STEPS], (3,)),
+    "auto, measured": ([GLOO, "ddp.bucket_cap_mb=auto"], [STEPS], (2,)),
+}
+SMALL, LARGE = 0.001, 1.0  # MiB: many buckets, one
+
+
+class Changed:
+    """What a job meets that others do not; undone afterwards."""
+
+    def __init__(self, name: str, start: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        if name.startswith("auto") and not name.endswith("measured"):
+            self.patch.setattr(Runtime, "choose_bucket_cap", lambda *words: LARGE if start else SMALL)
+        if name.endswith("measured"):
+            self.patch.setattr("mingpt_ddp.runtime.BUCKET_CAPS", (SMALL, 10 * SMALL))
+        if name.endswith("without its memory"):
+            self.patch.setattr(PowerSGD, "recall", lambda self, memory: self.forget())
+        if "sick" in name:
+            self.patch.setattr(GPT, "forward", self.sick(GPT.forward, sick_step=3))
+
+    @staticmethod
+    def sick(forward: Any, sick_step: int) -> Any:
+        """One of the losses that a rank computes in a step is not a number, whenever it is computed."""
+        from mingpt_ddp import stepper
+
+        at = {"step": 0}
+        original = stepper.seed_everything
+
+        def note(*keys: Any) -> None:
+            at["step"] = keys[2] if keys[0] == "dropout" else 0
+            original(*keys)
+
+        stepper.seed_everything = note
+
+        def sometimes(self, x, y=None):
+            loss = forward(self, x, y)
+            return loss * torch.nan if self.training and at["step"] == sick_step else loss
+
+        return sometimes
+
+
+def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
+    job = 0
+    for name, values in configs.items():
+        for start, limit in enumerate(JOBS[name][1]):
+            changed = Changed(name, start)
+            values["trainer"]["max_steps"] = limit
+            config = from_mapping(values)
+            runtime = Runtime(config, find_place(), job)
+            job += 1
+            loss = run(config, runtime, {})
+            exposed = runtime.hook.seconds
+            outcomes[name] = {"loss": loss, "shared": runtime.neighbours is not None, "seconds": exposed}
+            runtime.close()
+            del runtime
+            changed.patch.undo()
+    return outcomes
+
+
+Trained: TypeAlias = tuple[int, list[dict[str, Any]], Path]  # how many ranks, what each returned, and the runs
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Callable[[int], Trained]:
+    @functools.cache
+    def train(world: int) -> Trained:
+        root = tmp_path_factory.mktemp(f"ranks{world}")
+        jobs = {name: options for name, (options, _, worlds) in JOBS.items() if world in worlds}
+        configs = {n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}") for n, o in jobs.items()}
+        with Ranks(world, train_all, root / "ranks", configs=configs) as ranks:
+            return world, ranks.results(timeout=280), root
+
+    return train
+
+
+@pytest.fixture(params=[2, 3])
+def trained(request, start) -> Trained:
+    return start(request.param)
+
+
+@pytest.fixture
+def two(start) -> Trained:
+    return start(2)
+
+
+@pytest.fixture
+def three(start) -> Trained:
+    return start(3)
+
+
+def slug(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "_")
+
+
+def snapshot(root: Path, name: str) -> Path:
+    return root / slug(name) / "snapshots" / f"step_{STEPS:08d}"
+
+
+def digest(trained, name: str) -> list[str]:
+    files = [snapshot(trained[2], name) / f"{kind}.safetensors" for kind in ("model", "optimizer")]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def weights(trained, name: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(snapshot(trained[2], name) / "model.safetensors")
+
+
+def farthest(trained, one: str, other: str) -> float:
+    first, second = weights(trained, one), weights(trained, other)
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def same(trained, one: str, other: str) -> bool:
+    return digest(trained, one) == digest(trained, other)
+
+
+def test_all_ranks_come_to_the_same_loss(trained):
+    losses = [{name: outcome["loss"] for name, outcome in outcomes.items()} for outcomes in trained[1]]
+    assert losses == [losses[0]] * trained[0]
+
+
+def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
+    for outcomes in trained[1]:
+        assert outcomes["shared"]["shared"]
+        assert outcomes["shared"]["seconds"] > 0
+        assert not outcomes["gloo"]["shared"]
+
+
+@pytest.mark.parametrize("way", ["gloo", "static", "static, shared", "unused", "auto, measured"])
+def test_with_two_ranks_every_exact_way_gives_the_same_bits(two, way):
+    """Two numbers have one sum. The steps have micro-batches to add up, and evaluations between them."""
+    assert same(two, "shared", way)
+
+
+def test_with_three_ranks_shared_memory_gives_the_same_steps(three):
+    assert farthest(three, "shared", "gloo") < 1e-5
+
+
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_16_bits_are_used_and_enough(two, hook):
+    assert 0 < farthest(two, "shared", hook) < 2e-3
+
+
+@pytest.mark.parametrize("way", ["shared", "powersgd", "auto"])
+def test_a_run_in_parts_equals_the_whole_on_three_ranks(three, way):
+    assert same(three, way, f"{way}, parts")
+
+
+def test_a_static_graph_settles_like_any_other(three):
+    assert same(three, "gloo", "static, parts")
+
+
+def test_a_run_in_parts_equals_the_whole_behind_a_step_that_was_left_out(two):
+    """What the compression remembers of it is forgotten, by the run that goes on as by the one that starts there."""
+    assert same(two, "powersgd, sick", "powersgd, sick, parts")
+    assert all(tensor.isfinite().all() for tensor in weights(two, "powersgd, sick").values())
+
+
+def test_what_powersgd_remembers_matters(three):
+    assert not same(three, "powersgd", "powersgd, without its memory")
+    assert 1e-4 < farthest(three, "shared", "powersgd") < 0.05
+
+
+def test_powersgd_keeps_the_errors_of_every_rank(three):
+    kept = safetensors.torch.load_file(snapshot(three[2], "powersgd") / "optimizer.safetensors")
+    (errors,) = [tensor for name, tensor in kept.items() if name.endswith("/errors")]
+    numel = sum(tensor.numel() for tensor in weights(three, "powersgd").values())
+    assert errors.shape == (3, numel)
+    assert len({row.numpy().tobytes() for row in errors}) == 3, "they are not each rank's own"
+
+
+def test_the_bucket_size_that_was_found_is_kept(three):
+    """A restart would choose otherwise, and the sums of three ranks would have another order."""
+    assert not same(three, "auto", "gloo"), "the size makes no difference"
+    for name in ("auto", "auto, parts"):
+        state = json.loads((snapshot(three[2], name) / "state.json").read_text())
+        assert state["position"]["bucket_cap_mb"] == SMALL
+
+
+def test_auto_measures(two):
+    state = json.loads((snapshot(two[2], "auto, measured") / "state.json").read_text())
+    found = state["position"]["bucket_cap_mb"]
+    assert found in (SMALL, 10 * SMALL) or found > LARGE
+
+
+# What a hook remembers, on another number of ranks.
+
+
+def resume_elsewhere(config: dict[str, Any], errors: list[list[float]] | None) -> dict[str, Any]:
+    """Two passes, and then the memory that a third would begin with."""
+    runtime = Runtime(from_mapping(config), find_place())
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16, bias=False)
+    wrapped = runtime.wrap(model, None)
+    for _ in range(4):
+        wrapped(torch.eye(16) + runtime.rank).square().sum().backward()
+    memory = runtime.hook.memory()
+    if errors is not None:
+        (name,) = [name for name in memory if name.endswith("/errors")]
+        memory[name] = torch.tensor(errors).repeat(1, 256 // len(errors[0]))
+        runtime.hook.recall(memory)
+        memory = runtime.hook.memory()
+    runtime.close()
+    return {name: tensor.tolist() for name, tensor in memory.items()}
+
+
+def test_another_number_of_ranks_gets_the_mean_of_the_errors(tmp_path):
+    """Only the sum over the ranks counts, for the compression is linear."""
+    config = configure("ddp.comm_hook=powersgd", "ddp.powersgd_rank=2")
+    first, second = run_ranks(2, resume_elsewhere, tmp_path, config=config, errors=[[1.0], [2.0], [6.0]])
+    assert first == second
+    (errors,) = [values for name, values in first.items() if name.endswith("/errors")]
+    assert errors == [[3.0] * 256] * 2
+
+
+# Neighbours.
+
+
+def lose_a_rank(config: dict[str, Any]) -> str:
+    runtime = Runtime(from_mapping(config), find_place())
+    neighbours = meet(runtime.rank, runtime.gather, timeout_s=1.0)
+    assert neighbours is not None
+    neighbours.leave_unread(b"unread")
+    neighbours.tell(bytes([runtime.rank]))
+    assert neighbours.hear(1) == {other: bytes([other]) for other in range(3) if other != runtime.rank}
+    memory = neighbours.shared_memory(100)
+    memory[runtime.rank][:] = runtime.rank + 1
+    runtime.barrier()
+    assert [part.tolist() for part in memory] == [[1] * 100, [2] * 100, [3] * 100]
+    told = []
+    for close in (False, True):
+        if runtime.rank == 2 and close:
+            neighbours.close()
+        runtime.barrier()
+        if runtime.rank != 2:
+            try:
+                neighbours._receive(2, 1)
+            except dist.DistNetworkError as error:
+                told.append(str(error))
+        runtime.barrier()
+    runtime.close()
+    return "; ".join(told)
+
+
+def test_a_rank_that_is_silent_or_gone_is_named(tmp_path):
+    told = run_ranks(3, lose_a_rank, tmp_path, config=configure())
+    assert told == ["rank 2 has been silent for 1 s; rank 2 has closed its connection"] * 2 + [""]
+
+
+def test_ranks_on_different_machines_do_not_meet():
+    """A directory of another machine is not here."""
+    answers = iter([["/tmp/on-another-machine", None], [True, False]])
+    assert meet(1, lambda value: next(answers), timeout_s=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["ddp.comm_hook=powersgd", "trainer.precision=fp16"], "ddp.comm_hook=powersgd remembers gradients"),
+        (["ddp.comm_hook=powersgd", "ddp.powersgd_rank=0"], "ddp.powersgd_rank=0 must be at least 1"),
+        (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs sums of 16 bits"),
+        (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0.0 must be greater than 0"),
+        (["ddp.bucket_cap_mb=best"], "ddp.bucket_cap_mb"),
+    ],
+)
+def test_what_cannot_work_is_refused(options, error):
+    with pytest.raises(ConfigError, match=error):
+        config = from_mapping(configure(*options))
+        choose_device(config.trainer, config.ddp, Place())
