@@ -70,6 +70,16 @@ class GPTConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
+class ModernConfig(ModelConfig):
+    """A decoder with rotary positions and without biases (mingpt_ddp/model/modern.py)."""
+
+    n_layer: int  # blocks
+    n_head: int  # attention heads per block
+    n_embd: int  # width of the residual stream
+    dropout: float  # probability, in [0, 1)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig(Extensible):
     """What every optimizer has: a learning rate, weight decay and a schedule (mingpt_ddp/optim.py)."""
 
@@ -112,6 +122,11 @@ class SGDConfig(OptimizerConfig):
         super().__post_init__()
         _check(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must lie in [0, 1)")
         _check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
+
+
+@dataclass(frozen=True)
+class MuonConfig(OptimizerConfig):
+    momentum: float
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""What is computed differently on different devices, in one place: precision, attention, normalisation, activation.
+
+Shapes: B sequences, H heads, T queries, S >= T keys, D numbers per head.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUERIES = 64  # of a block: keys behind its last query are not looked at
+
+
+def choose_precision(wanted: str, device: torch.device) -> str:
+    """What `trainer.precision` and `precision` of sample.py stand for here: auto is bf16 where the device is fast at it."""
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda":
+        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Causal attention: the last query belongs to the last key, and each sees its own position and all before.
+
+    On a GPU that is one fused kernel. On a CPU the backward of that kernel is slow in bf16, so plain products of
+    matrices do it there, a block of queries at a time: a third of the work lies above the diagonal and is left out.
+
+    Args:
+        q: (B, H, T, D). k, v: (B, H, S, D).
+        dropout: probability with which a weight is left out.
+
+    Returns:
+        (B, H, T, D)
+    """
+    T, S = q.shape[2], k.shape[2]
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        return _attend_in_blocks(q, k, v, dropout)
+    if T == S or T == 1:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+
+
+def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    B, H, T, D = q.shape
+    older = k.shape[2] - T
+    q, k, v = q.reshape(B * H, T, D), k.reshape(B * H, -1, D), v.reshape(B * H, -1, D)
+    blocks = []
+    for start in range(0, T, QUERIES):
+        stop = min(start + QUERIES, T)
+        seen = older + stop
+        mask = _mask(stop - start, seen, q.dtype)
+        scores = torch.baddbmm(mask, q[:, start:stop], k[:, :seen].transpose(1, 2), alpha=1 / math.sqrt(D))
+        weights = F.dropout(scores.softmax(dim=-1), dropout, dropout > 0)
+        blocks.append(torch.bmm(weights, v[:, :seen]))
+    y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+    return y.view(B, H, T, D)
+
+
+@lru_cache(maxsize=64)
+def _mask(T: int, S: int, dtype: torch.dtype) -> Tensor:
+    """(T, S), to be added to the scores: minus infinity for keys behind the query."""
+    return torch.full((T, S), -torch.inf, dtype=dtype).triu(diagonal=S - T + 1)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x over its root mean square along the last dimension, in the precision of x.
+
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), without gain.
+    """
+    if x.device.type == "cpu":
+        y: Tensor = _RMSNorm.apply(x)
+        return y
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class _RMSNorm(torch.autograd.Function):
+    """torch's own is a chain of operations on a CPU, each with a result as large as x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = (math.sqrt(width) / norm.clamp_min_(1e-6)).to(x.dtype)
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        along = (grad * y).mean(dim=-1, keepdim=True)
+        return torch.addcmul(grad, y, along, value=-1).mul_(scale)
+
+
+def relu_squared(x: Tensor) -> Tensor:
+    """Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
+    if x.device.type == "cpu":
+        y: Tensor = _ReLUSquared.apply(x)
+        return y
+    return F.relu(x).square()
+
+
+class _ReLUSquared(torch.autograd.Function):
+    """Two operations there and two back, where autograd has five."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.relu()
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (grad * x).mul_(2)
+
+
+def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    """In which products of matrices are computed where this is called."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise
