@@ -18,12 +18,18 @@ QUERIES = 64  # of a block: keys behind its last query are not looked at
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """What `trainer.precision` and `precision` of sample.py stand for here: auto is bf16 where the device is fast at it."""
+    """What a configured precision stands for on a device: auto is bf16 where that is fast."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
+
+
+def compute_dtype(parameter: Tensor) -> torch.dtype:
+    """In which products with this parameter are computed here: that of autocast, or the parameter's own."""
+    kind = parameter.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -121,8 +127,3 @@ class _ReLUSquared(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return (grad * x).mul_(2)
-
-
-def compute_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
-    """In which products of matrices are computed where this is called."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise

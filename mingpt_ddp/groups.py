@@ -51,15 +51,13 @@ class ModelConfig(Extensible):
 
 
 @dataclass(frozen=True)
-class GPTConfig(ModelConfig):
-    """A GPT-2 style decoder (mingpt_ddp/model/gpt.py)."""
+class TransformerConfig(ModelConfig):
+    """What our decoders have in common."""
 
     n_layer: int  # blocks
     n_head: int  # attention heads per block
     n_embd: int  # width of the residual stream
     dropout: float  # probability, in [0, 1)
-    bias: bool  # in linear layers and layer norms, as GPT-2 has them
-    activation: Literal["gelu", "gelu_tanh"]  # exact, or GPT-2's approximation, which is slower on a CPU
 
     def __post_init__(self) -> None:
         for key in ("n_layer", "n_head", "n_embd"):
@@ -70,13 +68,21 @@ class GPTConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class ModernConfig(ModelConfig):
-    """A decoder with rotary positions and without biases (mingpt_ddp/model/modern.py)."""
+class GPTConfig(TransformerConfig):
+    """A GPT-2 style decoder (mingpt_ddp/model/gpt.py)."""
 
-    n_layer: int  # blocks
-    n_head: int  # attention heads per block
-    n_embd: int  # width of the residual stream
-    dropout: float  # probability, in [0, 1)
+    bias: bool  # in linear layers and layer norms, as GPT-2 has them
+    activation: Literal["gelu", "gelu_tanh"]  # exact, or GPT-2's approximation, which is slower on a CPU
+
+
+@dataclass(frozen=True)
+class ModernConfig(TransformerConfig):
+    """A decoder with rotary positions, without biases and gains (mingpt_ddp/model/modern.py)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        even = self.n_embd // self.n_head % 2 == 0
+        _check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,11 @@ class OptimizerConfig(Extensible):
         _check(steps is None or steps >= 1, f"optimizer.schedule_steps={steps} must be at least 1")
 
 
+def check_adam(betas: tuple[float, float], eps: float) -> None:
+    _check(all(0 <= b < 1 for b in betas), f"optimizer.betas={list(betas)} must lie in [0, 1)")
+    _check(eps > 0, f"optimizer.eps={eps} must be greater than 0")
+
+
 @dataclass(frozen=True)
 class AdamWConfig(OptimizerConfig):
     betas: tuple[float, float]  # decay of the first and second moment per step
@@ -109,8 +120,7 @@ class AdamWConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(all(0 <= b < 1 for b in self.betas), f"optimizer.betas={list(self.betas)} must lie in [0, 1)")
-        _check(self.eps > 0, f"optimizer.eps={self.eps} must be greater than 0")
+        check_adam(self.betas, self.eps)
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,21 @@ class SGDConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class MuonConfig(OptimizerConfig):
-    momentum: float
+    """Muon for the matrices of the hidden layers, AdamW for everything else (mingpt_ddp/muon.py)."""
+
+    momentum: float  # Muon's, per step
+    embedding_lr: float  # AdamW's for embeddings, at the peak of the schedule like `lr`, which is Muon's
+    head_lr: float  # AdamW's for a matrix in the model's `head`
+    vector_lr: float  # AdamW's for what is no matrix
+    betas: tuple[float, float]  # AdamW's decay of the first and second moment per step
+    eps: float  # AdamW's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must lie in [0, 1)")
+        for key in ("embedding_lr", "head_lr", "vector_lr"):
+            _check(getattr(self, key) > 0, f"optimizer.{key}={getattr(self, key)} must be greater than 0")
+        check_adam(self.betas, self.eps)
 
 
 @dataclass(frozen=True)
@@ -264,8 +288,8 @@ class SnapshotConfig:
             _check("::" not in (url or ""), f"snapshot.{key}={url} must be one URL, not a chain of them")
 
 
-MODELS: dict[str | None, type] = {"gpt": GPTConfig}
-OPTIMIZERS: dict[str | None, type] = {"adamw": AdamWConfig, "sgd": SGDConfig}
+MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
+OPTIMIZERS: dict[str | None, type] = {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}
 READERS: dict[str | None, type] = {None: DataConfig}
 # Each group: the key that selects its dataclass (none where there is one only), and the dataclasses to select from.
 GROUPS: dict[str, tuple[str | None, dict[str | None, type]]] = {

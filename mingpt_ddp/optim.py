@@ -10,6 +10,7 @@ from torch import nn
 
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.groups import AdamWConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.muon import Muon
 from mingpt_ddp.registry import BUILDERS
 
 
@@ -66,4 +67,4 @@ def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
 
 
-BUILDERS["optimizer"].update(adamw=_adamw, sgd=_sgd)
+BUILDERS["optimizer"].update(adamw=_adamw, muon=Muon, sgd=_sgd)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mingpt_ddp.arithmetic import DTYPES, choose_precision
 from mingpt_ddp.compiling import compiled, compiles, one_line, overlap
 from mingpt_ddp.config import Config
 from mingpt_ddp.eager import complete, without_compiler
@@ -28,7 +29,6 @@ from mingpt_ddp.ranks import Ranks
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
 BUCKET_CAPS = (1.0, 5.0, 25.0, 100.0)  # MiB, and all gradients at once
 MEASURED = 3  # passes with each of them
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch.device:
@@ -96,7 +96,7 @@ class Runtime(Ranks):
             complete()
         else:
             without_compiler()
-        self.precision = _precision(config.trainer.precision, self.device)
+        self.precision = choose_precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         _set_determinism(config.trainer.deterministic)
         if self.device.type == "cuda":
@@ -272,12 +272,6 @@ def _backend(wanted: str, device: torch.device) -> str:
     gpu = "nccl" if wanted in ("auto", "nccl") else wanted
     cpu = wanted if wanted == "mpi" else "gloo"
     return f"cpu:{cpu},cuda:{gpu}" if device.type == "cuda" else cpu
-
-
-def _precision(wanted: str, device: torch.device) -> str:
-    if wanted != "auto":
-        return wanted
-    return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
 
 
 def _set_determinism(deterministic: bool) -> None:

@@ -112,7 +112,7 @@ class Stepper:
         """Change the weights; the learning rate that did."""
         lr = lr_at(step, self.config.optimizer, self.steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
         self.runtime.scaler.step(self.optimizer)
         self._clear()

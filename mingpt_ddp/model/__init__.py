@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.groups import ModelConfig
 from mingpt_ddp.model.gpt import GPT
+from mingpt_ddp.model.modern import Modern
 from mingpt_ddp.registry import BUILDERS
 
-BUILDERS["model"]["gpt"] = GPT
+BUILDERS["model"].update(gpt=GPT, modern=Modern)
 
 
 class LanguageModel(Protocol):
@@ -113,6 +114,6 @@ def count_parameters(model: nn.Module) -> int:
 
 
 __all__ = [
-    *("GPT", "Counted", "Decoder", "LanguageModel", "StepDecoder"),
+    *("GPT", "Counted", "Decoder", "LanguageModel", "Modern", "StepDecoder"),
     *("build_model", "count_parameters", "flops_per_token"),
 ]

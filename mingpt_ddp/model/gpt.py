@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mingpt_ddp.arithmetic import attend
 from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model.cache import KVCache, Start, rows
 
@@ -33,7 +34,7 @@ class Attention(nn.Module):
             y = cache.attend(q, k, v, start)
         else:
             dropout = self.dropout if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+            y = attend(q, k, v, dropout)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 

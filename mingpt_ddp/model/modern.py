@@ -1,8 +1,8 @@
-"""A decoder of 2025: what has made small models learn faster since GPT-2, each part with its source.
+"""A decoder of today: what has made small models learn faster since GPT-2, each part with its source.
 
 Shapes: B sequences, T characters, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 The parts were brought together by Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat". There are no
-biases and no gains.
+biases, and norms have no gains.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from torch.nn import functional as F
 
 from mingpt_ddp.arithmetic import attend, compute_dtype, relu_squared, rms_norm
 from mingpt_ddp.groups import ModernConfig
+from mingpt_ddp.model.cache import KVCache, Start, rows
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions and normalised queries and keys.
+    """Causal self-attention with rotary positions, normalised queries and keys, and the first block's values mixed in.
 
     Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Henry et al. 2020, "Query-Key Normalization"
-    (arXiv:2010.04245).
+    (arXiv:2010.04245); Zhou et al. 2024, "Value Residual Learning" (arXiv:2410.17897).
     """
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
-        C = config.n_embd
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.qkv = nn.Parameter(torch.empty(3, C, C))  # three matrices, which an optimizer of matrices tells apart
-        self.proj = nn.Parameter(torch.empty(C, C))
-        self.value_mix = nn.Parameter(torch.empty(2))
+        self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))  # a stack: Muon sees three matrices
+        self.proj = nn.Parameter(torch.empty(config.n_embd, config.n_embd))
+        self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
-    def forward(self, x: Tensor, rotary: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, rotary: Tensor, first: Tensor | None, cache: KVCache | None, start: Start
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
             x: (B, T, C).
-            rotary: (2, T, 1, 1, D) cosines and sines.
-            first: (B, T, H, D) the values of the first block, None in that. The others mix them with their own: Zhou
-                et al. 2024, "Value Residual Learning" (arXiv:2410.17897).
+            rotary: what `rotate` wants.
+            first: (B, H, T, D) the values of the first block; None in that block.
 
         Returns:
             (B, T, C) for the residual stream, and the values of the first block.
@@ -44,24 +45,34 @@ class Attention(nn.Module):
         B, T, C = x.shape
         qkv = F.linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.n_head, C // self.n_head)
         q, k = rotate(rms_norm(qkv[:, :, :2]), rotary).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        v = qkv[:, :, 2]
-        if first is not None:
-            v = self.value_mix[0] * v + self.value_mix[1] * first
-        y = attend(q, k, v.transpose(1, 2), self.dropout if self.training else 0.0)
-        return F.linear(y.transpose(1, 2).reshape(B, T, C), self.proj), v if first is None else first
+        v = qkv[:, :, 2].transpose(1, 2)
+        first = v if first is None else first
+        v = torch.addcmul(v, self.value_mix.view(self.n_head, 1, -1).to(v.dtype), first)
+        if cache is not None:
+            y = cache.attend(q, k, v, start)
+        else:
+            y = attend(q, k, v, self.dropout if self.training else 0.0)
+        return F.linear(y.transpose(1, 2).reshape(B, T, C), self.proj), first
 
 
-def rotary_table(T: int, D: int, device: torch.device) -> Tensor:
-    """(2, T, 1, 1, D): the cosines, and the sines with the sign that `rotate` wants."""
-    frequencies = 10_000.0 ** -torch.linspace(0, 1, D // 2 + 1, device=device)[:-1]
+def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """(T, 2, 1, 1, D): the cosine of each position's angles, and its sine with the sign that `rotate` wants."""
+    frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=device) / D)
     angles = torch.outer(torch.arange(T, device=device), frequencies)  # (T, D / 2)
     cos, sin = angles.cos(), angles.sin()
-    return torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)])[:, :, None, None]
+    table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
+    return table[:, :, None, None].to(dtype)
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn each pair of numbers (i, i + D / 2) by the angle of its position; x is (B, T, ..., D)."""
-    return x * rotary[0] + x.roll(x.shape[-1] // 2, dims=-1) * rotary[1]
+    """Turn each pair of numbers (i, i + D / 2) by the angle of its position.
+
+    Args:
+        x: (B, T, 2, H, D)
+        rotary: (T, 2, 1, 1, D) the rows of `rotary_table` for these positions.
+    """
+    cos, sin = rotary.unbind(1)
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 class Block(nn.Module):
@@ -70,17 +81,34 @@ class Block(nn.Module):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.stream_mix = nn.Parameter(torch.empty(2))  # of the stream and of its beginning
+        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # how much of the embedding comes in anew
         self.attention = Attention(config)
         self.up = nn.Parameter(torch.empty(4 * config.n_embd, config.n_embd))
         self.down = nn.Parameter(torch.empty(config.n_embd, 4 * config.n_embd))
 
-    def forward(self, x: Tensor, x0: Tensor, rotary: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = self.stream_mix[0] * x + self.stream_mix[1] * x0
-        y, first = self.attention(rms_norm(x), rotary, first)
+    def forward(
+        self,
+        x: Tensor,
+        x0: Tensor,
+        rotary: Tensor,
+        first: Tensor | None,
+        cache: KVCache | None = None,
+        start: Start = 0,
+    ) -> tuple[Tensor, Tensor]:
+        x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
+        y, first = self.attention(rms_norm(x), rotary, first, cache, start)
         x = x + F.dropout(y, self.dropout, self.training)
         y = F.linear(relu_squared(F.linear(rms_norm(x), self.up)), self.down)
         return x + F.dropout(y, self.dropout, self.training), first
+
+
+class Cache:
+    """What the model keeps of the characters that it has read."""
+
+    def __init__(self, layers: list[KVCache], last: Tensor, rotary: Tensor) -> None:
+        self.layers = layers
+        self.last = last  # (B, 1, C) the embedding of the newest character, for the smear
+        self.rotary = rotary  # of all positions
 
 
 class Modern(nn.Module):
@@ -92,35 +120,84 @@ class Modern(nn.Module):
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.token_embedding = nn.Embedding(vocab_size, config.n_embd)
-        self.smear = nn.Parameter(torch.empty(config.n_embd))
+        self.smear = nn.Parameter(torch.empty(config.n_embd))  # how much of the character before goes into each
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
-        self.init_weights()
+        self._init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
+    def _init_weights(self) -> None:
         """What writes to the residual stream begins at zero, so that each block begins as the identity."""
         nn.init.normal_(self.token_embedding.weight)
-        nn.init.zeros_(self.smear)
-        nn.init.zeros_(self.head.weight)
-        bound = (3 / self.config.n_embd) ** 0.5
-        for block in self.blocks:
-            nn.init.uniform_(block.attention.qkv, -bound, bound)
-            nn.init.uniform_(block.up, -bound, bound)
-            nn.init.zeros_(block.attention.proj)
-            nn.init.zeros_(block.down)
-            block.stream_mix.copy_(torch.tensor([1.0, 0.0]))
-            block.attention.value_mix.copy_(torch.tensor([0.5, 0.5]))
+        bound = (3 / self.config.n_embd) ** 0.5  # of a uniform distribution with deviation 1 / sqrt(C)
+        for name, parameter in self.named_parameters():
+            kind = name.split(".")[-1]
+            if kind in ("qkv", "up"):
+                nn.init.uniform_(parameter, -bound, bound)
+            elif kind == "value_mix":
+                nn.init.ones_(parameter)
+            elif name != "token_embedding.weight":
+                nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        dtype = compute_dtype(tokens.device, self.head.weight.dtype)
-        x = rms_norm(self.token_embedding(tokens).to(dtype))
-        x = torch.cat([x[:, :1], x[:, 1:] + self.smear.to(dtype) * x[:, :-1]], dim=1)
-        x0, first = x, None
-        rotary = rotary_table(tokens.shape[1], self.config.n_embd // self.config.n_head, tokens.device).to(dtype)
-        for block in self.blocks:
-            x, first = block(x, x0, rotary, first)
-        logits = self.head(rms_norm(x))
+        """Scores, or the loss where targets are given.
+
+        Args:
+            tokens: (B, T) integers below V, T <= block_size.
+            targets: (B, T) the character that follows each of them.
+
+        Returns:
+            Logits (B, T, V), or the mean cross-entropy in nats per character, a scalar.
+        """
+        logits: Tensor = self.head(self._hidden(tokens))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def _hidden(self, tokens: Tensor, cache: Cache | None = None, start: Start = 0) -> Tensor:
+        """(B, T, C) behind the last block, normalised."""
+        T, D = tokens.shape[1], self.config.n_embd // self.config.n_head
+        if isinstance(start, int) and start + T > self.block_size:
+            raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
+        x = x0 = self._embed(tokens, cache, start)
+        rotary = rotary_table(T, D, x.device, x.dtype) if cache is None else rows(cache.rotary, start, T)
+        first = None
+        for i, block in enumerate(self.blocks):
+            x, first = block(x, x0, rotary, first, cache.layers[i] if cache else None, start)
+        return rms_norm(x)
+
+    def _embed(self, tokens: Tensor, cache: Cache | None, start: Start) -> Tensor:
+        """(B, T, C): each character's vector, and of the one before as much as `smear` says."""
+        dtype = compute_dtype(self.head.weight)
+        x = rms_norm(self.token_embedding(tokens).to(dtype))
+        if cache is None or (isinstance(start, int) and start == 0):
+            before = F.pad(x[:, :-1], (0, 0, 1, 0))  # nothing before the first
+        else:
+            before = torch.cat([cache.last, x[:, :-1]], dim=1)
+        if cache is not None:
+            cache.last.copy_(x[:, -1:])
+        return torch.addcmul(x, before, self.smear.to(dtype))
+
+    def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
+        """Room for what is kept of `batch` sequences."""
+        c, device = self.config, self.head.weight.device
+        D = c.n_embd // c.n_head
+        layers = [KVCache((batch, c.n_head, self.block_size, D), dtype, device) for _ in range(c.n_layer)]
+        last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
+        return Cache(layers, last, rotary_table(self.block_size, D, device, dtype))
+
+    def decode(self, tokens: Tensor, cache: Cache, start: Start) -> Tensor:
+        """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` cached positions."""
+        logits: Tensor = self.head(self._hidden(tokens, cache, start)[:, -1])
+        return logits
+
+    def step(self, tokens: Tensor, cache: Cache, position: Tensor) -> Tensor:
+        """Logits (B, V) behind the new `tokens` (B,) at a position that only the device knows, a tensor of shape ()."""
+        return self.decode(tokens[:, None], cache, position)
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of a forward and backward per character: 6 N + 12 L C T, counted as GPT's are."""
+        c = self.config
+        return (
+            6 * (12 * c.n_layer * c.n_embd**2 + self.head.weight.numel()) + 12 * c.n_layer * c.n_embd * self.block_size
+        )

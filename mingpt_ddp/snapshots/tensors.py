@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import CodeError, SnapshotError
+from mingpt_ddp.muon import Muon
 from mingpt_ddp.snapshots.image import NAMES
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # how plain numbers of an optimizer are kept
@@ -100,7 +102,9 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = _KINDS[kind](tensor.item()) if kind else tensor
     if type(optimizer) in UNIFORM:
-        _check_uniform(parameters, states)
+        remaining = iter(parameters.items())
+        for group in optimizer.param_groups:
+            _check_uniform(dict(islice(remaining, len(group["params"]))), states)
     # The optimizer's own loader knows which of its tensors follow the parameter to its device and which stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
@@ -112,7 +116,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
                 optimizer.state[parameter][key] = value.to(own.device)
 
 
-UNIFORM = (torch.optim.AdamW, torch.optim.SGD)  # which keep the same of every parameter, in the parameter's shape
+UNIFORM = (torch.optim.AdamW, torch.optim.SGD, Muon)  # their states: of one kind in a group, of the parameter's shape
 _KINDS = {kind.__name__: kind for kind in NUMBERS}
 
 
@@ -121,9 +125,9 @@ def _check_uniform(parameters: dict[str, nn.Parameter], states: dict[str, dict[s
     Raises:
         SnapshotError: a parameter lacks some of what others have, or has it in another shape.
     """
-    if len({frozenset(state) for state in states.values() if state}) > 1:  # one without gradients has none
+    if len({frozenset(states[name]) for name in parameters if states[name]}) > 1:  # one without gradients has none
         raise SnapshotError("the snapshot's optimizer state lacks some of the parameters")
-    for name, state in states.items():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameters[name].shape:
+    for name, parameter in parameters.items():
+        for value in states[name].values():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                 raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")

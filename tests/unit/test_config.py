@@ -15,7 +15,14 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import OPTIONAL, Config, from_dictconfig, from_mapping
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.groups import GROUPS, AdamWConfig, DataConfig, GPTConfig, SGDConfig, SnapshotConfig, TrainerConfig
+from mingpt_ddp.groups import (
+    GROUPS,
+    MODELS,
+    OPTIMIZERS,
+    DataConfig,
+    SnapshotConfig,
+    TrainerConfig,
+)
 from mingpt_ddp.schema import build, convert
 
 CONF = config_directory()
@@ -67,8 +74,8 @@ def test_model_with_optimizer(model, optimizer):
     config = typed(f"model={model}", f"optimizer={optimizer}")
     assert config.model.name == model
     assert config.optimizer.name == optimizer
-    assert type(config.optimizer) is {"adamw": AdamWConfig, "sgd": SGDConfig}[optimizer]
-    assert type(config.model) is GPTConfig
+    assert type(config.optimizer) is OPTIMIZERS[optimizer]
+    assert type(config.model) is MODELS[config.model.architecture]
 
 
 @pytest.mark.parametrize("name", choices("data"))

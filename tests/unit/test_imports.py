@@ -32,26 +32,29 @@ ALLOWED: dict[str, set[str]] = {
     "interrupt": set(),
     "logs": {"errors", "place"},
     "rendezvous": {"errors", "place"},
+    "arithmetic": set(),
     "neighbours": set(),
     "ranks": {"errors", "neighbours", "place", "rendezvous"},
     "hooks": {"errors", "groups", "neighbours", "seeds"},
     "compiling": {"config", "errors"},
     "recompute": {"errors"},
-    "runtime": {"compiling", "config", "groups", "eager", "errors", "hooks", "neighbours", "place", "ranks"},
+    "runtime": {"arithmetic", "compiling", "config", "groups", "eager", "errors", "hooks", "neighbours", "place", "ranks"},
     "reader": {"groups", "errors", "registry"},
     "corpus": {"schema", "groups", "errors", "reader", "storage"},
     "loader": {"groups", "errors", "seeds"},
     "model.cache": set(),
-    "model.gpt": {"groups", "model.cache"},
-    "model": {"groups", "errors", "model.gpt", "registry"},
+    "model.gpt": {"arithmetic", "groups", "model.cache"},
+    "model.modern": {"arithmetic", "groups", "model.cache"},
+    "model": {"groups", "errors", "model.gpt", "model.modern", "registry"},
     "decoding": {"errors", "model"},
     "generate": {"corpus", "decoding", "model"},
-    "optim": {"groups", "errors", "registry"},
+    "muon": {"arithmetic", "groups"},
+    "optim": {"groups", "errors", "muon", "registry"},
     "metrics": {"runtime"},
     "evaluate": {"runtime"},
     "snapshots": set(),
     "snapshots.image": set(),
-    "snapshots.tensors": {"errors", "snapshots.image"},
+    "snapshots.tensors": {"errors", "muon", "snapshots.image"},
     "snapshots.lease": {"errors", "storage"},
     "snapshots.format": {"errors"},
     "snapshots.store": {"errors", "snapshots.format", "snapshots.image", "snapshots.lease", "storage"},
@@ -234,7 +237,9 @@ def test_data_flows_one_way():
 
 
 def test_the_loop_knows_no_model_no_text_and_no_launcher():
-    assert ALLOWED["trainer"].isdisjoint({"model", "model.gpt", "corpus", "generate", "place", "launch", "run"})
+    assert ALLOWED["trainer"].isdisjoint(
+        {"model", "model.gpt", "model.modern", "corpus", "generate", "place", "launch", "run"}
+    )
 
 
 def test_what_the_first_error_needs_does_not_import_torch():

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 import yaml
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.groups import GPTConfig
-from mingpt_ddp.model import GPT, build_model
+from mingpt_ddp.groups import GPTConfig, ModernConfig
+from mingpt_ddp.model import build_model
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 
 T, V = 16, 31
+M = TypeVar("M", bound=nn.Module)
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
@@ -24,7 +26,7 @@ def config(n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float =
     return GPTConfig("test", "gpt", n_layer, n_head, n_embd, dropout, bias, "gelu_tanh")
 
 
-def lively(model: GPT, seed: int = 0) -> GPT:
+def lively(model: M, seed: int = 0) -> M:
     """Random numbers in every parameter, large enough for each of them to matter; evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -37,9 +39,12 @@ def some_tokens(batch: int = 2, length: int = T) -> Tensor:
     return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture
-def model() -> GPT:
-    return lively(build_model(config(), V, T))
+MODERN = ModernConfig("test", "modern", 2, 2, 16, 0.0)
+
+
+@pytest.fixture(params=[config(), MODERN], ids=["gpt", "modern"])
+def model(request) -> nn.Module:
+    return lively(build_model(request.param, V, T))
 
 
 # Causality.
@@ -64,8 +69,8 @@ def test_with_a_cache_the_scores_are_those_without(model, pieces):
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
-        for part in cache:
-            for tensor in (part.keys, part.values):
+        for layer in cache if isinstance(cache, list) else cache.layers:
+            for tensor in (layer.keys, layer.values):
                 tensor.fill_(torch.nan)  # what was not written must not be read
         start = 0
         for piece in pieces:
@@ -149,6 +154,7 @@ def gpt2():
     return transformers.GPT2LMHeadModel(settings).eval()
 
 
+@pytest.mark.parametrize("model", [config()], indirect=True)
 def test_gpt2_with_our_weights_has_our_scores(model, gpt2):
     theirs = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
     missing, unexpected = gpt2.load_state_dict(theirs, strict=False)
@@ -176,6 +182,7 @@ def test_we_with_the_weights_of_gpt2_have_its_scores_and_its_loss(gpt2):
 # Parameters.
 
 
+@pytest.mark.parametrize("model", [config()], indirect=True)
 def test_embedding_and_head_are_one_tensor(model):
     shapes = [tuple(tensor.shape) for tensor in model.state_dict().values()]
     assert shapes.count((V, 16)) == 1

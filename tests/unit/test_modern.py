@@ -1,0 +1,135 @@
+"""The parts of the modern decoder against formulas written out, and how it begins."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mingpt_ddp.arithmetic import attend, relu_squared, rms_norm
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.groups import ModernConfig
+from mingpt_ddp.model import Modern, build_model
+from mingpt_ddp.model.modern import rotary_table, rotate
+
+CONFIG = ModernConfig("test", "modern", 2, 2, 16, 0.0)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def test_the_root_mean_square_is_one_and_its_gradient_is_right():
+    x = random(3, 5, 8, dtype=torch.float32).requires_grad_()
+    torch.testing.assert_close(rms_norm(x), x / x.square().mean(dim=-1, keepdim=True).sqrt(), atol=1e-5, rtol=1e-5)
+    plain = random(3, 5, 8, dtype=torch.float32).requires_grad_()
+    weights = random(3, 5, 8, seed=1, dtype=torch.float32)
+    (rms_norm(x) * weights).sum().backward()
+    (plain / plain.square().mean(dim=-1, keepdim=True).sqrt() * weights).sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_vector_of_zeros_stays_one():
+    x = torch.zeros(2, 4, requires_grad=True)
+    y = rms_norm(x)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2, 4))
+    assert torch.isfinite(x.grad).all()
+
+
+def test_the_squared_relu_and_its_gradient():
+    x = random(4, 7).requires_grad_()
+    torch.testing.assert_close(relu_squared(x), x.clamp(min=0) ** 2)
+    (relu_squared(x) * 3).sum().backward()
+    torch.testing.assert_close(x.grad, 6 * x.detach().clamp(min=0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 9), (64, 64), (65, 65), (150, 150), (5, 140), (130, 200)])
+def test_attention_is_causal_attention(T, S, dtype):
+    """Against the formula, the gradients too; in bf16 it is computed block by block."""
+    q, k, v = (random(2, 3, n, 8, seed=i, dtype=torch.float32).to(dtype) for i, n in enumerate((T, S, S)))
+    exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+    scores = exact[0] @ exact[1].mT / math.sqrt(8)
+    seen = torch.ones(T, S, dtype=torch.bool).tril(diagonal=S - T)
+    expected = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ exact[2]
+    expected.sum().backward()
+    given = [tensor.requires_grad_() for tensor in (q, k, v)]
+    y = attend(*given)
+    y.sum().backward()
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.06}
+    torch.testing.assert_close(y.double(), expected, **close)
+    for ours, theirs in zip(given, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_drops_weights_and_keeps_their_mean(dtype):
+    q, k = torch.zeros(2, 1, 1, 100, 8, dtype=dtype)  # every key counts alike
+    v = torch.ones(1, 1, 100, 8, dtype=dtype)
+    torch.manual_seed(0)
+    last = torch.stack([attend(q, k, v, dropout=0.5)[0, 0, -1, 0] for _ in range(200)]).float()
+    assert float(last.std()) == pytest.approx(0.1, abs=0.03)
+    assert float(last.mean()) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_rotation_keeps_lengths_and_scores_depend_on_distances_alone():
+    T, D = 12, 8
+    table = rotary_table(T, D, torch.device("cpu"), torch.float64)
+    x = random(1, 1, 2, 1, D).expand(1, T, 2, 1, D)  # the same vectors at every position
+    turned = rotate(x, table)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(turned[:, 0], x[:, 0])
+    q, k = turned[0, :, 0, 0], turned[0, :, 1, 0]  # (T, D)
+    scores = q @ k.T
+    for distance in range(-T + 1, T):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=1e-5)
+    assert float(scores[0].std()) > 0.01, "positions make no difference"
+
+
+def test_it_begins_with_every_character_as_likely():
+    torch.manual_seed(0)
+    model = build_model(CONFIG, 31, 16)
+    x, y = torch.randint(31, (2, 4, 16))
+    assert model(x, y).item() == pytest.approx(math.log(31), abs=1e-6)
+
+
+def test_every_block_begins_as_the_identity():
+    torch.manual_seed(0)
+    model = build_model(CONFIG, 31, 16)
+    seen: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output[0]]))
+    model(torch.randint(31, (2, 16)))
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_all_parameters_learn():
+    """After a step that moves what begins at zero, no parameter is without a gradient."""
+    torch.manual_seed(0)
+    model = build_model(CONFIG, 31, 16)
+    x, y = torch.randint(31, (2, 4, 16))
+    for _ in range(4):
+        model.zero_grad()
+        model(x, y).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= parameter.grad
+    for name, parameter in model.named_parameters():
+        assert float(parameter.grad.abs().max()) > 0, name
+
+
+def test_a_head_of_odd_width_is_refused():
+    with pytest.raises(ConfigError, match=r"model.n_embd=15 over model.n_head=3 must be even"):
+        ModernConfig("test", "modern", 1, 3, 15, 0.0)
+
+
+def test_flops_are_those_of_the_matrices():
+    """Six for every number that multiplies, and the products of attention."""
+    model = Modern(CONFIG, 31, 16)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - model.token_embedding.weight.numel()
+    assert model.flops_per_token() == 6 * matrices + 12 * 2 * 16 * 16
+    assert isinstance(model.head, nn.Linear)

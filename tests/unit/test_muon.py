@@ -1,0 +1,131 @@
+"""Muon: what an orthogonalised step is, which parameters get one, and that its state survives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from mingpt_ddp.groups import GPTConfig, ModernConfig, MuonConfig
+from mingpt_ddp.model import build_model
+from mingpt_ddp.muon import LEAST, Muon, orthogonalise
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.snapshots.tensors import load_optimizer, optimizer_tensors
+
+MUON = MuonConfig("muon", 0.02, 0.1, "constant", None, 0, 0.0, 0.5, 0.9, 0.3, 0.05, 0.01, (0.9, 0.95), 1e-10)
+MODELS = {
+    "gpt": GPTConfig("g", "gpt", 2, 2, 16, 0.0, True, "gelu"),
+    "modern": ModernConfig("m", "modern", 2, 2, 16, 0.0),
+}
+
+
+def matrices(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 16, 64), (2, 64, 16), (1, 1, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+def test_singular_values_come_near_one_and_singular_vectors_stay(shape, dtype, scale):
+    given = matrices(*shape)
+    found = orthogonalise((given * scale).to(dtype)).float()
+    u, s, vh = torch.linalg.svd(given, full_matrices=False)
+    turned = u.mT @ found @ vh.mT  # diagonal where the singular vectors are the same
+    diagonal = turned.diagonal(dim1=-2, dim2=-1)
+    known = s > LEAST * 1.1 * torch.linalg.matrix_norm(given)[:, None]
+    assert float(known.float().mean()) > 0.8
+    rounding = 0.03 if dtype == torch.bfloat16 else 1e-3
+    assert float((diagonal - 1).abs()[known].max()) < 0.1 + rounding
+    assert float(diagonal.max()) < 1.1 + rounding
+    assert float((turned - diagonal.diag_embed()).abs().max()) < 4 * rounding
+
+
+def test_a_stack_is_orthogonalised_matrix_by_matrix():
+    stack = matrices(4, 8, 8)
+    together = orthogonalise(stack)
+    for alone, among in zip(stack, together, strict=True):
+        torch.testing.assert_close(orthogonalise(alone[None])[0], among)
+
+
+def test_a_gradient_of_zeros_changes_nothing():
+    assert torch.equal(orthogonalise(torch.zeros(2, 4, 4)), torch.zeros(2, 4, 4))
+
+
+def trained(architecture: str, steps: int) -> tuple[nn.Module, Muon]:
+    torch.manual_seed(0)
+    model = build_model(MODELS[architecture], 31, 16)
+    optimizer = Muon(model, MUON)
+    go_on(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:
+    for step in steps:
+        x, y = torch.randint(31, (2, 4, 16), generator=torch.Generator().manual_seed(step))
+        model(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_who_changes_which_parameter(architecture):
+    model = build_model(MODELS[architecture], 31, 16)
+    optimizer = build_optimizer(model, MUON)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    members = {round(g["lr_ratio"] * MUON.lr, 6): {names[p] for p in g["params"]} for g in optimizer.param_groups}
+    inner = {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() >= 2}
+    assert members[0.02] == inner
+    assert members[0.3] == {n for n in names.values() if "embedding" in n}
+    assert members.get(0.05, set()) == {n for n in names.values() if n.startswith("head")}
+    assert sum(map(len, members.values())) == len(names)
+    assert [g["muon"] for g in optimizer.param_groups] == [
+        round(g["lr_ratio"] * 0.02, 6) == 0.02 for g in optimizer.param_groups
+    ]
+
+
+def test_a_step_is_a_step_of_orthogonal_matrices():
+    """Every singular value changes by the learning rate, of a matrix four times as tall as wide by twice as much."""
+    model = nn.Module()
+    model.square, model.tall = nn.Parameter(torch.zeros(2, 8, 8)), nn.Parameter(torch.zeros(32, 8))
+    optimizer = Muon(model, replace(MUON, weight_decay=0.0))
+    model.square.grad, model.tall.grad = matrices(2, 8, 8), matrices(32, 8)
+    optimizer.step()
+    assert model.square.grad is model.tall.grad is None
+    for changed, expected in ((model.square, 0.02), (model.tall, 0.04)):
+        values = torch.linalg.svdvals(changed.detach())
+        assert float(values.max()) < 1.13 * expected
+        assert float(values.median()) > 0.87 * expected
+
+
+def test_the_learning_rate_and_the_decay_are_those_of_the_groups():
+    model = nn.Module()
+    model.up = nn.Parameter(torch.eye(4) * 2)
+    optimizer = Muon(model, MUON)
+    [group] = optimizer.param_groups
+    group["lr"] = 0.5
+    model.up.grad = torch.zeros(4, 4)
+    optimizer.step()
+    torch.testing.assert_close(model.up.detach(), torch.eye(4) * 2 * (1 - 0.5 * 0.1))
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_its_state_is_saved_and_restored_exactly(architecture):
+    whole, _ = trained(architecture, 4)
+    model, optimizer = trained(architecture, 2)
+    tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    fresh = Muon(model, MUON)
+    load_optimizer(model, fresh, tensors)
+    go_on(model, fresh, range(2, 4))
+    for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, found), name
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_it_learns_a_batch_by_heart(architecture):
+    model, optimizer = trained(architecture, 1)
+    x, y = torch.randint(31, (2, 4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(40):
+        go_on(model, optimizer, range(1))
+    assert float(model(x, y).detach()) < 1.5  # of log 31 = 3.4
