@@ -67,11 +67,17 @@ class Muon(torch.optim.AdamW):
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
         """
         Args:
-            model: what of it is a matrix goes to Muon, but for embeddings and a submodule `head`; more dimensions than
-                two are a stack of matrices.
+            model: what of it is a matrix goes to Muon, but for embeddings and a submodule `head`. Where a module says
+                `parts`, its weight is so many matrices, one below another; dimensions before the last two are a stack.
         """
         super().__init__(_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.momentum
+        self.rows: dict[Tensor, int] = {
+            weight: weight.shape[-2] // getattr(module, "parts", 1)
+            for module in model.modules()
+            for weight in module.parameters(recurse=False)
+            if weight.dim() >= 2
+        }  # of each matrix
         self._step_supports_amp_scaling = False  # AdamW's kernel would leave out a step by itself, Muon would not
 
     @torch.no_grad()
@@ -87,9 +93,9 @@ class Muon(torch.optim.AdamW):
         """Orthogonalised Nesterov momentum, larger for tall matrices, so that all change their outputs alike."""
         directions = self._directions(parameters)
         torch._foreach_mul_(parameters, 1 - lr * weight_decay)
-        by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, parameter in enumerate(parameters):
-            by_shape[parameter.shape[-2:]].append(i)
+            by_shape[self.rows[parameter], parameter.shape[-1]].append(i)
         dtype = DTYPES[choose_precision("auto", parameters[0].device)]
         for (rows, columns), members in by_shape.items():
             stacks = [directions[i].view(-1, rows, columns).to(dtype) for i in members]

@@ -16,6 +16,14 @@ from mingpt_ddp.groups import ModernConfig
 from mingpt_ddp.model.cache import KVCache, Start, rows
 
 
+class Stacked(nn.Linear):
+    """Several linear layers in one, their matrices one below another: an optimizer of matrices sees each by itself."""
+
+    def __init__(self, n_embd: int, parts: int) -> None:
+        super().__init__(n_embd, parts * n_embd, bias=False)
+        self.parts = parts
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions, normalised queries and keys, and the first block's values mixed in.
 
@@ -26,8 +34,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.qkv = nn.Parameter(torch.empty(3, config.n_embd, config.n_embd))  # a stack: Muon sees three matrices
-        self.proj = nn.Parameter(torch.empty(config.n_embd, config.n_embd))
+        self.qkv = Stacked(config.n_embd, 3)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(
@@ -43,7 +51,7 @@ class Attention(nn.Module):
             (B, T, C) for the residual stream, and the values of the first block.
         """
         B, T, C = x.shape
-        qkv = F.linear(x, self.qkv.flatten(0, 1)).view(B, T, 3, self.n_head, C // self.n_head)
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k = rotate(rms_norm(qkv[:, :, :2]), rotary).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         v = qkv[:, :, 2].transpose(1, 2)
         first = v if first is None else first
@@ -52,7 +60,7 @@ class Attention(nn.Module):
             y = cache.attend(q, k, v, start)
         else:
             y = attend(q, k, v, self.dropout if self.training else 0.0)
-        return F.linear(y.transpose(1, 2).reshape(B, T, C), self.proj), first
+        return self.proj(y.transpose(1, 2).reshape(B, T, C)), first
 
 
 def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -83,8 +91,8 @@ class Block(nn.Module):
         self.dropout = config.dropout
         self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # how much of the embedding comes in anew
         self.attention = Attention(config)
-        self.up = nn.Parameter(torch.empty(4 * config.n_embd, config.n_embd))
-        self.down = nn.Parameter(torch.empty(config.n_embd, 4 * config.n_embd))
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(
         self,
@@ -98,7 +106,7 @@ class Block(nn.Module):
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
         y, first = self.attention(rms_norm(x), rotary, first, cache, start)
         x = x + F.dropout(y, self.dropout, self.training)
-        y = F.linear(relu_squared(F.linear(rms_norm(x), self.up)), self.down)
+        y = self.down(relu_squared(self.up(rms_norm(x))))
         return x + F.dropout(y, self.dropout, self.training), first
 
 
@@ -131,10 +139,9 @@ class Modern(nn.Module):
         nn.init.normal_(self.token_embedding.weight)
         bound = (3 / self.config.n_embd) ** 0.5  # of a uniform distribution with deviation 1 / sqrt(C)
         for name, parameter in self.named_parameters():
-            kind = name.split(".")[-1]
-            if kind in ("qkv", "up"):
+            if name.endswith(("qkv.weight", "up.weight")):
                 nn.init.uniform_(parameter, -bound, bound)
-            elif kind == "value_mix":
+            elif name.endswith("value_mix"):
                 nn.init.ones_(parameter)
             elif name != "token_embedding.weight":
                 nn.init.zeros_(parameter)

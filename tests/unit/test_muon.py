@@ -10,6 +10,7 @@ from torch import nn
 
 from mingpt_ddp.groups import GPTConfig, ModernConfig, MuonConfig
 from mingpt_ddp.model import build_model
+from mingpt_ddp.model.modern import Stacked
 from mingpt_ddp.muon import LEAST, Muon, orthogonalise
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.tensors import load_optimizer, optimizer_tensors
@@ -87,13 +88,14 @@ def test_who_changes_which_parameter(architecture):
 
 def test_a_step_is_a_step_of_orthogonal_matrices():
     """Every singular value changes by the learning rate, of a matrix four times as tall as wide by twice as much."""
-    model = nn.Module()
-    model.square, model.tall = nn.Parameter(torch.zeros(2, 8, 8)), nn.Parameter(torch.zeros(32, 8))
-    optimizer = Muon(model, replace(MUON, weight_decay=0.0))
-    model.square.grad, model.tall.grad = matrices(2, 8, 8), matrices(32, 8)
-    optimizer.step()
-    assert model.square.grad is model.tall.grad is None
-    for changed, expected in ((model.square, 0.02), (model.tall, 0.04)):
+    model = nn.ModuleList([Stacked(8, 2), nn.Linear(8, 32, bias=False)])
+    weights = [layer.weight for layer in model]
+    for weight in weights:
+        nn.init.zeros_(weight)
+        weight.grad = matrices(*weight.shape)
+    Muon(model, replace(MUON, weight_decay=0.0)).step()
+    assert all(weight.grad is None for weight in weights)
+    for changed, expected in ((weights[0].view(2, 8, 8), 0.02), (weights[1], 0.04)):
         values = torch.linalg.svdvals(changed.detach())
         assert float(values.max()) < 1.13 * expected
         assert float(values.median()) > 0.87 * expected
