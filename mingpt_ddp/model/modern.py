@@ -24,6 +24,41 @@ class Stacked(nn.Linear):
         self.parts = parts
 
 
+class Smear(nn.Module):
+    """Add to each character's vector a learned share of the one before.
+
+    Source: the token shift of Peng et al. 2023, "RWKV" (arXiv:2305.13048).
+    """
+
+    def __init__(self, n_embd: int) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.empty(n_embd))
+
+    def forward(self, x: Tensor, last: Tensor | None, start: Start) -> Tensor:
+        """
+        Args:
+            x: (B, T, C).
+            last: (B, 1, C) the vector before the first of them, unless `start` is 0; the last of them afterwards.
+        """
+        if last is None or (isinstance(start, int) and start == 0):
+            before = F.pad(x[:, :-1], (0, 0, 1, 0))
+        else:
+            before = torch.cat([last, x[:, :-1]], dim=1)
+        if last is not None:
+            last.copy_(x[:, -1:])
+        return torch.addcmul(x, before, self.share.to(x.dtype))
+
+
+class LayerCache(KVCache):
+    """What a block keeps of the characters that it has read."""
+
+    def __init__(
+        self, batch: int, config: ModernConfig, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__((batch, config.n_head, block_size, config.n_embd // config.n_head), dtype, device)
+        self.last = torch.zeros(2, batch, 1, config.n_embd, dtype=dtype, device=device)  # of what the smears have seen
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions, normalised queries and keys, and the first block's values mixed in.
 
@@ -39,7 +74,7 @@ class Attention(nn.Module):
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(
-        self, x: Tensor, rotary: Tensor, first: Tensor | None, cache: KVCache | None, start: Start
+        self, x: Tensor, rotary: Tensor, first: Tensor | None, cache: LayerCache | None, start: Start
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -90,6 +125,7 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # how much of the embedding comes in anew
+        self.smear_1, self.smear_2 = Smear(config.n_embd), Smear(config.n_embd)
         self.attention = Attention(config)
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
@@ -100,20 +136,21 @@ class Block(nn.Module):
         x0: Tensor,
         rotary: Tensor,
         first: Tensor | None,
-        cache: KVCache | None = None,
+        cache: LayerCache | None = None,
         start: Start = 0,
     ) -> tuple[Tensor, Tensor]:
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
-        y, first = self.attention(rms_norm(x), rotary, first, cache, start)
+        last_1, last_2 = (None, None) if cache is None else cache.last.unbind()
+        y, first = self.attention(self.smear_1(rms_norm(x), last_1, start), rotary, first, cache, start)
         x = x + F.dropout(y, self.dropout, self.training)
-        y = self.down(relu_squared(self.up(rms_norm(x))))
+        y = self.down(relu_squared(self.up(self.smear_2(rms_norm(x), last_2, start))))
         return x + F.dropout(y, self.dropout, self.training), first
 
 
 class Cache:
     """What the model keeps of the characters that it has read."""
 
-    def __init__(self, layers: list[KVCache], last: Tensor, rotary: Tensor) -> None:
+    def __init__(self, layers: list[LayerCache], last: Tensor, rotary: Tensor) -> None:
         self.layers = layers
         self.last = last  # (B, 1, C) the embedding of the newest character, for the smear
         self.rotary = rotary  # of all positions
@@ -128,7 +165,7 @@ class Modern(nn.Module):
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.token_embedding = nn.Embedding(vocab_size, config.n_embd)
-        self.smear = nn.Parameter(torch.empty(config.n_embd))  # how much of the character before goes into each
+        self.smear = Smear(config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
         self._init_weights()
@@ -166,30 +203,19 @@ class Modern(nn.Module):
         T, D = tokens.shape[1], self.config.n_embd // self.config.n_head
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
-        x = x0 = self._embed(tokens, cache, start)
+        x = rms_norm(self.token_embedding(tokens).to(compute_dtype(self.head.weight)))
+        x = x0 = self.smear(x, cache.last if cache else None, start)
         rotary = rotary_table(T, D, x.device, x.dtype) if cache is None else rows(cache.rotary, start, T)
         first = None
         for i, block in enumerate(self.blocks):
             x, first = block(x, x0, rotary, first, cache.layers[i] if cache else None, start)
         return rms_norm(x)
 
-    def _embed(self, tokens: Tensor, cache: Cache | None, start: Start) -> Tensor:
-        """(B, T, C): each character's vector, and of the one before as much as `smear` says."""
-        dtype = compute_dtype(self.head.weight)
-        x = rms_norm(self.token_embedding(tokens).to(dtype))
-        if cache is None or (isinstance(start, int) and start == 0):
-            before = F.pad(x[:, :-1], (0, 0, 1, 0))  # nothing before the first
-        else:
-            before = torch.cat([cache.last, x[:, :-1]], dim=1)
-        if cache is not None:
-            cache.last.copy_(x[:, -1:])
-        return torch.addcmul(x, before, self.smear.to(dtype))
-
     def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
         """Room for what is kept of `batch` sequences."""
         c, device = self.config, self.head.weight.device
         D = c.n_embd // c.n_head
-        layers = [KVCache((batch, c.n_head, self.block_size, D), dtype, device) for _ in range(c.n_layer)]
+        layers = [LayerCache(batch, c, self.block_size, dtype, device) for _ in range(c.n_layer)]
         last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
         return Cache(layers, last, rotary_table(self.block_size, D, device, dtype))
 
