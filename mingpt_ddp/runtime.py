@@ -22,6 +22,7 @@ from mingpt_ddp.eager import complete, without_compiler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.groups import DDPConfig, TrainerConfig
 from mingpt_ddp.hooks import SETTLING, Hook, make_hook
+from mingpt_ddp.memory import keep_freed_memory
 from mingpt_ddp.neighbours import meet
 from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
@@ -96,6 +97,8 @@ class Runtime(Ranks):
             complete()
         else:
             without_compiler()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         _set_determinism(config.trainer.deterministic)
