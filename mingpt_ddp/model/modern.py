@@ -87,8 +87,9 @@ class Attention(nn.Module):
         """
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k = rotate(rms_norm(qkv[:, :, :2]), rotary).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        v = qkv[:, :, 2].transpose(1, 2)
+        qk, v = qkv.split([2, 1], dim=2)
+        q, k = rotate(rms_norm(qk), rotary).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        v = v[:, :, 0].transpose(1, 2)
         first = v if first is None else first
         v = torch.addcmul(v, self.value_mix.view(self.n_head, 1, -1).to(v.dtype), first)
         if cache is not None:
@@ -115,7 +116,7 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
         rotary: (T, 2, 1, 1, D) the rows of `rotary_table` for these positions.
     """
     cos, sin = rotary.unbind(1)
-    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 class Block(nn.Module):
