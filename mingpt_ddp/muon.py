@@ -10,6 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mingpt_ddp.arithmetic import DTYPES, choose_precision
@@ -23,6 +24,8 @@ POLYNOMIALS = (
     (3.2152759873077463, -2.4111720102557843, 0.501300013614882),
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
+
+WORTH_DIVIDING = 1 << 17  # numbers in all matrices: for fewer the exchange takes as long as the work
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
@@ -72,6 +75,7 @@ class Muon(torch.optim.AdamW):
         """
         super().__init__(_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.momentum
+        self.rank, self.world_size = 0, 1
         self.rows: dict[Tensor, int] = {
             weight: weight.shape[-2] // getattr(module, "parts", 1)
             for module in model.modules()
@@ -79,6 +83,10 @@ class Muon(torch.optim.AdamW):
             if weight.dim() >= 2
         }  # of each matrix
         self._step_supports_amp_scaling = False  # AdamW's kernel would leave out a step by itself, Muon would not
+
+    def divide(self, rank: int, world_size: int) -> None:
+        """From now on all ranks take each step together, with the same gradients, and share the work."""
+        self.rank, self.world_size = rank, world_size
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -97,12 +105,31 @@ class Muon(torch.optim.AdamW):
         for i, parameter in enumerate(parameters):
             by_shape[self.rows[parameter], parameter.shape[-1]].append(i)
         dtype = DTYPES[choose_precision("auto", parameters[0].device)]
-        for (rows, columns), members in by_shape.items():
-            stacks = [directions[i].view(-1, rows, columns).to(dtype) for i in members]
-            updates = orthogonalise(torch.cat(stacks)).split([len(stack) for stack in stacks])
+        stacks = [
+            torch.cat([directions[i].view(-1, rows, columns).to(dtype) for i in members])
+            for (rows, columns), members in by_shape.items()
+        ]
+        for ((rows, columns), members), stack in zip(by_shape.items(), self._orthogonalise(stacks), strict=True):
             changed = [parameters[i].view(-1, rows, columns) for i in members]
-            scale = max(1.0, rows / columns) ** 0.5
-            torch._foreach_add_(changed, [update.to(changed[0].dtype) for update in updates], alpha=-lr * scale)
+            updates = stack.to(changed[0].dtype).split([len(matrices) for matrices in changed])
+            torch._foreach_add_(changed, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+
+    def _orthogonalise(self, stacks: list[Tensor]) -> list[Tensor]:
+        """All matrices of all stacks; each rank takes its share of every stack where there is enough to do."""
+        world_size = self.world_size if sum(stack.numel() for stack in stacks) >= WORTH_DIVIDING else 1
+        if world_size == 1:
+            return [orthogonalise(stack) for stack in stacks]
+        shares = [-(-len(stack) // world_size) for stack in stacks]
+        own = []
+        for stack, share in zip(stacks, shares, strict=True):
+            part = stack[self.rank * share : (self.rank + 1) * share]
+            missing = stack.new_zeros(share - len(part), *stack.shape[1:])  # all ranks send the same number
+            own.append(torch.cat([orthogonalise(part), missing]).flatten())
+        sent = torch.cat(own)
+        received = sent.new_empty(world_size, len(sent))
+        dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # gloo knows no bf16
+        pieces = received.split([len(piece) for piece in own], dim=1)
+        return [piece.reshape(-1, *stack.shape[1:])[: len(stack)] for piece, stack in zip(pieces, stacks, strict=True)]
 
     def _directions(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
         """Where the momentum will be after this step, had it the same gradient again."""

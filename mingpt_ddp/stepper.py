@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.loader import BatchPlan, Loader, MicroBatch
+from mingpt_ddp.muon import Muon
 from mingpt_ddp.optim import lr_at
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import seed_everything
@@ -42,6 +43,8 @@ class Stepper:
         """
         self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
         self.model, self.optimizer = model, optimizer
+        if isinstance(optimizer, Muon):
+            optimizer.divide(runtime.rank, runtime.world_size)
         self.parameters = list(model.parameters())
         self._memory = memory or {}
         wanted = config.ddp.bucket_cap_mb

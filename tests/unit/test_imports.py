@@ -96,7 +96,7 @@ ALLOWED: dict[str, set[str]] = {
     "rundir": {"config", "errors", "snapshots.lease", "status", "storage", "plainyaml"},
     "watch": {"ranks"},
     "guard": {"groups", "snapshots.position"},
-    "stepper": {"config", "loader", "optim", "runtime", "seeds"},
+    "stepper": {"config", "loader", "muon", "optim", "runtime", "seeds"},
     "history": {"errors", "storage"},
     "prune": {"config", "errors", "history", "runtime"},
     "peak": set(),
