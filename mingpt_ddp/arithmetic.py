@@ -22,7 +22,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported() else "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
 
 
@@ -82,9 +82,16 @@ def rms_norm(x: Tensor) -> Tensor:
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), without gain.
     """
     if x.device.type == "cpu":
+        if not torch.is_grad_enabled():
+            return x * _inverse_rms(x)
         y: Tensor = _RMSNorm.apply(x)
         return y
     return F.rms_norm(x, (x.shape[-1],))
+
+
+def _inverse_rms(x: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    return norm.clamp_min_(1e-6).reciprocal_().mul_(math.sqrt(x.shape[-1])).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -92,9 +99,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        width = x.shape[-1]
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = (math.sqrt(width) / norm.clamp_min_(1e-6)).to(x.dtype)
+        scale = _inverse_rms(x)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y
@@ -106,9 +111,14 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(grad, y, along, value=-1).mul_(scale)
 
 
+def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
+    """torch's, but nothing at all where it would do nothing."""
+    return F.dropout(x, probability) if training and probability > 0 else x
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and torch.is_grad_enabled():
         y: Tensor = _ReLUSquared.apply(x)
         return y
     return F.relu(x).square()

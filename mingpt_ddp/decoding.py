@@ -13,17 +13,17 @@ Shapes: B sequences, V = vocab_size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp import arithmetic
+from mingpt_ddp.arithmetic import DTYPES
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.model import Decoder, StepDecoder
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FEW = 8  # texts; with as many bf16 is faster than fp16 on a CPU
 WARM_UP = 3  # steps before one is recorded, in which libraries allocate what they need
 
@@ -48,11 +48,13 @@ def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
         return wanted
     if not isinstance(model, Decoder):
         return "fp32"
-    if next(model.parameters()).device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    if _can_pack() and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        return "fp16" if _has_fbgemm() and batch < FEW else "bf16"
-    return "fp16" if _has_fbgemm() else "fp32"
+    device = next(model.parameters()).device
+    fast = arithmetic.choose_precision("auto", device)
+    if device.type == "cuda":
+        return fast
+    if _has_fbgemm() and (batch < FEW or fast == "fp32" or not _can_pack()):
+        return "fp16"
+    return fast if _can_pack() else "fp32"
 
 
 def prepare(model: nn.Module, precision: str, batch: int) -> None:
@@ -72,9 +74,10 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
             raise ConfigError(
                 "precision=fp16 needs FBGEMM on a CPU, which this torch does not have; use precision=auto"
             )
-        _replace(model, HalfLinear)
+        _replace(model, {nn.LayerNorm: PlainNorm, nn.Linear: HalfLinear})
     elif _can_pack():
-        _replace(model, partial(PackedLinear, dtype=DTYPES[precision], batch=batch))
+        packed = partial(PackedLinear, dtype=DTYPES[precision], batch=batch)
+        _replace(model, {nn.LayerNorm: PlainNorm, nn.Linear: packed})
     elif precision == "bf16":
         model.to(torch.bfloat16)
 
@@ -93,12 +96,33 @@ def _has_fbgemm() -> bool:
     return hasattr(torch.ops.quantized, "linear_prepack_fp16") and hasattr(torch.ops.quantized, "linear_dynamic_fp16")
 
 
-def _replace(module: nn.Module, make: Callable[[nn.Linear], nn.Linear]) -> None:
+def _replace(module: nn.Module, makers: dict[type[nn.Module], Any]) -> None:
+    """In place of every layer that computes as one of these types does, another, which is called as a function is:
+    a call of a module looks for hooks and finds its parts by name, which for a step costs as much as some layers."""
     for name, child in module.named_children():
-        if isinstance(child, nn.Linear) and type(child).forward is nn.Linear.forward:
-            setattr(module, name, make(child))
+        for kind, make in makers.items():
+            hooked = child._forward_hooks or child._forward_pre_hooks
+            if isinstance(child, kind) and type(child).forward is kind.forward and not hooked:
+                setattr(module, name, make(child))
+                vars(module)[name] = getattr(module, name)  # found at once
+                break
         else:
-            _replace(child, make)
+            _replace(child, makers)
+
+
+class PlainNorm(nn.LayerNorm):
+    """A layer norm of which only the operation is left."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__(norm.normalized_shape, norm.eps, norm.elementwise_affine, norm.bias is not None, device="meta")
+        self.weight, self.bias = norm.weight, norm.bias
+        gain, shift = (None if p is None else p.detach() for p in (norm.weight, norm.bias))
+        self.rest = (self.normalized_shape, gain, shift, self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.layer_norm(x, *self.rest)
+
+    __call__ = forward
 
 
 class HalfLinear(nn.Linear):
@@ -115,6 +139,8 @@ class HalfLinear(nn.Linear):
         y: Tensor = self.operation(x, self.packed)
         return y
 
+    __call__ = forward
+
 
 class PackedLinear(nn.Linear):
     """A linear layer with a copy of its matrix in oneDNN's own order, which is what it computes with."""
@@ -130,6 +156,8 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.operation(x.to(self.dtype), self.packed, self.packed_bias, "none", [], "")
         return y.to(x.dtype)
+
+    __call__ = forward
 
 
 class RecordedStep:

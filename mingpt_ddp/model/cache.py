@@ -43,11 +43,12 @@ class KVCache:
             return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=seen.expand(q.shape[2], -1))
         T = q.shape[2]
         stop = start + T
-        self.keys[:, :, start:stop], self.values[:, :, start:stop] = k, v
+        self.keys.narrow(2, start, T).copy_(k)
+        self.values.narrow(2, start, T).copy_(v)
         if start == 0:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mask = None if T == 1 else torch.ones(T, stop, dtype=torch.bool, device=q.device).tril(diagonal=start)
-        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
+        keys, values = self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop)
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
 
 

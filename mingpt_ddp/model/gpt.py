@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.arithmetic import attend
+from mingpt_ddp.arithmetic import attend, dropout
 from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model.cache import KVCache, Start, rows
 
@@ -29,14 +29,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: Start = 0) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+        q, k, v = (
+            self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4).unbind()
+        )  # each (B, H, T, D)
         if cache is not None:
             y = cache.attend(q, k, v, start)
         else:
-            dropout = self.dropout if self.training else 0.0
-            y = attend(q, k, v, dropout)
+            y = attend(q, k, v, self.dropout if self.training else 0.0)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
-        return F.dropout(y, self.dropout, self.training)
+        return dropout(y, self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -55,7 +56,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None, start: Start = 0) -> Tensor:
         x = x + self.attention(self.norm_1(x), cache, start)
         hidden = F.gelu(self.up(self.norm_2(x)), approximate=self.approximate)  # (B, T, 4C)
-        return x + F.dropout(self.down(hidden), self.dropout, self.training)
+        return x + dropout(self.down(hidden), self.dropout, self.training)
 
 
 class GPT(nn.Module):
@@ -102,7 +103,7 @@ class GPT(nn.Module):
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
         x = self.token_embedding(tokens) + rows(self.position_embedding.weight, start, T)  # (B, T, C)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x = dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache[i] if cache else None, start)
         return self.norm(x)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.arithmetic import attend, compute_dtype, relu_squared, rms_norm
+from mingpt_ddp.arithmetic import attend, compute_dtype, dropout, relu_squared, rms_norm
 from mingpt_ddp.groups import ModernConfig
 from mingpt_ddp.model.cache import KVCache, Start, rows
 
@@ -43,10 +43,11 @@ class Smear(nn.Module):
         if last is None or (isinstance(start, int) and start == 0):
             before = F.pad(x[:, :-1], (0, 0, 1, 0))
         else:
-            before = torch.cat([last, x[:, :-1]], dim=1)
+            before = last if x.shape[1] == 1 else torch.cat([last, x[:, :-1]], dim=1)
+        y = torch.addcmul(x, before, self.share.to(x.dtype))
         if last is not None:
             last.copy_(x[:, -1:])
-        return torch.addcmul(x, before, self.share.to(x.dtype))
+        return y
 
 
 class LayerCache(KVCache):
@@ -143,9 +144,9 @@ class Block(nn.Module):
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
         last_1, last_2 = (None, None) if cache is None else cache.last.unbind()
         y, first = self.attention(self.smear_1(rms_norm(x), last_1, start), rotary, first, cache, start)
-        x = x + F.dropout(y, self.dropout, self.training)
+        x = x + dropout(y, self.dropout, self.training)
         y = self.down(relu_squared(self.up(self.smear_2(rms_norm(x), last_2, start))))
-        return x + F.dropout(y, self.dropout, self.training), first
+        return x + dropout(y, self.dropout, self.training), first
 
 
 class Cache:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mingpt_ddp import decoding
-from mingpt_ddp.decoding import HalfLinear, PackedLinear, choose_device, choose_precision, prepare
+from mingpt_ddp.decoding import HalfLinear, PackedLinear, PlainNorm, choose_device, choose_precision, prepare
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.generate import generate
 from mingpt_ddp.groups import GPTConfig
@@ -74,6 +74,15 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
         torch.testing.assert_close(model(x), expected)
 
 
+def test_a_layer_with_a_hook_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    for layer in model:
+        layer.register_forward_hook(lambda _, inputs, y: y + 1)
+    expected = model(torch.arange(4.0))
+    prepare(model, "fp32", batch=1)
+    assert torch.equal(model(torch.arange(4.0)), expected)
+
+
 def test_greedy_text_of_packed_matrices_is_the_same():
     model, prepared = drawn(True), drawn(True)
     prepare(prepared, "fp32", batch=3)
@@ -117,3 +126,19 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU here"):
         choose_device("cuda")
     assert choose_device("auto") == torch.device("cpu")
+
+
+@torch.inference_mode()
+def test_norms_are_stripped_and_a_norm_with_a_computation_of_its_own_is_not():
+    class Shifted(nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4, bias=False), Shifted(4))
+    for norm in model:
+        nn.init.normal_(norm.weight)
+    x = torch.randn(3, 4)
+    expected = model(x)
+    prepare(model, "fp32", batch=1)
+    assert torch.equal(model(x), expected)
+    assert [type(norm) for norm in model] == [PlainNorm, PlainNorm, Shifted]

@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "model.gpt": {"arithmetic", "groups", "model.cache"},
     "model.modern": {"arithmetic", "groups", "model.cache"},
     "model": {"groups", "errors", "model.gpt", "model.modern", "registry"},
-    "decoding": {"errors", "model"},
+    "decoding": {"arithmetic", "errors", "model"},
     "generate": {"corpus", "decoding", "model"},
     "muon": {"arithmetic", "groups"},
     "optim": {"groups", "errors", "muon", "registry"},
