@@ -165,7 +165,19 @@ def main() -> None:
         results[name] = {"setting": asdict(SETTINGS[name]), **found}
         shares = [cell(found[key], ".3f") for key in ("relative_speed", "relative_cpu")]
         rows.append([name, str(chosen.ranks), *shares, *(cell(found[key], ".1f") for key in ("step_ms", "exposed_ms"))])
-    report(chosen.out, {"ranks": chosen.ranks, "overrides": chosen.overrides, "settings": results}, HEADER, rows)
+    figures = {"ranks": chosen.ranks, "overrides": chosen.overrides, "settings": results}
+    report(chosen.out, figures, HEADER, rows, readme(results, chosen.ranks))
+
+
+def readme(results: dict[str, Any], ranks: int) -> list[tuple[str, str]]:
+    return [
+        (
+            f"{ranks} ranks of one thread, {found['setting']['n_layer']} layers, {found['setting']['n_embd']} wide: "
+            "speed relative to the same ranks without any exchange; exposed communication per step",
+            f"{cell(found['relative_speed'], '.2f')}; {cell(found['exposed_ms'], '.1f')} ms",
+        )
+        for found in results.values()
+    ]
 
 
 if __name__ == "__main__":
