@@ -6,7 +6,6 @@ Shapes: B sequences, H heads, T queries, S >= T keys, D numbers per head.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -70,7 +69,6 @@ def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor
     return y.view(B, H, T, D)
 
 
-@lru_cache(maxsize=64)
 def _mask(T: int, S: int, dtype: torch.dtype) -> Tensor:
     """(T, S), to be added to the scores: minus infinity for keys behind the query."""
     return torch.full((T, S), -torch.inf, dtype=dtype).triu(diagonal=S - T + 1)
