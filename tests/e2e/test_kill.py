@@ -15,88 +15,70 @@ STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
 # Slow enough to be hit in the middle: one step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24"]
+PATHS = {
+    "plain": ["model=gpt_nano", "optimizer=adamw", "trainer.precision=fp32"],
+    "fast": ["model=modern_nano", "optimizer=muon", "trainer.precision=bf16"],
+}
 
 
-def start(ranks: int, name: str, cwd: Path, *options: str) -> Job:
-    return Job([*torchrun(ranks, *options), *SETTINGS, f"run.name={name}"], cwd)
+def start(path: str, ranks: int, cwd: Path) -> Job:
+    settings = [word for word in SETTINGS if not word.startswith("model=")]
+    return Job([*torchrun(ranks, "--max_restarts=2"), *PATHS[path], *settings, "run.name=run"], cwd)
 
 
 def weights(run: Path) -> bytes:
     return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights of the run that nobody disturbed, by number of ranks."""
-    cwd = tmp_path_factory.mktemp("undisturbed")
-    done: dict[int, bytes] = {}
-
-    def get(ranks: int) -> bytes:
-        if ranks not in done:
-            job = start(ranks, f"ranks{ranks}", cwd)
-            assert job.wait() == 0, job.text()
-            done[ranks] = weights(cwd / "outputs" / f"ranks{ranks}")
-        return done[ranks]
-
-    return get
+def four_steps(seed: str) -> list[int]:
+    """Random steps, the same at every run of the tests, one in each quarter of the run."""
+    generator, quarter = random.Random(seed), STEPS // 4
+    return [generator.randint(first + 3, first + quarter - 3) for first in range(0, STEPS, quarter)]
 
 
-def two_steps(seed: str) -> list[int]:
-    """Two random steps, the same at every run of the tests, far enough apart to be told apart."""
-    generator = random.Random(seed)
-    return [generator.randint(3, STEPS // 2 - 2), generator.randint(STEPS // 2 + 2, STEPS - 6)]
+def reached(run: Path, step: int, attempt: int):
+    """The attempt (from 0) is under way, that step has been taken, and there is a snapshot to go on from."""
 
+    def is_there() -> bool:
+        log = run / "main.rank0.log"
+        resumed = log.exists() and log.read_text().count("resuming from the snapshot") >= attempt
+        return resumed and last_step(run) >= step and bool(committed(run))
 
-def reached(run: Path, step: int):
-    """That step has been taken, and there is a snapshot to go on from."""
-    return lambda: last_step(run) >= step and committed(run)
+    return is_there
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_worker_killed_under_max_restarts(ranks, tmp_path, undisturbed):
-    run = tmp_path / "outputs" / "victim"
-    job = start(ranks, "victim", tmp_path, "--max_restarts=2")
-    for number, step in enumerate(two_steps(f"worker{ranks}")):
-        wait_for(reached(run, step), what=f"step {step}")
+@pytest.mark.parametrize("path", PATHS)
+def test_killed_in_every_way(path, ranks, tmp_path):
+    """Twice a worker, which the agent starts again; then the agent alone; then all of them."""
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = start(path, ranks, tmp_path / "undisturbed")
+    assert undisturbed.wait() == 0, undisturbed.text()
+
+    run, steps = tmp_path / "outputs" / "run", four_steps(f"{path} {ranks}")
+    job = start(path, ranks, tmp_path)
+    for attempt in (0, 1):
+        wait_for(reached(run, steps[attempt], attempt), what=f"step {steps[attempt]}")
         before = job.workers()
-        job.kill_worker(number % ranks)
+        job.kill_worker(attempt % ranks)
         wait_for(lambda: not any(map(is_running, before)), what="the end of the attempt")  # noqa: B023
+    wait_for(reached(run, steps[2], 2), what=f"step {steps[2]}")
+    orphans = job.kill_agent()
+    assert len(orphans) == ranks
+    wait_for(lambda: not any(map(is_running, orphans)), timeout=5, what="the end of the orphans")
+    job = start(path, ranks, tmp_path)
+    wait_for(reached(run, steps[3], 3), what=f"step {steps[3]}")
+    job.kill_tree()
+    job = start(path, ranks, tmp_path)
     assert job.wait() == 0, job.text()
-    assert job.text().count("resuming from the snapshot") == 2, job.text()
-    assert weights(run) == undisturbed(ranks)
 
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_agent_killed_alone(ranks, tmp_path, undisturbed):
-    run = tmp_path / "outputs" / "victim"
-    for step in two_steps(f"agent{ranks}"):
-        job = start(ranks, "victim", tmp_path)
-        wait_for(reached(run, step), what=f"step {step}")
-        orphans = job.kill_agent()
-        assert len(orphans) == ranks
-        wait_for(lambda: not any(map(is_running, orphans)), timeout=5, what="the end of the orphans")  # noqa: B023
-    job = start(ranks, "victim", tmp_path)
-    assert job.wait() == 0, job.text()
-    assert "resuming from the snapshot" in job.text()
-    assert weights(run) == undisturbed(ranks)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_whole_tree_killed(ranks, tmp_path, undisturbed):
-    run = tmp_path / "outputs" / "victim"
-    for step in two_steps(f"tree{ranks}"):
-        job = start(ranks, "victim", tmp_path)
-        wait_for(reached(run, step), what=f"step {step}")
-        job.kill_tree()
-    job = start(ranks, "victim", tmp_path)
-    assert job.wait() == 0, job.text()
-    assert "resuming from the snapshot" in job.text()
-    assert weights(run) == undisturbed(ranks)
+    assert weights(run) == weights(tmp_path / "undisturbed" / "outputs" / "run")
+    assert (run / "main.rank0.log").read_text().count("resuming from the snapshot") == 4
     for rank in range(ranks):
         assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is doubled or missing"
     history = read_history(run / METRICS)
     assert [step for step, _ in history.series("train_loss")] == list(range(1, STEPS + 1))
-    assert history.faults == 2
+    assert history.faults == 4
 
 
 def logged_steps(run: Path, rank: int) -> list[int]:
