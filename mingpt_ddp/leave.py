@@ -100,6 +100,7 @@ def with_failure(error: BaseException, place: Place, runtime: Runtime | None) ->
     log.info("rank %d lost its peers", place.rank, exc_info=error, extra={"file_only": True})
     reason = runtime.reported_failure(VICTIM_WAIT_S) if runtime is not None else None
     log.error("error: %s", reason or f"rank {place.rank} lost another rank: {summary[:200]}")
+    logs.close()  # what a thread beside this one sees of the same failure is not the last word
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if place.agent:
         time.sleep(AGENT_S)  # the agent blames the first to go
