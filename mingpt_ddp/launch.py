@@ -109,12 +109,10 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         alike = place.world_size == 1
         runtime = Runtime(config, place, composed.job_number())
         if composed.sweeping():
-            name, done = runtime.first(lambda: sweep.look_up(config, composed.varying()))
-            config = renamed(config, name)
+            config, done = sweep.current.joins(config, runtime.first)
             if done is not None:
                 runtime.close()
-                return sweep.current.skips(config, done)
-            sweep.current.begins()
+                return done
         if config.run.resume == "never":
             config = renamed(config, runtime.first(lambda: runtime.remember("run.name", lambda: fresh_name(config))))
         loss = run(config, runtime, composed.records(cfg), interrupt, begun_at)
@@ -144,13 +142,9 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
 
     words = composed.worker_words()
     if composed.sweeping():
-        if not place.alone:
-            raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
-        name, done = sweep.look_up(config, composed.varying())
-        config = renamed(config, name)
+        config, done = sweep.current.joins(config, lambda work: work())
         if done is not None:
-            return sweep.current.skips(config, done)
-        sweep.current.begins()
+            return done
     if config.run.resume == "never" and place.alone:  # a new directory once, not at every restart
         config = renamed(config, fresh_name(config))
         words.append("run.resume=auto")

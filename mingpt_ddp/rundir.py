@@ -21,7 +21,6 @@ from mingpt_ddp.config import Config
 from mingpt_ddp.errors import AwayError, RunError
 from mingpt_ddp.plainyaml import load_yaml
 from mingpt_ddp.snapshots.lease import Lease
-from mingpt_ddp.status import Status
 from mingpt_ddp.storage import Storage, publish, read_regular
 
 log = logging.getLogger(__name__)
@@ -97,8 +96,6 @@ class RunDirectory:
 
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
-        if read_result(self.path).get("status") in (Status.PREEMPTED, Status.PRUNED):  # no longer: it goes on
-            self.forget_result()
         for name, content in hydra_files.items():
             publish(self.path / ".hydra" / name, content.encode())
         previous = recorded_config(self.path)

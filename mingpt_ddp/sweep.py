@@ -10,10 +10,11 @@ import os
 import random
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -33,6 +34,7 @@ from mingpt_ddp.status import Status
 
 log = logging.getLogger(__name__)
 
+Known: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is done
 CHECKED = 32  # values of a key before a sweep begins
 
 
@@ -50,18 +52,24 @@ class Sweep:
     planned: int = 0  # jobs
     launcher: str = ""  # Hydra's, which starts the jobs; empty: this process does not lead the sweep, it does a job
 
-    def begins(self) -> None:
+    def joins(self, config: Config, first: Callable[[Callable[[], Known]], Known]) -> tuple[Config, float | None]:
+        """A job is about to be done: its configuration, now with its own run.name, and its loss if it is done already.
+
+        Args:
+            first: calls a function on rank 0 and hands its value to all ranks.
+        """
+        name, done = first(lambda: look_up(config, composed.varying()))
+        config = renamed(config, name)
+        if done is not None:
+            self.before += run_directory(config) not in self.jobs
+            log.info("%s: done before, validation loss %.4f", run_directory(config), self.trained(config, done))
+            return config, done
         of = f" of {self.planned}" if self.planned else ""
         log.info("job %d%s: %s", composed.job_number() + 1, of, composed.job_label())
+        return config, None
 
     def trained(self, config: Config, loss: float) -> float:
         self.jobs.append(run_directory(config))
-        return loss
-
-    def skips(self, config: Config, loss: float) -> float:
-        self.before += run_directory(config) not in self.jobs
-        self.jobs.append(run_directory(config))
-        log.info("%s: done before, validation loss %.4f", self.jobs[-1], loss)
         return loss
 
     def fails(self, message: str, code: int) -> JobError:
@@ -132,9 +140,7 @@ class Start(Callback):
             _check_launch(config, place)
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
             words = _words(config)
-            checked = _check_jobs(config.hydra, words)
-            if checked.ddp.nproc_per_node and not (place.alone or place.worker):
-                raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
+            checked = _check_jobs(config.hydra, words, place)
             _check_sampler(config)
             if checked.trainer.prune != "none" and checked.run.name is None:
                 raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
@@ -186,7 +192,7 @@ def _words(config: DictConfig) -> list[Override]:
     return parsed
 
 
-def _check_jobs(hydra: DictConfig, words: list[Override]) -> Config:
+def _check_jobs(hydra: DictConfig, words: list[Override], place: Place) -> Config:
     """Each key's values (of many the first and the last) beside the first of the others; the configuration of those.
 
     Raises:
@@ -201,6 +207,8 @@ def _check_jobs(hydra: DictConfig, words: list[Override]) -> Config:
             configs.append(composed.typed(compose(hydra.job.config_name, [*job.values()]), hydra))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(composed.explain(error)) from error
+    if any(config.ddp.nproc_per_node for config in configs) and not (place.alone or place.worker):
+        raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
     if any((other.run.root, other.run.name) != (configs[0].run.root, configs[0].run.name) for other in configs):
         raise ConfigError("run.root and run.name must be the same for all jobs of a sweep; they name its directory")
     return configs[0]
@@ -282,8 +290,7 @@ def _put_aside(study: Path) -> None:
 # Jobs.
 
 
-def look_up(config: Config, varying: dict[str, str]) -> tuple[str, float | None]:
-    """The `run.name` of a job, and its validation loss if it is done."""
+def look_up(config: Config, varying: dict[str, str]) -> Known:
     name = name_job(config, varying)
     return name, _objective(run_directory(renamed(config, name)), config)
 

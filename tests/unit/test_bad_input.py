@@ -365,6 +365,13 @@ def test_more_workers_than_ranks_are_left(program, cwd):
     check(program(["ddp.nproc_per_node=4"], cwd, **variables), expected)
 
 
+def test_a_sweep_whose_jobs_start_workers_where_ranks_are_there_already(program, cwd):
+    """One of its jobs would: none begins."""
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    expected = "config error: ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ..."
+    check(program(["-m", "ddp.nproc_per_node=null,2"], cwd, **variables), expected)
+
+
 def test_the_cases_can_tell_a_run_that_works(program, cwd):
     """The same call with good input trains and leaves a run: the checks above do not pass for want of a program."""
     words = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"

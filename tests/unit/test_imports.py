@@ -93,7 +93,7 @@ ALLOWED: dict[str, set[str]] = {
             "snapshots.tensors",
         ),
     },
-    "rundir": {"config", "errors", "snapshots.lease", "status", "storage", "plainyaml"},
+    "rundir": {"config", "errors", "snapshots.lease", "storage", "plainyaml"},
     "watch": {"ranks"},
     "guard": {"groups", "snapshots.position"},
     "stepper": {"config", "loader", "muon", "optim", "runtime", "seeds"},
