@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import hydra
@@ -114,7 +115,7 @@ def _attempt(cfg: DictConfig) -> float | JobError:
                 runtime.close()
                 return done
         if config.run.resume == "never":
-            config = renamed(config, runtime.first(lambda: runtime.remember("run.name", lambda: fresh_name(config))))
+            config = renamed(config, runtime.first(partial(runtime.remember, "run.name", partial(fresh_name, config))))
         loss = run(config, runtime, composed.records(cfg), interrupt, begun_at)
         told = any(runtime.gather(interrupt.asked is not None))  # perhaps too late for this job
         runtime.close()
@@ -133,6 +134,8 @@ def _attempt(cfg: DictConfig) -> float | JobError:
             leave.with_failure(error, place, runtime)
         log.error("the job has failed", exc_info=error)
         return sweep.current.fails(f"error: {type(error).__name__}: {error}", leave.FAILURE)
+    finally:
+        runtime = None  # until the next job the handlers of signals stay, and would keep it and its memory
 
 
 def _train_on_workers(config: Config, place: Place) -> float | JobError:

@@ -270,7 +270,10 @@ CASES = [
     (own("good") + " model.width=wide", "config error: model.width='wide' must be a whole number"),
     (own("good") + " model.width=0", "config error: model.width=0 must be at least 1"),
     (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
-    (own("good") + " model.architecture=tabel", "config error: model.architecture=tabel must be one of gpt, modern, table"),
+    (
+        own("good") + " model.architecture=tabel",
+        "config error: model.architecture=tabel must be one of gpt, modern, table",
+    ),
     (own("good"), "code error: own/good.py:19: TypeError: 'Embedding' object is not subscriptable"),
     (own("good") + " +data.reader=words", "config error: data.reader=words must be one of null, lines"),
     (own("good") + " +data.reader=lines data.path=0", "code error: own/good.py:24: ZeroDivisionError"),
