@@ -60,7 +60,8 @@ def train(
         part: bytes below which the tensors are not divided.
         lag: a file is written only when training is so many steps ahead of it; copies are slow as well.
         fail: by rank, the steps whose files cannot be written.
-        hang: rank, step and the file to make when it has come so far that one file is written and no other will be.
+        hang: rank, step and a file: in its first snapshot from that step on, the rank writes one file and no other, and
+            then the step of the snapshot into the file.
         ruin: at this step a file takes the place of the directory of the snapshots.
     """
     format.SMALLEST_PART, saver.QUICK_S = part, 0.0
@@ -84,10 +85,10 @@ def train(
             moved.wait_for(lambda: now["step"] >= min(number + lag, STEPS))
         if number in (fail or {}).get(str(rank), []):
             raise OSError(errno.ENOSPC, "no space is left")
-        if hang and hang[:2] == [rank, number]:
+        if hang and hang[0] == rank and hang[1] <= number:
             name = next(iter(contents))
             original_put(self, number, {name: contents[name]})
-            Path(hang[2]).touch()
+            Path(hang[2]).write_text(str(number))
             time.sleep(1000)
         files = original_put(self, number, contents)
         told["overtaken"].append([number, now["step"]])
@@ -279,8 +280,8 @@ def test_a_kill_in_the_middle_of_a_write_leaves_the_older_snapshot(root, synchro
     run, marker = root / "killed", root / "half"
     values = settings(root, "killed", "snapshot.every_steps=4")
     with Ranks(2, train, root / "ranks" / "killed", values=values, hang=[1, 8, str(marker)]):
-        wait_for(marker.exists, what="half a snapshot")
-        assert len(files(run, 8)) >= 1
+        wait_for(lambda: marker.exists() and marker.read_text(), what="half a snapshot")
+        assert len(files(run, int(marker.read_text()))) >= 1
     assert committed(run) == [4]
     outcomes = run_ranks(2, train, root / "ranks" / "resumed", values=values)
     assert [(outcome["error"], outcome["restored"][0]) for outcome in outcomes] == [(None, 4)] * 2
