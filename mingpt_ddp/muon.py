@@ -48,7 +48,7 @@ def _groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     head = set(getattr(model, "head", nn.Module()).parameters()) - embeddings
     members: dict[str, list[nn.Parameter]] = {"embedding_lr": [], "head_lr": [], "vector_lr": [], "lr": []}
-    for parameter in (p for p in model.parameters() if p.requires_grad):
+    for parameter in (p for p in model.parameters() if p.requires_grad and p.numel()):
         key = "embedding_lr" if parameter in embeddings else "head_lr" if parameter in head else "lr"
         members["vector_lr" if parameter.dim() < 2 else key].append(parameter)
     decays = {"lr": config.weight_decay, "head_lr": config.weight_decay}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: 
     if type(optimizer) in UNIFORM:
         remaining = iter(parameters.items())
         for group in optimizer.param_groups:
-            _check_uniform(dict(islice(remaining, len(group["params"]))), states)
+            _check_state(dict(islice(remaining, len(group["params"]))), states, _kept(optimizer, group))
     # The optimizer's own loader knows which of its tensors follow the parameter to its device and which stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
@@ -120,14 +121,28 @@ UNIFORM = (torch.optim.AdamW, torch.optim.SGD, Muon)  # their states: of one kin
 _KINDS = {kind.__name__: kind for kind in NUMBERS}
 
 
-def _check_uniform(parameters: dict[str, nn.Parameter], states: dict[str, dict[str, Tensor | float]]) -> None:
-    """
+def _kept(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
+    """The names of what one of `UNIFORM` keeps of a parameter in this group, once it has changed it."""
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer"}
+    if group.get("muon"):
+        return {"step", "momentum"}
+    return {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
+
+
+def _check_state(
+    parameters: dict[str, nn.Parameter], states: dict[str, dict[str, Tensor | float]], kept: set[str]
+) -> None:
+    """Fused kernels trust it blindly: what is too short or of another type would have them write anywhere in memory.
+
     Raises:
-        SnapshotError: a parameter lacks some of what others have, or has it in another shape.
+        SnapshotError: something of it is lacking, or has another shape or type than the optimizer would give it.
     """
-    if len({frozenset(states[name]) for name in parameters if states[name]}) > 1:  # one without gradients has none
-        raise SnapshotError("the snapshot's optimizer state lacks some of the parameters")
     for name, parameter in parameters.items():
-        for value in states[name].values():
-            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+        state = states[name]
+        if state and state.keys() != kept:  # one without gradients has none
+            raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(kept))}")
+        for key, value in state.items():
+            wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
+            if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
                 raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.groups import GPTConfig, ModernConfig, MuonConfig
 from mingpt_ddp.model import build_model
 from mingpt_ddp.model.modern import Stacked
@@ -122,6 +123,57 @@ def test_its_state_is_saved_and_restored_exactly(architecture):
     go_on(model, fresh, range(2, 4))
     for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(expected, found), name
+
+
+def lost(tensors, key):
+    del tensors[key]
+
+
+def lost_everywhere(tensors, key):
+    for name in [name for name in tensors if name.endswith(key.split(":")[1])]:
+        del tensors[name]
+
+
+def changed(change):
+    return lambda tensors, key: tensors.update({key: change(tensors[key])})
+
+
+DAMAGES = {
+    "lost": lost,
+    "lost everywhere": lost_everywhere,
+    "more": lambda tensors, key: tensors.update({f"{key}_more": tensors[key]}),
+    "a single number": changed(torch.sum),
+    "a part": changed(lambda tensor: tensor[:1].clone()),
+    "other type": changed(torch.Tensor.bfloat16),
+    "a plain number": lambda tensors, key: tensors.update({f"{key}:float": torch.tensor(1.0, dtype=torch.float64)}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("key", ["momentum", "exp_avg"])
+def test_a_strangers_state_that_does_not_fit_is_refused_before_a_kernel_sees_it(key, damage):
+    model, optimizer = trained("gpt", 1)
+    tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    of = next(name for name in tensors if name.endswith(f":{key}"))
+    DAMAGES[damage](tensors, of)
+    with pytest.raises(SnapshotError, match="optimizer state"):
+        load_optimizer(model, Muon(model, MUON), tensors)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    model, optimizer = trained("gpt", 1)
+    adamw = torch.optim.AdamW(model.parameters())
+    with pytest.raises(SnapshotError, match="is not exp_avg, exp_avg_sq, step"):
+        load_optimizer(model, adamw, optimizer_tensors(model, optimizer))
+
+
+def test_a_matrix_without_numbers_is_left_alone():
+    model = nn.Module()
+    model.up, model.none = nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(0, 4))
+    optimizer = Muon(model, MUON)
+    model.up.grad, model.none.grad = torch.ones(4, 4), torch.zeros(0, 4)
+    optimizer.step()
+    assert not torch.equal(model.up.detach(), torch.eye(4))
 
 
 @pytest.mark.parametrize("architecture", MODELS)
