@@ -124,7 +124,7 @@ def picked(config: Config, *keys: str) -> dict[str, object]:
 
 
 def test_demo():
-    expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 1000, "data.name": "python_docs"}
+    expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 600, "data.name": "python_docs"}
     assert picked(typed("experiment=demo"), *expected) == expected
 
 
