@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 
 from mingpt_ddp.composed import config_directory
-from mingpt_ddp.groups import OPTIMIZERS
 from mingpt_ddp.report.runs import UNREADABLE, Job, parse
 from mingpt_ddp.report.values import Listed, Value
 
@@ -62,9 +61,17 @@ def _flags(sources: list[dict[str, str]], name: str | None) -> list[str]:
 
 def _every_key(job: Job) -> list[str]:
     """For a job without a record of its command line: all that it was configured with."""
-    optimizer = job.config.get("optimizer.name")
-    chosen = [f"optimizer={optimizer}"] if optimizer in OPTIMIZERS else []
-    return [*chosen, *(f"++{key}={hydra_value(value)}" for key, value in job.config.items() if "." in key)]
+    presets = [_preset("model", "architecture", job), _preset("optimizer", "name", job)]
+    keys = (f"++{key}={hydra_value(value)}" for key, value in job.config.items() if "." in key)
+    return [*filter(None, presets), *keys]
+
+
+def _preset(group: str, selector: str, job: Job) -> str | None:
+    """`group=preset` for one of ours that has the same keys, or None."""
+    for path in sorted((config_directory() / group).glob("*.yaml")):
+        if parse(path)[selector] == job.config.get(f"{group}.{selector}"):
+            return f"{group}={path.stem}"
+    return None
 
 
 def hydra_value(value: Value) -> str:

@@ -147,7 +147,7 @@ ALLOWED: dict[str, set[str]] = {
     "composed": {"config", "registry", "schema"},
     "report.values": set(),
     "report.runs": {"errors", "history", "plainyaml", "report.values", "storage"},
-    "report.command": {"composed", "groups", "report.runs", "report.values"},
+    "report.command": {"composed", "report.runs", "report.values"},
     "report.table": {"errors", "report.command", "report.runs", "report.values"},
     "report.scales": {"report.values"},
     "report.svg": {"errors", "report.scales"},
