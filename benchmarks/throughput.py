@@ -1,6 +1,6 @@
 """Training tokens/s of this project against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
 
-Two candidates of ours: `gpt`, the same architecture, optimizer and precision as nanoGPT's, and `modern`, the fast
+Candidates of ours: `gpt`, the architecture and optimizer of nanoGPT's, on a CPU also in its fp32, and `modern`, the fast
 recipe (Muon, `trainer.precision=auto`: bf16 where the CPU is fast at it). nanoGPT computes in fp32 on a CPU: there its
 train.py enters no autocast, whatever its --dtype says. With --device=cuda all are compiled and in bf16.
 
@@ -29,10 +29,14 @@ from trainers import MODERN, NANOGPT, ON, OURS, PLAIN, PLAIN_FP32, SETTINGS, Set
 
 HEADER = ["setting", "candidate", "tokens/s", "nanoGPT tokens/s", "ratio, pair by pair", "ratio by CPU time"]
 CANDIDATES = {
-    "cpu": {"gpt": PLAIN_FP32, "modern": MODERN},
+    "cpu": {"gpt fp32": PLAIN_FP32, "gpt": PLAIN, "modern": MODERN},
     "cuda": {"gpt": PLAIN, "modern": MODERN},
 }
-WHAT = {"gpt": "the same architecture and optimizer", "modern": "`modern` with Muon in `precision=auto`"}
+WHAT = {
+    "gpt fp32": "the same architecture, optimizer and precision",
+    "gpt": "the same architecture and optimizer in `precision=auto`",
+    "modern": "`modern` with Muon in `precision=auto`",
+}
 HOW = {"cpu": "nanoGPT (eager, fp32), by CPU time, one thread", "cuda": "nanoGPT (compiled, bf16)"}
 
 
@@ -72,10 +76,11 @@ def main() -> None:
     options = parser(__doc__, "throughput")
     options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
     options.add_argument("--settings", nargs="+", choices=SETTINGS, help="default: small and mid, or char and gpt2")
-    options.add_argument("--candidates", nargs="+", choices=WHAT, default=list(WHAT))
+    options.add_argument("--candidates", nargs="+", choices=WHAT, help="default: all that suit the device")
     options.add_argument("--device", choices=ON, default="cpu")
     options.add_argument("--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)")
     chosen = options.parse_args()
+    chosen.candidates = chosen.candidates or list(CANDIDATES[chosen.device])
     text = corpus_path()
     results: dict[str, Any] = {}
     rows: list[list[str]] = []
