@@ -1,8 +1,8 @@
 """Training tokens/s of this project against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
 
-Candidates of ours: `gpt`, the architecture and optimizer of nanoGPT's, on a CPU also in its fp32; and `modern`, the fast
-recipe (Muon, `trainer.precision=auto`: bf16 where the CPU is fast at it). nanoGPT computes in fp32 on a CPU: there its
-train.py enters no autocast, whatever its --dtype says. With --device=cuda all are compiled and in bf16.
+Candidates of ours: `gpt`, the architecture and optimizer of nanoGPT's, on a CPU also in its fp32; and `modern`, the
+fast recipe (Muon, `trainer.precision=auto`: bf16 where the CPU is fast at it). nanoGPT computes in fp32 on a CPU:
+there its train.py enters no autocast, whatever its --dtype says. With --device=cuda all are compiled and in bf16.
 
 Each runs as its users run it, each time in a fresh process: `main.py` with its loader, clipping, metering and
 TensorBoard, and nanoGPT's own `train.py` from a temporary copy of its files. All have gradients clipped at 1.0, no
