@@ -24,7 +24,7 @@ from common import alternate, cell, compare, corpus_path, parser, report, spread
 from stopwatch import pace
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
-from trainers import MODERN, OURS, SETTINGS, Setting, ours
+from trainers import MODERN, ON, OURS, SETTINGS, Setting, ours
 
 from mingpt_ddp.corpus import Corpus, Vocabulary, prepare
 from mingpt_ddp.groups import DataConfig
@@ -92,7 +92,7 @@ def main() -> None:
     torch.manual_seed(1)
     results, rows, figures = [], [], []
     with tempfile.TemporaryDirectory(prefix="data-loading-") as scratch:
-        for setting in SETTINGS.values():
+        for setting in (SETTINGS[key] for key in ON["cpu"]):
             context, batch = setting.context, setting.batch
             config = DataConfig("text", str(corpus_path()), None, context, None, 0.9, 1.0, scratch)
             corpus = Corpus(prepare(config), config)
