@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingpt_ddp.arithmetic import attend
+
 Start = (
     int | Tensor
 )  # how many positions lie before the new ones; a tensor on the device, of shape (), in a captured step
@@ -45,11 +47,7 @@ class KVCache:
         stop = start + T
         self.keys.narrow(2, start, T).copy_(k)
         self.values.narrow(2, start, T).copy_(v)
-        if start == 0:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mask = None if T == 1 else torch.ones(T, stop, dtype=torch.bool, device=q.device).tril(diagonal=start)
-        keys, values = self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop)
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return attend(q, self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop))
 
 
 def rows(table: Tensor, start: Start, T: int) -> Tensor:
