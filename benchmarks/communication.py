@@ -19,30 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common import ROOT, cell, compare, corpus_path, environment, parser, report, say, spread
+from trainers import FOREVER, PLAIN, SETTINGS, ours
 
 HEADER = ["setting", "ranks", "speed against no synchronisation", "the same by CPU time", "step, ms", "exposed, ms"]
 PLAN = "MINGPT_COMMUNICATION"  # the variable that tells a worker what to measure
 
 
-@dataclass(frozen=True)
-class Setting:
-    n_layer: int
-    n_head: int
-    n_embd: int
-    context: int
-    batch: int
-    steps: int  # of a block
-
-
-SETTINGS = {
-    "small": Setting(4, 4, 128, context=64, batch=12, steps=40),
-    "mid": Setting(6, 6, 384, context=256, batch=16, steps=3),
-}
+STEPS = {"small": 40, "mid": 3}  # of a block
 
 
 def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]]]:
@@ -94,22 +82,12 @@ def be_worker(plan: dict[str, Any]) -> None:
     launch.main()
 
 
-def run(setting: Setting, ranks: int, blocks: int, overrides: list[str], text: Path) -> dict[str, Any]:
+def run(name: str, ranks: int, blocks: int, overrides: list[str], text: Path) -> dict[str, Any]:
     """One run; its figures per block over all ranks."""
     with tempfile.TemporaryDirectory(prefix="communication-") as scratch:
-        shape = {"model.n_layer": setting.n_layer, "model.n_head": setting.n_head, "model.n_embd": setting.n_embd}
-        shape |= {"data.block_size": setting.context, "trainer.batch_size": setting.batch}
-        words = ["model=gpt_micro", "model.dropout=0.0", "model.bias=false", "optimizer=adamw", "data=shakespeare"]
-        words += [
-            "trainer.device=cpu",
-            "trainer.max_epochs=null",
-            "trainer.max_steps=1000000",
-            "trainer.eval_every=null",
-        ]
-        words += ["snapshot.every_steps=null", "trainer.log_every=1000000", "ddp=auto"]
-        words += [f"data.path='{text}'", f"data.cache_dir='{scratch}/cache'", f"run.root='{scratch}/runs'"]
-        words += [*(f"{key}={value}" for key, value in shape.items()), *overrides]
-        plan = {"steps": setting.steps, "blocks": blocks, "out": scratch}
+        _, _, *words = ours(SETTINGS[name], text, Path(scratch), PLAIN)
+        words += [f"trainer.log_every={FOREVER}", "ddp=auto", *overrides]
+        plan = {"steps": STEPS[name], "blocks": blocks, "out": scratch}
         variables = {**environment(threads=1), PLAN: json.dumps(plan), "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             [
@@ -151,7 +129,7 @@ def summarize(found: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
 
 def main() -> None:
     options = parser(__doc__, "communication")
-    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options.add_argument("--settings", nargs="+", choices=STEPS, default=list(STEPS))
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--blocks", type=int, default=15, help="pairs of blocks (default: %(default)s)")
     options.add_argument("--overrides", nargs="*", default=[], help="more words for the command line of the run")
@@ -160,8 +138,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     rows = []
     for name in chosen.settings:
-        say(f"{name}: {chosen.blocks} pairs of blocks of {SETTINGS[name].steps} steps")
-        found = run(SETTINGS[name], chosen.ranks, chosen.blocks, chosen.overrides, text)
+        say(f"{name}: {chosen.blocks} pairs of blocks of {STEPS[name]} steps")
+        found = run(name, chosen.ranks, chosen.blocks, chosen.overrides, text)
         results[name] = {"setting": asdict(SETTINGS[name]), **found}
         shares = [cell(found[key], ".3f") for key in ("relative_speed", "relative_cpu")]
         rows.append([name, str(chosen.ranks), *shares, *(cell(found[key], ".1f") for key in ("step_ms", "exposed_ms"))])
