@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -12,7 +11,6 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -25,7 +23,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mingpt_ddp import composed, leave
+from mingpt_ddp import composed, leave, search
 from mingpt_ddp.config import LIMITS, Config, made_by
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.place import Place, find_place, place_or_default
@@ -141,7 +139,7 @@ class Start(Callback):
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
             words = _words(config)
             checked = _check_jobs(config.hydra, words, place)
-            _check_sampler(config)
+            search.check_sampler(config)
             if checked.trainer.prune != "none" and checked.run.name is None:
                 raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
             with read_write(config), open_dict(config):
@@ -151,7 +149,7 @@ class Start(Callback):
                 config.hydra.overrides.hydra.append(excluded)
                 directory = Path(checked.run.root, checked.run.name or "")
                 config.hydra.sweep.dir = str(directory)
-                study = _study(config, place)
+                study = search.study_of(config, place)
             own = checked.run.name is not None and place.is_main
             current = Sweep(place.is_main, directory, hold(directory) if own else None)
             current.launcher = str(config.hydra.launcher._target_)
@@ -159,9 +157,9 @@ class Start(Callback):
                 len(_values(word)) for word in last.values()
             )
             if study is not None:
-                _put_aside(study)
-            if OmegaConf.select(config, "hydra.sweeper.sampler") is not None:
-                _quiet_optuna()
+                search.put_aside(study)
+            if search.is_search(config):
+                search.quiet()
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
         except Exception as error:  # Hydra would only warn, and sweep unchecked
@@ -183,11 +181,10 @@ def _words(config: DictConfig) -> list[Override]:
     words = [f"{key}={value}" for key, value in params.items()]
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     parsed = parser.parse_overrides([*words, *config.hydra.overrides.task])
-    searches = OmegaConf.select(config, "hydra.sweeper.sampler") is not None
     for word in parsed:
         if word.is_sweep_override() and not _values(word):
             raise ConfigError(f"{word.input_line} has no value to sweep over")
-        if word.is_interval_sweep() and not searches:
+        if word.is_interval_sweep() and not search.is_search(config):
             raise ConfigError(f"{word.input_line} is for a search: add sweep=optuna_lr, or list values")
     return parsed
 
@@ -227,64 +224,6 @@ def _values(word: Override) -> list[str]:
     if isinstance(value, IntervalSweep):
         return [f"{key}={value.start}", f"{key}={value.end}"]
     return [f"{key}={choice}" for choice in word.sweep_string_iterator()]
-
-
-# A search. It is continued by drawing the same trials again: those that are done return what they returned before.
-
-
-def _check_sampler(config: DictConfig) -> None:
-    sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
-    if sampler is not None and "seed" in sampler and sampler.seed is None:
-        raise ConfigError(
-            "hydra.sweeper.sampler.seed is null: every rank, and every start of this search, would draw other trials; "
-            "give it a number"
-        )
-
-
-def _quiet_optuna() -> None:
-    """It tells of every trial on the console, where the jobs tell more."""
-    with contextlib.suppress(ImportError):
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-    logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
-
-
-def _study(config: DictConfig, place: Place) -> Path | None:
-    """The file of the study, where this process is the one that writes it."""
-    storage = OmegaConf.select(config, "hydra.sweeper.storage")
-    if storage is None:
-        return None
-    file = re.fullmatch(r"sqlite:///([^?]+)", str(storage))
-    if not file:
-        raise ConfigError(f"hydra.sweeper.storage={storage} must be sqlite:///FILE or null")
-    with contextlib.suppress(PackageNotFoundError):
-        if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
-            raise ConfigError(
-                f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
-                "install what constraints.txt says for the extra sweep"
-            )
-    if not place.is_main:
-        config.hydra.sweeper.storage = None
-        return None
-    return Path(file[1])
-
-
-def _put_aside(study: Path) -> None:
-    """The study is written anew: the results themselves lie with the jobs.
-
-    Raises:
-        RunError: its directory cannot be written.
-    """
-    try:
-        study.parent.mkdir(parents=True, exist_ok=True)
-        for end in ("-journal", ""):  # what a kill left half written needs its journal
-            before = study.with_name(f"{study.name}.before{end}")
-            before.unlink(missing_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                study.with_name(study.name + end).replace(before)
-    except OSError as error:
-        raise RunError(f"cannot write {study}: {error.strerror}; choose another hydra.sweeper.storage") from error
 
 
 # Jobs.

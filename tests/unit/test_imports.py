@@ -158,7 +158,8 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "report.page", "report.runs", "report.table", "storage"},
     "leave": {"errors", "logs", "place", "rendezvous", "runtime"},
     "workers": {"config", "errors", "leave", "loader", "place", "rendezvous", "rundir", "runtime", "status"},
-    "sweep": {"composed", "config", "errors", "leave", "place", "report", "rundir", "status"},
+    "search": {"errors", "place"},
+    "sweep": {"composed", "config", "errors", "leave", "place", "report", "rundir", "search", "status"},
     "launch": {
         *("composed", "config", "eager", "errors", "interrupt", "leave", "logs", "place", "run", "rundir", "runtime"),
         *("schema", "status", "storage", "sweep", "workers"),

@@ -19,7 +19,7 @@ def begin(tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr(leave, "with_user_error", fail)
-    monkeypatch.setattr("mingpt_ddp.sweep.version", lambda package: "1.4")  # of SQLAlchemy; nothing is written by it
+    monkeypatch.setattr("mingpt_ddp.search.version", lambda package: "1.4")  # of SQLAlchemy; nothing is written by it
 
     def begin():
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
