@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
-from mingpt_ddp.groups import TrainerConfig
+import torch
+
+from mingpt_ddp.config import Config
+from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.snapshots.position import Position
 
 MEMORY = 0.98  # of the average loss, per step
@@ -14,12 +17,14 @@ PATIENCE = 10  # steps left out in a row, after which the cause is no single bat
 class Guard:
     """Judges a step by numbers that are the same on all ranks, so that all judge alike."""
 
-    def __init__(self, trainer: TrainerConfig, scaled: bool) -> None:
+    def __init__(self, config: Config, scaled: bool, device: torch.device) -> None:
         """
         Args:
             scaled: a gradient scaler passes over steps whose gradients overflow; that is no sickness.
         """
-        self.trainer, self.scaled = trainer, scaled
+        self.config, self.trainer, self.scaled = config, config.trainer, scaled
+        # On a GPU it costs a moment to look at a loss; without a policy for it that is done when it is logged.
+        self.looks = device.type == "cpu" or self.trainer.on_nonfinite != "stop" or bool(self.trainer.spike_factor)
 
     def complaint(self, loss: float, grad_norm: float, position: Position) -> str | None:
         """What is wrong with this step, before it is taken.
@@ -47,3 +52,19 @@ class Guard:
     def exhausted(position: Position) -> bool:
         """Whether leaving out steps has not helped. `position` counts this one already."""
         return position.sick_in_a_row > PATIENCE
+
+    def check(self, step: int, loss: float, grad_norm: float, position: Position) -> None:
+        """Where nobody looks at every step: every rank sees the same numbers, so all of them stop.
+
+        Raises:
+            TrainingError: they are not finite.
+        """
+        if not self.looks and self.complaint(loss, grad_norm, position):
+            raise self.sickness(f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}")
+
+    def sickness(self, told: str) -> TrainingError:
+        name = "" if self.config.run.name else f" and run.name={self.config.run_name()}"  # that depends on lr
+        return TrainingError(
+            f"{told}; run again with a lower optimizer.lr or trainer.grad_norm_clip{name} to continue from the last "
+            "snapshot"
+        )

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from mingpt_ddp.cadence import Cadence
 from mingpt_ddp.config import Config
-from mingpt_ddp.errors import AwayError, TrainingError
+from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.evaluate import Evaluator
 from mingpt_ddp.guard import Guard
 from mingpt_ddp.interrupt import Interrupt
 from mingpt_ddp.journal import Journal
 from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.saves import Saves
 from mingpt_ddp.snapshots.position import Position
 from mingpt_ddp.snapshots.saver import Saver
 from mingpt_ddp.status import Status
 from mingpt_ddp.stepper import Stepper
 
 log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:
@@ -71,16 +66,9 @@ class Trainer:
         self.steps, self.rule, self.interrupt = stepper.steps, rule, interrupt
         self.journal = journal
         self.journal.meter.load_state(position.loss_sum, position.loss_steps)
-        self.guard = Guard(config.trainer, runtime.scaler.is_enabled())
-        wanted = config.snapshot
-        self.cadence = Cadence(wanted.every_minutes, wanted.mtbf_hours if wanted.every_steps == "auto" else None)
-        self._clock = time.perf_counter()
-        self._wanted = False  # a snapshot, as soon as the one before it is done
+        self.guard = Guard(config, runtime.scaler.is_enabled(), runtime.device)
+        self.saves = Saves(config, runtime, saver, stepper, journal, position, self.guard)
         self._ended: Status | None = None  # before the last step
-        # On a GPU it costs a moment to look at a loss; without a policy for it that is done when it is logged.
-        self._looks = (
-            runtime.device.type == "cpu" or config.trainer.on_nonfinite != "stop" or config.trainer.spike_factor
-        )
         self._lr = 0.0
 
     def fit(self) -> Status:
@@ -108,7 +96,7 @@ class Trainer:
             votes = self._vote(torch.zeros(()))()
         else:
             loss = self.stepper.gradients(step)
-            self._stalled(self.saver.wait_for_copy)
+            self.saves.before_update()
             votes_to_come = self._vote(loss)
             norm = self.stepper.clip()
             votes = votes_to_come()
@@ -125,18 +113,18 @@ class Trainer:
         self._judge(step)
         if self._ended is None and (self._due(step, self.config.trainer.sample_every) or step == self.steps):
             self._show_sample(step)
-        self._wanted |= votes.due or self._snapshot_due(step)
+        last = self._ended is not None or step == self.steps
         if self._ended is Status.PREEMPTED:
-            self._save_in_time()
-        elif improved or self._ended or step == self.steps:
-            self._save()
-        elif self._wanted and self._stalled(self.saver.is_free):
-            self._save(wait=False)
+            self.saves.save_in_time(self.interrupt.elapsed())
+        elif improved or last:
+            self.saves.save(last)
+        else:
+            self.saves.behind(step, votes.due)
 
     def _vote(self, loss: Tensor) -> Callable[[], Votes]:
         """Begin to tell the other ranks how this one stands."""
-        seen = float(loss) if self._looks else 0.0
-        due = self.runtime.is_main and self.cadence.is_due()
+        seen = float(loss) if self.guard.looks else 0.0
+        due = self.runtime.is_main and self.saves.cadence.is_due()
         own = [self.interrupt.asked is not None, self.saver.busy, due, seen]
         wait = self.runtime.gather_later(torch.tensor(own, dtype=torch.float64))
 
@@ -152,7 +140,7 @@ class Trainer:
     def _take(self, step: int, loss: Tensor, norm: Tensor, votes: Votes) -> bool:
         """Take the step or leave it out; False where the run has gone back to a snapshot instead."""
         mean = sum(votes.losses.tolist())
-        complaint = self.guard.complaint(mean, float(norm), self.position) if self._looks else None
+        complaint = self.guard.complaint(mean, float(norm), self.position) if self.guard.looks else None
         if complaint is None:
             self.guard.healthy(step, mean, self.position)
             self._lr = self.stepper.update(step)
@@ -165,7 +153,7 @@ class Trainer:
         if policy == "stop" or self.guard.exhausted(self.position):
             self.saver.finish()
             again = "" if policy == "stop" else f", as had the {self.position.sick_in_a_row - 1} before it"
-            raise self._sickness(f"{told}{again}")
+            raise self.guard.sickness(f"{told}{again}")
         if policy == "rollback" and self._go_back(step, told):
             return False
         log.warning("%s and is left out", told)
@@ -177,7 +165,7 @@ class Trainer:
         found = self.saver.find()
         if found is None:
             return False
-        left = self._tick()
+        left = self.saves.tick()
         restored = self.saver.restore(found, self.model, self.optimizer)
         restored.passed_over = sorted({*restored.passed_over, *left.passed_over, step})
         self.runtime.hook.recall(found.memory)
@@ -196,18 +184,13 @@ class Trainer:
     def _due(step: int, every: int | None) -> bool:
         return every is not None and step % every == 0
 
-    def _snapshot_due(self, step: int) -> bool:
-        wanted, epochs = self.config.snapshot, self.config.snapshot.every_epochs
-        every = wanted.every_steps if isinstance(wanted.every_steps, int) else None
-        return self._due(step, every) or self._due(step, epochs and epochs * self.stepper.loader.steps_per_epoch)
-
     def _catch_up(self) -> None:
         """The evaluation that a signal cut short, and what should have followed it."""
         step = self.position.step
         improved = step > 0 and self._evaluate_if_due(step)
         self._judge(step)
         if improved or self._ended is Status.PRUNED:
-            self._save()
+            self.saves.save(last=self._ended is not None or step == self.steps)
         if step == self.steps:
             self._show_sample(step)
 
@@ -245,86 +228,7 @@ class Trainer:
         self.journal.sampled(step, self.sample(step))
 
     def _log(self, step: int) -> None:
-        readings = self.journal.steps_taken(step, self._lr, self.stepper.wrapped, self._tick().goodput)
+        readings = self.journal.steps_taken(step, self._lr, self.stepper.wrapped, self.saves.tick().goodput)
         if readings is not None:
             self.position.train_loss = readings.loss
-            self._stop_if_not_finite(step, readings.loss, readings.grad_norm)
-
-    def _stop_if_not_finite(self, step: int, loss: float, grad_norm: float) -> None:
-        """Every rank sees the same numbers, so all of them stop, and before a snapshot is made of the wreck."""
-        if not self._looks and self.guard.complaint(loss, grad_norm, self.position):
-            raise self._sickness(f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}")
-
-    def _sickness(self, told: str) -> TrainingError:
-        name = "" if self.config.run.name else f" and run.name={self.config.run_name()}"  # that depends on lr
-        return TrainingError(
-            f"{told}; run again with a lower optimizer.lr or trainer.grad_norm_clip{name} to continue from the last "
-            "snapshot"
-        )
-
-    # Snapshots.
-
-    def _stalled(self, wait: Callable[[], Result]) -> Result:
-        """Do what training has to wait for, and take the time."""
-        begin = time.perf_counter()
-        result = wait()
-        seconds = time.perf_counter() - begin
-        self.journal.meter.pause(seconds)
-        self.position.stall_seconds += seconds
-        self.cadence.stalled(seconds)
-        return result
-
-    def _tick(self) -> Position:
-        """The position, with the time until now."""
-        now = time.perf_counter()
-        self.position.wall_seconds += now - self._clock
-        self._clock = now
-        return self.position
-
-    def _save(self, wait: bool = True) -> None:
-        """Put down the state; the next step does not wait until it is written.
-
-        Args:
-            wait: for the one before, which may not be done yet.
-        """
-        self._stalled(partial(self._begin_save, wait))
-
-    def _begin_save(self, wait: bool) -> None:
-        if wait:
-            self.saver.finish()
-        self._put_down()
-        if self._ended or self.position.step == self.steps:
-            self.saver.insist(self.position.step, self._put_down)
-        elif not self.config.snapshot.background:
-            self.saver.finish()
-
-    def _put_down(self) -> None:
-        self.journal.board.flush()
-        position = self._tick()
-        position.loss_sum, position.loss_steps = self.journal.meter.state()
-        self._stop_if_not_finite(position.step, position.loss_sum, self.journal.meter.grad_norm())
-        self._wanted = False
-        self.cadence.begun(self.saver.durable_s)
-        if self.config.snapshot.every_steps == "auto":
-            log.info("the next snapshot is due in %.1f s", self.cadence.interval_s, extra={"file_only": True})
-        memory = self.runtime.hook.memory()
-        self.saver.begin(position, self.model, self.optimizer, self.stepper.plan.micro_batch_size, memory)
-
-    def _save_in_time(self) -> None:
-        """Before the process is killed: a new snapshot if there is time for it, else the one that is under way."""
-        elapsed = max(self.runtime.gather(self.interrupt.elapsed()))
-        left = self.config.snapshot.grace_seconds - elapsed
-        until = time.monotonic() + left
-        self.saver.hurry(left / 2)
-        needed = max(self.runtime.gather(self.saver.durable_s or 0.0))
-        with contextlib.suppress(AwayError):  # it has failed too often: then the older one has to do
-            while self.saver.finish(until) and self.saver.last_step != self.position.step:
-                if not self.runtime.gather(until - time.monotonic() > needed)[0]:
-                    break
-                self._put_down()
-        step = self.saver.last_step
-        if step == self.position.step:
-            log.info("preempted at step %d; the same command goes on from there", step)
-        else:
-            last = "there is no snapshot yet" if step is None else f"the last one is that of step {step}"
-            log.warning("preempted at step %d without time for a snapshot: %s", self.position.step, last)
+            self.guard.check(step, readings.loss, readings.grad_norm, self.position)

@@ -6,13 +6,15 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mingpt_ddp.guard import MEMORY, PATIENCE, Guard
 from mingpt_ddp.snapshots.position import Position
 
 
 def guard(spike_factor: float | None = None, scaled: bool = False) -> Guard:
-    return Guard(SimpleNamespace(spike_factor=spike_factor), scaled)
+    trainer = SimpleNamespace(spike_factor=spike_factor, on_nonfinite="stop")
+    return Guard(SimpleNamespace(trainer=trainer), scaled, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -95,15 +95,19 @@ ALLOWED: dict[str, set[str]] = {
     },
     "rundir": {"config", "errors", "snapshots.lease", "storage", "plainyaml"},
     "watch": {"ranks"},
-    "guard": {"groups", "snapshots.position"},
+    "guard": {"config", "errors", "snapshots.position"},
     "stepper": {"config", "loader", "muon", "optim", "runtime", "seeds"},
     "history": {"errors", "storage"},
     "prune": {"config", "errors", "history", "runtime"},
     "peak": set(),
     "journal": {"config", "history", "logs", "metrics", "peak", "runtime"},
+    "saves": {
+        *("cadence", "config", "errors", "guard", "journal", "runtime"),
+        *("snapshots.position", "snapshots.saver", "stepper"),
+    },
     "trainer": {
-        *("cadence", "config", "errors", "evaluate", "guard", "interrupt", "journal"),
-        *("prune", "runtime", "snapshots.position", "snapshots.saver", "status", "stepper"),
+        *("config", "errors", "evaluate", "guard", "interrupt", "journal"),
+        *("prune", "runtime", "saves", "snapshots.position", "snapshots.saver", "status", "stepper"),
     },
     "run": {
         *(
