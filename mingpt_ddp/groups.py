@@ -99,13 +99,19 @@ class OptimizerConfig(Extensible):
     decay_ratio: float  # wsd: the last fraction of the schedule, in which the learning rate falls
 
     def __post_init__(self) -> None:
-        _check(self.lr > 0, f"optimizer.lr={self.lr} must be greater than 0")
+        _check_lr("lr", self.lr)
         _check(self.weight_decay >= 0, f"optimizer.weight_decay={self.weight_decay} must not be negative")
+        _check(self.weight_decay <= 1e6, f"optimizer.weight_decay={self.weight_decay} must be at most 1e6")
         _check(self.warmup_steps >= 0, f"optimizer.warmup_steps={self.warmup_steps} must not be negative")
         _check(0 <= self.min_lr_ratio <= 1, f"optimizer.min_lr_ratio={self.min_lr_ratio} must lie in [0, 1]")
         _check(0 < self.decay_ratio <= 1, f"optimizer.decay_ratio={self.decay_ratio} must lie in (0, 1]")
         steps = self.schedule_steps
         _check(steps is None or steps >= 1, f"optimizer.schedule_steps={steps} must be at least 1")
+
+
+def _check_lr(key: str, lr: float) -> None:
+    _check(lr > 0, f"optimizer.{key}={lr} must be greater than 0")
+    _check(1e-30 <= lr <= 1e30, f"optimizer.{key}={lr} must lie in [1e-30, 1e30], where fp32 has room for its products")
 
 
 def check_adam(betas: tuple[float, float], eps: float) -> None:
@@ -149,7 +155,7 @@ class MuonConfig(OptimizerConfig):
         super().__post_init__()
         _check(0 <= self.momentum < 1, f"optimizer.momentum={self.momentum} must lie in [0, 1)")
         for key in ("embedding_lr", "head_lr", "vector_lr"):
-            _check(getattr(self, key) > 0, f"optimizer.{key}={getattr(self, key)} must be greater than 0")
+            _check_lr(key, getattr(self, key))
         check_adam(self.betas, self.eps)
 
 
