@@ -86,14 +86,14 @@ def built(name: str) -> Any:
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    rows = []
+    """A row for each model and number of streams, with all its precisions."""
+    rows: dict[str, list[str]] = {}
     for result in results:
         streams = "one stream" if result["streams"] == 1 else f"{result['streams']} streams at once"
-        what = (
-            f"sampled characters against nanoGPT (fp32), by CPU time, one thread, 6 layers, 384 wide: {result['model']}"
-        )
-        rows.append((f"{what} in {result['precision']}, {streams}", f"{cell(result['ratio_cpu'], '.1f')} times"))
-    return rows
+        what = "characters sampled against nanoGPT (fp32), by CPU time, one thread, 6 layers, 384 wide"
+        figures = rows.setdefault(f"{what}: `{result['model']}`, {streams}", [])
+        figures.append(f"{cell(result['ratio_cpu'], '.1f')} times in {result['precision']}")
+    return [(what, ", ".join(figures)) for what, figures in rows.items()]
 
 
 def main() -> None:

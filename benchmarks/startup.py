@@ -92,7 +92,10 @@ def main() -> None:
         values = alternate("start", candidates, chosen.repetitions)
     walls = {way: spread([wall for wall, _ in pairs]) for way, pairs in values.items()}
     cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}
-    ways = {way: {"command": " ".join(commands[way][1:4]), "wall": walls[way], "cpu": cpus[way]} for way in values}
+    ways = {
+        way: {"command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", ""), "wall": walls[way], "cpu": cpus[way]}
+        for way in values
+    }
     rows = [[way, cell(walls[way], ".2f"), cell(cpus[way], ".2f")] for way in values]
     readme = [(f"start to the end of the first step, {way}", f"{cell(walls[way], '.2f')} s") for way in WAYS]
     report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows, readme)

@@ -33,9 +33,9 @@ CANDIDATES = {
     "cuda": {"gpt": PLAIN, "modern": MODERN},
 }
 WHAT = {
-    "gpt fp32": "the same architecture, optimizer and precision",
-    "gpt": "the same architecture and optimizer in `precision=auto`",
-    "modern": "`modern` with Muon in `precision=auto`",
+    "gpt fp32": "with the same model, optimizer and precision",
+    "gpt": "in `precision=auto`",
+    "modern": "with `modern` and Muon, which need fewer steps",
 }
 HOW = {"cpu": "nanoGPT (eager, fp32), by CPU time, one thread", "cuda": "nanoGPT (compiled, bf16)"}
 
@@ -63,12 +63,12 @@ def measure(setting: Setting, chosen: argparse.Namespace, text: Path, scratch: P
 
 
 def readme(settings: dict[str, Any], device: str) -> list[tuple[str, str]]:
+    """A row for each shape, with all candidates."""
     rows, clock = [], {"cpu": "tokens_per_cpu_s", "cuda": "tokens_per_s"}[device]
     for result in settings.values():
-        shape = "{n_layer} layers, {n_embd} wide, context {context}".format(**result["setting"])
-        for name, ratio in result[clock]["ratio"].items():
-            what = f"training speed against {HOW[device]}: {WHAT[name]}, {shape}, batch {result['setting']['batch']}"
-            rows.append((what, f"{cell(ratio, '.2f')} times"))
+        shape = "{n_layer} layers, {n_embd} wide, context {context}, batch {batch}".format(**result["setting"])
+        figures = [f"{cell(ratio, '.2f')} times {WHAT[name]}" for name, ratio in result[clock]["ratio"].items()]
+        rows.append((f"training speed against {HOW[device]}: {shape}", ", ".join(figures)))
     return rows
 
 
