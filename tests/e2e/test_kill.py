@@ -65,7 +65,7 @@ def test_killed_in_every_way(path, ranks, tmp_path):
     wait_for(reached(run, steps[2], 2), what=f"step {steps[2]}")
     orphans = job.kill_agent()
     assert len(orphans) == ranks
-    wait_for(lambda: not any(map(is_running, orphans)), timeout=5, what="the end of the orphans")
+    wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
     job = start(path, ranks, tmp_path)
     wait_for(reached(run, steps[3], 3), what=f"step {steps[3]}")
     job.kill_tree()

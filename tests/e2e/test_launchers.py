@@ -132,7 +132,7 @@ def test_two_machines_by_hand(tmp_path, undisturbed):
     machines.reach(2)
     assert "rank 2 was ended by SIGKILL" in machines.jobs[1].text()
     orphans = machines.jobs[0].kill_agent()
-    wait_for(lambda: not any(map(is_running, orphans)), timeout=5, what="the end of the orphans")
+    wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
     machines.start(0)
     assert [machines.jobs[machine].wait() for machine in (0, 1)] == [0, 0], machines.text()
     assert weights(machines.run, STEPS) == undisturbed(3)

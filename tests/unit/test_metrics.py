@@ -158,9 +158,9 @@ def test_a_pause_does_not_count(runtime):
     meter = Meter(runtime, tokens_per_step=768)
     record(meter, 1.0)
     begin = time.perf_counter()
-    time.sleep(0.3)
+    time.sleep(0.8)
     meter.pause(time.perf_counter() - begin)
-    assert meter.read().step_s < 0.15
+    assert meter.read().step_s < 0.6
 
 
 def test_an_interval_that_a_snapshot_cuts_in_two(runtime):
