@@ -34,7 +34,10 @@ def flags_first(words: list[str]) -> list[str]:
     """A command line with `key=value` behind all else, in whatever order it was typed: Hydra's parser needs it so."""
     before = ["", *words]
     moved = [i for i, word in enumerate(words) if re.match(r"[^-][^=]*=", word) and before[i] not in VALUED]
-    return [word for i, word in enumerate(words) if i not in moved] + [words[i] for i in moved]
+    flags = [word for i, word in enumerate(words) if i not in moved]
+    if flags and flags[-1] in ("--info", "-i"):  # which would take the word behind it for a value
+        flags[-1] = "--info=all"
+    return flags + [words[i] for i in moved]
 
 
 def typed(cfg: DictConfig, hydra: Any) -> Config:

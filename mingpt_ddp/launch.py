@@ -43,6 +43,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show is no reason to end
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    logging.raiseExceptions = False  # a line of a log that cannot be written is no reason for ten on the console
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hands us Hydra's errors instead of printing them
     logs.to_console(place_or_default())
     try:

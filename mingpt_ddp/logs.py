@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mingpt_ddp.errors import printable
+from mingpt_ddp.errors import RunError, printable
 from mingpt_ddp.place import Place
 
 ROOT = "mingpt_ddp"
@@ -44,9 +44,19 @@ def to_console(place: Place) -> None:
 
 
 def to_file(directory: Path, place: Place) -> None:
-    """From now on everything goes to `main.rank<N>.log` as well."""
-    directory.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(directory / f"main.rank{place.rank}.log", encoding="utf-8")
+    """From now on everything goes to `main.rank<N>.log` as well.
+
+    Raises:
+        RunError: it cannot be written.
+    """
+    path = directory / f"main.rank{place.rank}.log"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no regular file")
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(ROOT).addHandler(handler)
 

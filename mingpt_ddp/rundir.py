@@ -97,23 +97,33 @@ class RunDirectory:
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
         """Keep the configuration of the first start, and of each later start that differs from the one before."""
         for name, content in hydra_files.items():
-            publish(self.path / ".hydra" / name, content.encode())
+            _record(self.path / ".hydra" / name, content)
         previous = recorded_config(self.path)
         if previous is None:
-            publish(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+            _record(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
             return
         changes = difference(previous, config)
         if changes:
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
             number = max([1, *_later_configs(self.path)]) + 1
-            publish(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False).encode())
+            _record(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False))
 
     def forget_result(self) -> None:
         """The run goes on: how it once ended is no longer true."""
-        (self.path / RESULT).unlink(missing_ok=True)
+        try:
+            (self.path / RESULT).unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(f"cannot remove {self.path / RESULT}: {error.strerror}") from error
 
     def write_result(self, result: dict[str, Any]) -> None:
-        publish(self.path / RESULT, (json.dumps(result, indent=2) + "\n").encode())
+        _record(self.path / RESULT, json.dumps(result, indent=2) + "\n")
+
+
+def _record(path: Path, content: str) -> None:
+    try:
+        publish(path, content.encode())
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}; mend this and run again") from error
 
 
 def read_result(directory: Path) -> dict[str, Any]:
@@ -154,7 +164,9 @@ def hold(directory: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
 def _open_lock(path: Path, what: str, key: str) -> IO[str]:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        return open(path / ".lock", "a+")
+        # Not what a link leads to: that may be anybody's.
+        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        return open(descriptor, "a+")
     except OSError as error:
         raise RunError(f"cannot write to {what} {path}: {error.strerror}; choose another {key}") from error
 
@@ -172,10 +184,9 @@ def _acquire(lock: IO[str], path: Path, deadline: float) -> None:
                     f"{path} belongs to {owner}, which is still running; wait for it, or choose another run.name"
                 ) from error
             time.sleep(0.1)
-    lock.seek(0)
-    lock.truncate()
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
+    with contextlib.suppress(OSError):  # a disk that is full will be told of by what matters
+        os.truncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

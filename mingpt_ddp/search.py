@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
+import sqlite3
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from mingpt_ddp.errors import ConfigError, RunError
@@ -21,17 +24,30 @@ def is_search(config: DictConfig) -> bool:
     return OmegaConf.select(config, "hydra.sweeper.sampler") is not None
 
 
-def check_sampler(config: DictConfig) -> None:
-    """
+def check_search(config: DictConfig) -> None:
+    """What the plugin would find out when it has already made a new study.
+
     Raises:
-        ConfigError: a sampler that draws other values each time.
+        ConfigError: it cannot search like this.
     """
-    sampler = OmegaConf.select(config, "hydra.sweeper.sampler")
-    if sampler is not None and "seed" in sampler and sampler.seed is None:
+    sweeper = config.hydra.sweeper
+    for key, least, most in (("n_trials", 1, math.inf), ("n_jobs", 1, math.inf), ("max_failure_rate", 0, 1)):
+        value = sweeper[key]
+        if not least <= value <= most:
+            bound = "at least" if value < least else "at most"
+            raise ConfigError(f"hydra.sweeper.{key}={value} must be {bound} {least if value < least else most}")
+    if getattr(sweeper.direction, "name", sweeper.direction) != "minimize":
+        raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
+    if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
         raise ConfigError(
             "hydra.sweeper.sampler.seed is null: every rank, and every start of this search, would draw other trials; "
             "give it a number"
         )
+    try:
+        instantiate(sweeper.sampler)
+    except Exception as error:  # of any sampler
+        told = " ".join(str(error.__cause__ or error).split())[:300]
+        raise ConfigError(f"hydra.sweeper.sampler cannot be used: {told}") from error
 
 
 def quiet() -> None:
@@ -68,13 +84,16 @@ def study_of(config: DictConfig, place: Place) -> Path | None:
 
 
 def put_aside(study: Path) -> None:
-    """The study is written anew: the results themselves lie with the jobs.
+    """The study is written anew: the results themselves lie with the jobs. One without a trial is no loss.
 
     Raises:
         RunError: its directory cannot be written.
     """
     try:
         study.parent.mkdir(parents=True, exist_ok=True)
+        if study.exists() and _is_empty(study):
+            study.unlink()
+            return
         for end in ("-journal", ""):  # what a kill left half written needs its journal
             before = study.with_name(f"{study.name}.before{end}")
             before.unlink(missing_ok=True)
@@ -82,3 +101,13 @@ def put_aside(study: Path) -> None:
                 study.with_name(study.name + end).replace(before)
     except OSError as error:
         raise RunError(f"cannot write {study}: {error.strerror}; choose another hydra.sweeper.storage") from error
+
+
+def _is_empty(study: Path) -> bool:
+    """Whether it is a study of no trial; what cannot be read is none."""
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"{study.absolute().as_uri()}?mode=ro", uri=True)) as database,
+    ):
+        return database.execute("SELECT count(*) FROM trials").fetchone() == (0,)
+    return False

@@ -150,11 +150,11 @@ class LocalFiles:
     """The files of this machine, by path."""
 
     def read(self, path: str, limit: int | None, known: int | None) -> bytes:
-        with open(path, "rb") as file:
+        with open_regular(Path(path)) as file:
             return file.read(min((most for most in (limit, known) if most is not None), default=-1))
 
     def chunks(self, path: str, size: int, known: int | None) -> Iterator[bytes]:
-        with open(path, "rb") as file:
+        with open_regular(Path(path)) as file:
             while chunk := file.read(size):
                 yield chunk
 

@@ -139,7 +139,8 @@ class Start(Callback):
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
             words = _words(config)
             checked = _check_jobs(config.hydra, words, place)
-            search.check_sampler(config)
+            if search.is_search(config):
+                search.check_search(config)
             if checked.trainer.prune != "none" and checked.run.name is None:
                 raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
             with read_write(config), open_dict(config):
@@ -170,6 +171,9 @@ def _check_launch(config: DictConfig, place: Place) -> None:
     """What of Hydra's own keys no sweep here can have."""
     if config.hydra.job.chdir:
         raise ConfigError("hydra.job.chdir=true would move the jobs away from run.root; leave it out")
+    for key, only in (("sweep.dir", config.run.root), ("sweep.subdir", "."), ("output_subdir", None)):
+        if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
+            raise ConfigError(f"hydra.{key}={value} has no use here: run.root and run.name say where the jobs are")
     batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
     if batch is not None and batch < 1:
         raise ConfigError(f"hydra.sweeper.max_batch_size={batch} must be at least 1")
@@ -270,5 +274,5 @@ def _objective(directory: Path, config: Config) -> float | None:
         same = made_by(recorded) == made_by(config.to_dict())
         loss = float(result["val_loss"])
         return loss if ended and same and math.isfinite(loss) else None
-    except (KeyError, TypeError, ValueError, AttributeError):  # the files were made by something else
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else
         return None

@@ -317,6 +317,8 @@ SWEEPS = [
     ("-m optimizer.lr=interval(1e-4,1e-3)", "config error: optimizer.lr=interval(1e-4,1e-3) is for a search"),
     ("-m hydra.sweeper.max_batch_size=0 run.seed=1,2", "config error: hydra.sweeper.max_batch_size=0 must be at least"),
     ("-m hydra.job.chdir=true run.seed=1,2", "config error: hydra.job.chdir=true would move the jobs"),
+    ("-m hydra.sweep.dir=jobs run.seed=1,2", "config error: hydra.sweep.dir=jobs has no use here: run.root and"),
+    ("-m hydra.output_subdir=x run.seed=1,2", "config error: hydra.output_subdir=x has no use here"),
     ("-m run.root=a,b", "config error: run.root and run.name must be the same for all jobs of a sweep"),
     ("-m model.n_embd=48,49 ddp.nproc_per_node=2", "config error: model.n_embd=49 must be divisible by model.n_head=4"),
 ]
@@ -324,6 +326,12 @@ SWEEPS = [
 
 SEARCHES = [
     ("hydra.sweeper.sampler.seed=null", "config error: hydra.sweeper.sampler.seed is null: every rank"),
+    ("hydra.sweeper.sampler.seed=-1", "config error: hydra.sweeper.sampler cannot be used: Seed must be between 0"),
+    ("hydra.sweeper.n_trials=0", "config error: hydra.sweeper.n_trials=0 must be at least 1"),
+    ("hydra.sweeper.n_jobs=0", "config error: hydra.sweeper.n_jobs=0 must be at least 1"),
+    ("hydra.sweeper.max_failure_rate=2", "config error: hydra.sweeper.max_failure_rate=2.0 must be at most 1"),
+    ("hydra.sweeper.direction=maximize", "config error: hydra.sweeper.direction=maximize must be minimize"),
+    ("hydra.sweeper.direction=[minimize,minimize]", "config error: hydra.sweeper.direction=['minimize', 'minimize']"),
     ("hydra.sweeper.storage=redis://there", "config error: hydra.sweeper.storage=redis://there must be sqlite:///FILE"),
     ("run.name=null trainer.prune=median", "config error: trainer.prune=median compares the jobs of one directory"),
     ("'optimizer.lr=tag(log,interval(-1,1))'", "config error: optimizer.lr=-1.0 must be greater than 0"),
@@ -376,6 +384,38 @@ def test_a_sweep_whose_jobs_start_workers_where_ranks_are_there_already(program,
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     expected = "config error: ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ..."
     check(program(["-m", "ddp.nproc_per_node=null,2"], cwd, **variables), expected)
+
+
+@pytest.mark.parametrize("words", [["model=gpt_nano", "--info"], ["--info", "model=gpt_nano"], ["--info=config"]])
+def test_what_hydra_can_tell_of_the_configuration(words, program, cwd):
+    outcome = program(words, cwd)
+    assert outcome.code == 0, outcome.text
+    assert "Config search path" in outcome.text or "Provider" in outcome.text
+    assert not outcome.written
+
+
+# Files that cannot be written, in a directory that is there already.
+
+
+@pytest.mark.parametrize("name", ["main.rank0.log", "config.yaml", "result.json", ".hydra"])
+@pytest.mark.parametrize("kind", ["pipe", "other"])
+def test_something_else_in_the_place_of_a_file(name, kind, program, cwd):
+    run = cwd / "outputs" / "x"
+    run.mkdir(parents=True)
+    if kind == "pipe":
+        os.mkfifo(run / name)
+    elif name == ".hydra":
+        (run / name).write_text("a file")
+    else:
+        (run / name).mkdir()
+    words = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
+    outcome = program(shlex.split(words), cwd)
+    if kind == "pipe" and name in ("config.yaml", "result.json"):  # it is replaced
+        assert outcome.code == 0, outcome.text
+    else:
+        assert outcome.code == 2, outcome.text
+        assert re.match(r"run error: cannot (write|remove) outputs/x/", outcome.lines[-1]), outcome.text
+        assert "Traceback" not in outcome.text
 
 
 def test_the_cases_can_tell_a_run_that_works(program, cwd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -81,6 +82,23 @@ def test_an_owner_that_leaves_within_the_wait_is_waited_for(holder, tmp_path):
 def test_released_directories_can_be_taken_again(tmp_path):
     for _ in range(2):
         RunDirectory(tmp_path / "run", wait_s=0).release()
+
+
+def test_the_file_behind_a_link_is_not_touched(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(RunError, match="cannot write to the run directory"):
+        RunDirectory(tmp_path / "run", wait_s=0)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_full_disk_does_not_keep_a_directory_from_its_owner(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    monkeypatch.setattr(os, "write", full)
+    RunDirectory(tmp_path / "run", wait_s=0).release()
 
 
 def test_other_directories_are_free(holder, tmp_path):

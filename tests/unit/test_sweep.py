@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp import leave, rundir
+from mingpt_ddp import leave, rundir, sweep
 from mingpt_ddp.composed import config_directory
+from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.sweep import Start
 
 
@@ -25,6 +30,7 @@ def begin(tmp_path, monkeypatch):
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
             words = ["sweep=optuna_lr", f"run.root={tmp_path}"]
             Start().on_multirun_start(compose("config", words, return_hydra_config=True))
+        sweep.current.lock.close()
 
     return begin
 
@@ -49,6 +55,27 @@ def test_an_older_journal_is_not_left_beside_a_study_that_was_closed(begin, tmp_
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith("study")) == ["study.db.before"]
 
 
+def test_a_study_without_a_trial_takes_no_older_ones_place(begin, tmp_path):
+    """A start that failed has left it."""
+    optuna = pytest.importorskip("optuna")
+    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    directory = tmp_path / "optuna_lr"
+    directory.mkdir()
+    (directory / "study.db.before").write_text("of many hours")
+
+    def make() -> Any:
+        return optuna.create_study(study_name="optuna_lr", storage=f"sqlite:///{directory}/study.db")
+
+    make()
+    begin()
+    assert [path.name for path in directory.iterdir() if path.name.startswith("study")] == ["study.db.before"]
+    assert (directory / "study.db.before").read_text() == "of many hours"
+    make().add_trial(optuna.trial.create_trial(value=1.0))
+    begin()
+    assert [path.name for path in directory.iterdir() if path.name.startswith("study")] == ["study.db.before"]
+    assert (directory / "study.db.before").read_bytes().startswith(b"SQLite")
+
+
 def test_a_search_that_runs_keeps_its_study(begin, tmp_path, monkeypatch):
     directory = tmp_path / "optuna_lr"
     with rundir.hold(directory):
@@ -57,3 +84,18 @@ def test_a_search_that_runs_keeps_its_study(begin, tmp_path, monkeypatch):
         with pytest.raises(rundir.RunError, match="belongs to process"):
             begin()
         assert (directory / "study.db").read_text() == "of the search that runs"
+
+
+@pytest.mark.parametrize("loss", ["1" + "0" * 400, "NaN", "null", "[]", '"low"'])
+def test_a_loss_that_is_no_number_is_that_of_no_finished_job(loss, tmp_path):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        config = from_dictconfig(compose("config", ["run.name=sweep", f"run.root={tmp_path}", "run.seed=1"]))
+    name, done = sweep.look_up(config, {"run.seed": "1"})
+    assert done is None
+    directory = tmp_path / name
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    (directory / "result.json").write_text('{"status": "complete", "step": 1, "val_loss": 2.5}')
+    assert sweep.look_up(config, {"run.seed": "1"}) == (name, 2.5)
+    (directory / "result.json").write_text(f'{{"status": "complete", "step": 1, "val_loss": {loss}}}')
+    assert sweep.look_up(config, {"run.seed": "1"}) == (name, None)
