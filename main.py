@@ -6,6 +6,8 @@ try:
     from mingpt_ddp.launch import main
 except ModuleNotFoundError as error:
     sys.exit(f"error: {error.name} is not installed here; type `make train` once, then `. .venv/bin/activate`")
+except KeyboardInterrupt:
+    sys.exit(130)
 
 if __name__ == "__main__":
     main()

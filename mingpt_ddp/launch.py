@@ -120,10 +120,13 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         loss = run(config, runtime, composed.records(cfg), interrupt, begun_at)
         told = any(runtime.gather(interrupt.asked is not None))  # perhaps too late for this job
         runtime.close()
+        if loss is not None:
+            sweep.current.trained(config, loss)
         if loss is None or (told and composed.sweeping()):  # a sweep must not go on with the next job
+            sweep.current.breaks_off()
             leave.leave(None, leave.told(place, 0))
         logs.close()
-        return sweep.current.trained(config, loss)
+        return loss
     except UserError as error:
         if composed.sweeping() and (alike or (runtime is not None and runtime.all_failed(str(error)))):
             return sweep.current.fails(str(error), leave.USER_ERROR)
@@ -161,6 +164,7 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
     result = read_result(directory)
     ended = result.get("status") in (Status.COMPLETE, Status.PRUNED)
     if code > 128 or (code == 0 and not ended):
+        sweep.current.breaks_off()
         leave.leave(None, leave.told(place, code))
     if not composed.sweeping():
         leave.leave(None, code)

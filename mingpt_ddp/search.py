@@ -19,6 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from mingpt_ddp.errors import ConfigError, RunError
 from mingpt_ddp.place import Place
 
+PATIENCE_S = 60  # for somebody else who reads the study
+
 
 def is_search(config: DictConfig) -> bool:
     return OmegaConf.select(config, "hydra.sweeper.sampler") is not None
@@ -68,7 +70,7 @@ def study_of(config: DictConfig, place: Place) -> Path | None:
     storage = OmegaConf.select(config, "hydra.sweeper.storage")
     if storage is None:
         return None
-    file = re.fullmatch(r"sqlite:///([^?]+)", str(storage))
+    file = re.fullmatch(r"sqlite:///([^?]+)(\?.*)?", str(storage))
     if not file:
         raise ConfigError(f"hydra.sweeper.storage={storage} must be sqlite:///FILE or null")
     with contextlib.suppress(PackageNotFoundError):
@@ -80,6 +82,8 @@ def study_of(config: DictConfig, place: Place) -> Path | None:
     if not place.is_main:
         config.hydra.sweeper.storage = None
         return None
+    if not file[2]:
+        config.hydra.sweeper.storage = f"{storage}?timeout={PATIENCE_S}"
     return Path(file[1])
 
 

@@ -92,6 +92,11 @@ class Sweep:
         if "ray" in sys.modules:
             sys.modules["ray"].shutdown()
 
+    def breaks_off(self) -> None:
+        """A signal ends the sweep with the job at hand."""
+        if self.tells:
+            log.info("sweep: %d of %d jobs are done; the same command goes on", len(self.jobs), self.planned)
+
     @property
     def hopeless(self) -> bool:
         """All jobs have failed, and with them a search for the best."""
@@ -137,6 +142,7 @@ class Start(Callback):
             place = find_place()
             _check_launch(config, place)
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
+            _keep_last(config)
             words = _words(config)
             checked = _check_jobs(config.hydra, words, place)
             if search.is_search(config):
@@ -144,8 +150,7 @@ class Start(Callback):
             if checked.trainer.prune != "none" and checked.run.name is None:
                 raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
             with read_write(config), open_dict(config):
-                last = {composed.key_of(str(word.input_line)): word for word in words}  # the one that counts
-                constant = [key for key, word in last.items() if not word.is_sweep_override()]
+                constant = [composed.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
                 excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
                 config.hydra.overrides.hydra.append(excluded)
                 directory = Path(checked.run.root, checked.run.name or "")
@@ -154,9 +159,8 @@ class Start(Callback):
             own = checked.run.name is not None and place.is_main
             current = Sweep(place.is_main, directory, hold(directory) if own else None)
             current.launcher = str(config.hydra.launcher._target_)
-            current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or math.prod(
-                len(_values(word)) for word in last.values()
-            )
+            grid = math.prod(len(_values(word)) for word in words)
+            current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
             if study is not None:
                 search.put_aside(study)
             if search.is_search(config):
@@ -177,6 +181,16 @@ def _check_launch(config: DictConfig, place: Place) -> None:
     batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
     if batch is not None and batch < 1:
         raise ConfigError(f"hydra.sweeper.max_batch_size={batch} must be at least 1")
+
+
+def _keep_last(config: DictConfig) -> None:
+    """A key that stands twice is what it is last, as in a run; sweepers would multiply lists, or take the first."""
+    task = list(config.hydra.overrides.task)
+    keys = [word.partition("=")[0] for word in task]
+    with read_write(config), open_dict(config):
+        config.hydra.overrides.task = [word for i, word in enumerate(task) if keys[i] not in keys[i + 1 :]]
+        for key in keys:  # of a preset's
+            (OmegaConf.select(config, "hydra.sweeper.params") or {}).pop(key, None)
 
 
 def _words(config: DictConfig) -> list[Override]:
@@ -221,12 +235,15 @@ def _some(values: list[str]) -> list[str]:
 
 
 def _values(word: Override) -> list[str]:
-    """The overrides that a word of the command line stands for; of an interval its ends."""
+    """The overrides that a word of the command line stands for; of an interval its ends and one in between."""
     if not word.is_sweep_override():
         return [str(word.input_line)]
     value, key = word.value(), word.get_key_element()
     if isinstance(value, IntervalSweep):
-        return [f"{key}={value.start}", f"{key}={value.end}"]
+        start, end = value.start or 0, value.end or 0
+        inside = start + 0.618 * (end - start)  # no whole number, as most that will be drawn
+        whole = isinstance(start, int) and isinstance(end, int)
+        return [f"{key}={choice}" for choice in (start, int(inside) if whole else inside, end)]
     return [f"{key}={choice}" for choice in word.sweep_string_iterator()]
 
 

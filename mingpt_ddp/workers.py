@@ -113,7 +113,9 @@ def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell what went wrong
+    for name in logging.root.manager.loggerDict:  # the workers tell what went wrong
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     n = config.ddp.nproc_per_node or 0
     launch = LaunchConfig(1, 1, n, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
     launch.max_restarts = 0

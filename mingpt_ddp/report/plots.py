@@ -122,8 +122,8 @@ def _dot(mark: Mark, x: float, y: Scale) -> Markup:
     if loss is None or y.holds(loss):
         return tag("circle", cx=x, cy=y.at(loss), r=5.5 if mark.best else 4.0, **attributes)
     at, up = y.at(loss), -1 if y.place(loss) < y.at(loss) else 1
-    points = [(x - 5, at - up), (x + 5, at - up), (x, at + 8.0 * up)]
-    return path(points, **attributes)
+    corners = [(x, at), (x + 5, at - 8.0 * up), (x - 5, at - 8.0 * up)]
+    return path([*corners, corners[0]], **attributes)
 
 
 def _best_way(marks: list[Mark], key: str, x: Scale, y: Scale) -> Markup:

@@ -22,6 +22,7 @@ from mingpt_ddp.storage import open_regular, read_regular
 
 SIGNS = ("config.yaml", METRICS, "result.json")  # of a run; one is enough
 NOT_MADE_BY = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
+NAMED = ("model", "optimizer", "data")  # groups whose key `name` tells the preset
 UNREADABLE = (OSError, ValueError, RecursionError)
 LARGEST_CONFIG, LARGEST_RESULT = 1 << 16, 1 << 20  # bytes; a config.yaml of this size takes seconds
 
@@ -105,12 +106,25 @@ def best_of(jobs: list[Job]) -> Job | None:
 
 
 def varying(jobs: list[Job]) -> list[str]:
-    """The keys in which jobs differ that have them; not those that say where a run lives."""
+    """The keys in which jobs differ that have them.
+
+    Not those that say where a run lives, nor those that only follow from which preset of their group a job has.
+    """
     values: dict[str, set[str]] = {}
+    of_preset: dict[str, dict[str, set[str]]] = {}
     for job in jobs:
         for key, value in job.config.items():
             values.setdefault(key, set()).add(identity(value))
-    return [key for key, different in values.items() if len(different) > 1 and key not in NOT_MADE_BY]
+            group = key.partition(".")[0]
+            preset = identity(job.config.get(f"{group}.name")) if group in NAMED else ""
+            of_preset.setdefault(key, {}).setdefault(preset, set()).add(identity(value))
+    return [
+        key
+        for key, different in values.items()
+        if len(different) > 1
+        and key not in NOT_MADE_BY
+        and (key.endswith(".name") or any(len(own) > 1 for own in of_preset[key].values()))
+    ]
 
 
 def _runs(directory: Path, levels: int) -> Iterator[Path]:

@@ -51,6 +51,14 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
     assert jobs[2].val_loss == pytest.approx(1.0), "the last that was measured"
 
 
+def test_what_only_follows_from_a_preset_is_no_parameter(tmp_path):
+    presets = {"adamw": {"eps": 1e-8, "lr": 1e-3}, "muon": {"eps": 1e-10, "lr": 0.02, "momentum": 0.95}}
+    for number, (name, lr) in enumerate([("adamw", 1e-3), ("muon", 0.02), ("muon", 0.01), ("adamw", 1e-3)]):
+        keys = {f"optimizer.{key}": value for key, value in {"name": name, **presets[name], "lr": lr}.items()}
+        made_up(tmp_path / str(number), {**keys, "run.seed": number, "run.name": f"sweep/{number}"})
+    assert set(varying(read_jobs([tmp_path]))) == {"optimizer.name", "optimizer.lr", "run.seed"}
+
+
 def test_a_directory_may_be_a_run_itself_and_several_may_be_named(tmp_path):
     made_up(tmp_path / "one")
     made_up(tmp_path / "sweep" / "job")

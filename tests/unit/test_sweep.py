@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+from omegaconf import DictConfig
 
 from mingpt_ddp import leave, rundir, sweep
 from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.sweep import Start
 
 
@@ -26,11 +30,14 @@ def begin(tmp_path, monkeypatch):
     monkeypatch.setattr(leave, "with_user_error", fail)
     monkeypatch.setattr("mingpt_ddp.search.version", lambda package: "1.4")  # of SQLAlchemy; nothing is written by it
 
-    def begin():
+    def begin(*words: str) -> DictConfig:
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
-            words = ["sweep=optuna_lr", f"run.root={tmp_path}"]
-            Start().on_multirun_start(compose("config", words, return_hydra_config=True))
+            overrides = ["sweep=optuna_lr", f"run.root={tmp_path}", *words]
+            loader = GlobalHydra.instance().config_loader()
+            config = loader.load_configuration("config", overrides, run_mode=RunMode.MULTIRUN)
+            Start().on_multirun_start(config)
         sweep.current.lock.close()
+        return config
 
     return begin
 
@@ -84,6 +91,22 @@ def test_a_search_that_runs_keeps_its_study(begin, tmp_path, monkeypatch):
         with pytest.raises(rundir.RunError, match="belongs to process"):
             begin()
         assert (directory / "study.db").read_text() == "of the search that runs"
+
+
+def test_a_key_that_stands_twice_is_what_it_is_last(begin):
+    """Optuna's plug-in would keep the fixed value; the grid of Hydra's own sweeper would be the product of both."""
+    interval = "optimizer.lr=interval(1e-3,1e-2)"
+    hydra = begin(
+        "optimizer.lr=1,2", "model=gpt_nano", "run.seed=1,2", interval, "run.seed=3,4", "model=gpt_micro"
+    ).hydra
+    assert hydra.overrides.task[2:] == [interval, "run.seed=3,4", "model=gpt_micro"]
+    assert list(hydra.sweeper.params) == ["optimizer.weight_decay"]
+
+
+def test_an_interval_of_a_key_that_is_whole(begin):
+    with pytest.raises(ConfigError, match=r"optimizer.warmup_steps=254.84 must be a whole number"):
+        begin("optimizer.warmup_steps=interval(20,400)")
+    begin("optimizer.warmup_steps=int(interval(20,400))")
 
 
 @pytest.mark.parametrize("loss", ["1" + "0" * 400, "NaN", "null", "[]", '"low"'])
