@@ -98,6 +98,9 @@ class Meter:
         self._steps_of_loss = steps
 
 
+HPARAMS = ".hparams"  # the end of the name of an event file that has nothing else
+
+
 class Board:
     """This rank's TensorBoard directory. What concerns the whole run stands in rank 0's alone."""
 
@@ -142,11 +145,17 @@ class Board:
             self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def hparams(self, config: dict[str, Any], results: dict[str, float]) -> None:
-        """Fill the HParams tab; in this directory, not in one below it."""
+        """Fill the HParams tab, in this directory, not in one below it, and anew: an earlier end may have done so."""
         if self._is_main:
+            directory = Path(self._directory)
+            for old in directory.glob(f"*{HPARAMS}"):
+                old.unlink()
             flat = {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
             plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
+            others = set(directory.iterdir())
             self._writer.add_hparams(plain, results, run_name=".")
+            for new in set(directory.iterdir()) - others:
+                new.rename(f"{new}{HPARAMS}")
 
     def flush(self) -> None:
         if self._is_open:

@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ __all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check",
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 BASES: dict[str, type[Extensible]] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
-_files: dict[Path, str] = {}  # the SHA-256 of each file that has been run
+OWN = "_own_"  # how the names of modules begin that are a user's files
 LONGEST = 500  # characters of what went wrong in a file
 
 
@@ -62,9 +63,20 @@ def register(group: str, name: str, config: type[Extensible]) -> Callable[[Build
     return add
 
 
+@dataclass
+class _File:
+    """A user's file that has been run."""
+
+    digest: str  # SHA-256
+    entries: list[tuple[str, str, type[Extensible], Callable[..., Any]]]  # what it has registered
+
+
+_files: dict[Path, _File] = {}
+
+
 def is_own(group: str, name: str) -> bool:
     """Whether that is a user's, not one of ours."""
-    return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
+    return _module(BUILDERS[group][name]).split(".")[0] != __name__.split(".")[0]
 
 
 def uses_own_code(config: Config) -> bool:
@@ -86,6 +98,9 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
         CodeError: naming the file and the line that is wrong.
         ConfigError: there is no such file, or it has another digest than the configuration says.
     """
+    for group, builders in BUILDERS.items():  # another job's of a sweep, which may have something else of that name
+        for name in [name for name, builder in builders.items() if _module(builder).startswith(OWN)]:
+            del builders[name], GROUPS[group][1][name]
     values = dict(values)
     for group in BASES:
         keys = values.get(group)
@@ -111,7 +126,7 @@ def _refuse_other_than_files(code: Any, key: str) -> None:
 
 
 def run_file(path: Path, key: str, wanted: str | None = None) -> str:
-    """Run a file, once per process; its SHA-256.
+    """Run a file, once per process, and let what it registers be known; its SHA-256.
 
     Args:
         key: what named it, for messages.
@@ -120,7 +135,9 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
     _refuse_other_than_files(str(path), key)
     path = path.resolve()
     if path in _files:
-        return _files[path]
+        for group, name, config, builder in _files[path].entries:
+            GROUPS[group][1][name], BUILDERS[group][name] = config, builder
+        return _files[path].digest
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -128,16 +145,26 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
     digest = hashlib.sha256(content).hexdigest()
     if wanted not in (None, digest):
         raise ConfigError(f"{key}={path} has SHA-256 {digest}, not {key}_sha256={wanted}; set that to null to use it")
-    module = types.ModuleType(f"_own_{path.stem}_{digest[:8]}")
+    module = types.ModuleType(f"{OWN}{path.stem}_{digest[:8]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look for it there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that what lies beside it hides nothing that is installed
-    _files[path] = digest
+    _files[path] = _File(digest, [])
     eager.complete()
     with blaming():  # compiled from what was read: no __pycache__ is written beside the user's files
         exec(compile(content, str(path), "exec"), module.__dict__)
+    _files[path].entries = [
+        (group, name, GROUPS[group][1][name], builder)
+        for group, builders in BUILDERS.items()
+        for name, builder in builders.items()
+        if _module(builder) == module.__name__
+    ]
     return digest
+
+
+def _module(builder: Callable[..., Any]) -> str:
+    return getattr(builder, "__module__", None) or ""
 
 
 @contextlib.contextmanager

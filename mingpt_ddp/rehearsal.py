@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mingpt_ddp.compiling import check_compiles
 from mingpt_ddp.config import Config
@@ -20,6 +22,7 @@ from mingpt_ddp.seeds import seed_everything
 from mingpt_ddp.snapshots.tensors import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
 
 ROWS, LENGTH = 2, 64  # sequences, and characters of each, are enough to train on
+TOLERANCE = 1e-3  # of the largest logit, for products in another order
 
 
 def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatch) -> None:
@@ -52,12 +55,12 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
         load_model(second.model, saved[0])
         load_optimizer(second.model, second.optimizer, saved[1])
         again = second.step(3, x, y)
-        if not (runtime.device.type == "cpu" or config.trainer.deterministic):
-            return  # a GPU adds up in an order of its own
-        if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
-            raise CodeError(f"the model {config.model.architecture} {_OTHER.format('loss depends')}")
-        if end != second.digest():
-            raise CodeError(f"the optimizer {config.optimizer.name} {_OTHER.format('step depends')}")
+        if runtime.device.type == "cpu" or config.trainer.deterministic:  # else a GPU adds up in an order of its own
+            if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
+                raise CodeError(f"the model {config.model.architecture} {_OTHER.format('loss depends')}")
+            if end != second.digest():
+                raise CodeError(f"the optimizer {config.optimizer.name} {_OTHER.format('step depends')}")
+        second.check_meaning(x, y)
 
 
 _OTHER = (
@@ -82,6 +85,30 @@ class _Copy:
         with evaluating(self.model), self.runtime.autocast():
             scores = self.model(x)
         self._check_shape("model(tokens)", scores, (*x.shape, self.vocab_size))
+
+    def check_meaning(self, x: Tensor, y: Tensor) -> None:
+        """That the losses of two models can be compared; after some steps, as first outputs are often zero."""
+        other = x.clone()
+        other[:, -1] = (x[:, -1] + 1) % self.vocab_size
+        with evaluating(self.model):
+            scores, loss = self.model(x).float(), float(self.model(x, y))
+            later = self.model(other).float()
+            alone = torch.cat([self.model(row).float() for row in x.split(1)])
+        expected = float(F.cross_entropy(scores.flatten(0, 1), y.flatten()))
+        if not math.isfinite(expected):
+            return  # the first steps will tell
+        name, tolerance = self.config.model.architecture, TOLERANCE * max(1.0, float(scores.abs().max()))
+        if not torch.allclose(scores[:, :-1], later[:, :-1], rtol=0, atol=tolerance):
+            raise CodeError(
+                f"the model {name} looks ahead: its logits at a position change with the characters after it"
+            )
+        if not torch.allclose(scores, alone, rtol=0, atol=tolerance):
+            raise CodeError(f"the model {name} mixes sequences: the logits of one change with the others of its batch")
+        if not math.isclose(loss, expected, abs_tol=tolerance):
+            raise CodeError(
+                f"the model {name}: model(tokens, targets) must give the mean cross-entropy of its logits, which in "
+                f"evaluation mode are {expected:.4f} nats, not {loss:.4f}"
+            )
 
     def step(self, step: int, x: Tensor, y: Tensor) -> Tensor:
         """The loss of one step like those of the run."""

@@ -31,7 +31,7 @@ from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.recompute import recompute_blocks
 from mingpt_ddp.registry import uses_own_code
 from mingpt_ddp.rehearsal import rehearse
-from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, run_directory
+from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, recorded_config, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
 from mingpt_ddp.snapshots.find import load, places
@@ -92,9 +92,6 @@ def run(
         logs.to_file(directory, runtime.place)
         saver = _saver(config, runtime, owner, directory, encoded)
         found = saver.find()
-        plan = plan_batches(config.trainer, runtime.world_size, found.state["micro_batch_size"] if found else None)
-        if owner:
-            owner.record_start(config.to_dict(), hydra_files)
 
         seed_everything("weights", config.run.seed)
         model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
@@ -106,7 +103,11 @@ def run(
         sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed, runtime.is_main)
         _introduce(config, runtime, corpus, model, directory, position.step, steps)
 
-        if position.step < steps or (position.step == steps and position.val_step != steps):
+        ended = position.step > steps or (position.step == steps and position.val_step == steps)
+        if owner and not (ended and recorded_config(directory)):  # what has nothing left to do stays what it was
+            owner.record_start(config.to_dict(), hydra_files)
+        if not ended:
+            plan = plan_batches(config.trainer, runtime.world_size, found.state["micro_batch_size"] if found else None)
             position.world_size = runtime.world_size
             undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
             position.lost_seconds += undone + time.time() - begun_at

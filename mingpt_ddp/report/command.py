@@ -18,6 +18,8 @@ NO_COMMAND = "there is no command line for it: its configuration cannot be read,
 def command_line(job: Job) -> str | None:
     """`python main.py key=value ...`, quoted for the shell and for Hydra; None where nothing tells the run's name.
 
+    `python -m mingpt_ddp ...` where there is no main.py.
+
     It composes to the configuration of the job's last start, with its run.name: it continues the job, or, with another
     run.name behind it, trains it anew.
     """
@@ -29,7 +31,8 @@ def command_line(job: Job) -> str | None:
     if isinstance(name, str) and "/" in name:  # a job of a sweep, whose command line has the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
         words.append(f"run.name={hydra_value(name)}")
-    return shlex.join(["python", "main.py", *flags, *words])
+    program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
+    return shlex.join(["python", *program, *flags, *words])
 
 
 def _recorded(directory: Path) -> tuple[list[str], list[str]] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata as hparams
 
 from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.metrics import Board, Meter
@@ -109,19 +111,26 @@ def test_a_run_that_is_resumed_twice(tmp_path):
     ]
 
 
-def test_hparams_stay_in_the_directory_of_the_run(tmp_path, config):
+def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(tmp_path, config):
     """A run below the run would show up in TensorBoard as one more."""
     board = Board(tmp_path, first_step=1, is_main=True)
     board.scalars(1, {"train/loss": 1.0})
-    board.hparams(config.to_dict(), {"hparam/val_loss": 1.25})
+    board.hparams(config.to_dict(), {"hparam/val_loss": 1.5})
+    board.close()
+    time.sleep(1.1)  # event files are read in the order of their names, which have the second in them
+    longer = replace(config, trainer=replace(config.trainer, max_steps=77))
+    board = Board(tmp_path, first_step=2, is_main=True)
+    board.scalars(2, {"train/loss": 1.0})
+    board.hparams(longer.to_dict(), {"hparam/val_loss": 1.25})
     board.close()
     assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
     events = read_back(tmp_path)
     assert [event.value for event in events.Scalars("hparam/val_loss")] == [1.25]
-    assert points(tmp_path, "train/loss") == [(1, 1.0)]
-    start = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    assert b"optimizer.lr" in start
-    assert b"data.block_size" in start
+    assert points(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0)]
+    content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    start = hparams.parse_session_start_info_plugin_data(content)
+    assert start.hparams["trainer.max_steps"].number_value == 77, "what the run was when it ended the first time"
+    assert {"optimizer.lr", "data.block_size"} <= set(start.hparams)
 
 
 # Meters.

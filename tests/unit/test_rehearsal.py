@@ -213,9 +213,27 @@ class Complex(Plain):
         self.register_buffer("phases", torch.zeros(2, dtype=torch.complex64))
 
 
+class LooksAhead(Plain):
+    def hidden(self, tokens):
+        return super().hidden(tokens) + super().hidden(tokens.flip(1)) / 10
+
+
+class MixesSequences(Plain):
+    def hidden(self, tokens):
+        return super().hidden(tokens).cumsum(dim=0)
+
+
+class Sum(Plain):
+    def forward(self, tokens, targets=None):
+        return super().forward(tokens, targets) * (1 if targets is None else targets.numel())
+
+
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
+        (LooksAhead, "the model own looks ahead: its logits at a position change with the characters after it"),
+        (MixesSequences, "the model own mixes sequences: the logits of one change with the others of its batch"),
+        (Sum, r"must give the mean cross-entropy of its logits, which in evaluation mode are \d\.\d{4} nats, not 1"),
         (OwnGenerator, "the model own would not resume exactly: its loss depends on more than"),
         (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),
         (Counter, "the model own would not resume exactly: its loss depends on more than"),

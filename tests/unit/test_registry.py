@@ -1,0 +1,58 @@
+"""Files of a user's own: a job knows what its own files register, and nothing of the other jobs of its sweep."""
+
+from __future__ import annotations
+
+import pytest
+
+from mingpt_ddp.errors import CodeError
+from mingpt_ddp.groups import GROUPS
+from mingpt_ddp.registry import BUILDERS, run_code
+
+FILE = """
+from dataclasses import dataclass
+from mingpt_ddp.registry import ModelConfig, register
+
+@dataclass(frozen=True)
+class Mine(ModelConfig):
+    {key}: int
+
+@register("model", "mine", Mine)
+def build(config, vocab_size, block_size):
+    return "{key}"
+"""
+
+
+@pytest.fixture
+def directory(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(FILE.format(key=name))
+    yield tmp_path
+    run_code({}, [])
+
+
+def known(directory, code: str | None) -> tuple[str, list[str]] | None:
+    """What the model's builder and keys are where a configuration names this file."""
+    run_code({"model": {"code": code}}, [directory])
+    if "mine" not in BUILDERS["model"]:
+        assert "mine" not in GROUPS["model"][1]
+        return None
+    return BUILDERS["model"]["mine"](None, 0, 0), sorted(GROUPS["model"][1]["mine"].__annotations__)
+
+
+def test_two_files_may_give_the_same_name(directory):
+    for code in ("one", "two", "one", "two"):
+        assert known(directory, f"{code}.py") == (code, [code])
+
+
+def test_what_another_job_has_registered_is_not_known(directory):
+    assert known(directory, "one.py") is not None
+    assert known(directory, None) is None
+    assert {"gpt", "modern"} <= set(BUILDERS["model"]), "ours stay"
+    assert known(directory, "one.py") == ("one", ["one"])
+
+
+def test_a_name_that_is_taken_in_the_same_configuration(directory):
+    with pytest.raises(
+        CodeError, match=r"two.py:\d+: ValueError: @register\('model', 'mine', ...\): the name is taken"
+    ):
+        run_code({"model": {"code": "one.py"}, "optimizer": {"code": "two.py"}}, [directory])
