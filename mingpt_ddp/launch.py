@@ -121,7 +121,7 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         told = any(runtime.gather(interrupt.asked is not None))  # perhaps too late for this job
         runtime.close()
         if loss is not None:
-            sweep.current.trained(config, loss)
+            sweep.current.trained(config)
         if loss is None or (told and composed.sweeping()):  # a sweep must not go on with the next job
             sweep.current.breaks_off()
             leave.leave(None, leave.told(place, 0))
@@ -160,17 +160,19 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
     if not place.is_main:
         logs.to_console(Place())
         log.info("starting %d ranks; rank 0, at %s:%d, tells how it goes", config.ddp.nproc_per_node, *place.master)
-    code = train_on_workers(config, place, directory, words, main)
+    code, stopped = train_on_workers(config, place, directory, words, main)
     result = read_result(directory)
     ended = result.get("status") in (Status.COMPLETE, Status.PRUNED)
-    if code > 128 or (code == 0 and not ended):
+    if code == 0 and ended:
+        sweep.current.trained(config)
+    if stopped or (code == 0 and not ended):
         sweep.current.breaks_off()
         leave.leave(None, leave.told(place, code))
     if not composed.sweeping():
         leave.leave(None, code)
     if code != 0:
         return sweep.current.fails(f"job error: its workers ended with exit code {code}", code)
-    return sweep.current.trained(config, float(result["val_loss"]))
+    return float(result["val_loss"])
 
 
 def _check_urls(config: Config) -> None:

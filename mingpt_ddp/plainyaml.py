@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, ten times as fast
 DEEPEST = 50  # levels of lists and mappings
 
 
@@ -18,10 +19,10 @@ def load_yaml(text: str | bytes) -> Any:
     """
     try:
         depth = 0
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for event in yaml.parse(text, Loader=Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("it has aliases, or lists too deep in each other")
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=Loader)
     except Exception as error:  # of the scanner, and of the types' constructors whatever their values cannot do
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error

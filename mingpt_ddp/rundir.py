@@ -60,6 +60,13 @@ class RunDirectory:
         """
         self.path = path
         self._lock = hold(path, wait_s)
+        for pattern in (
+            ".config*.partial",
+            ".result.json.*.partial",
+            ".hydra/.*.partial",
+        ):  # of an owner who was killed
+            for left in path.glob(pattern):
+                left.unlink(missing_ok=True)
         self._others: list[IO[str]] = []
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
 

@@ -60,15 +60,15 @@ class Sweep:
         config = renamed(config, name)
         if done is not None:
             self.before += run_directory(config) not in self.jobs
-            log.info("%s: done before, validation loss %.4f", run_directory(config), self.trained(config, done))
+            self.trained(config)
+            log.info("%s: done before, validation loss %.4f", run_directory(config), done)
             return config, done
         of = f" of {self.planned}" if self.planned else ""
         log.info("job %d%s: %s", composed.job_number() + 1, of, composed.job_label())
         return config, None
 
-    def trained(self, config: Config, loss: float) -> float:
+    def trained(self, config: Config) -> None:
         self.jobs.append(run_directory(config))
-        return loss
 
     def fails(self, message: str, code: int) -> JobError:
         self.failed.append(composed.job_label())
@@ -289,7 +289,7 @@ def _objective(directory: Path, config: Config) -> float | None:
         pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
         same = made_by(recorded) == made_by(config.to_dict())
-        loss = float(result["val_loss"])
-        return loss if ended and same and math.isfinite(loss) else None
+        known = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
+        return float(result["val_loss"]) if ended and same and known else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else
         return None

@@ -41,7 +41,7 @@ class Ending:
 
 def train_on_workers(
     config: Config, place: Place, directory: Path, words: Sequence[str], main: Callable[[], None]
-) -> int:
+) -> tuple[int, bool]:
     """Be the parent of `ddp.nproc_per_node` workers until they have trained.
 
     Args:
@@ -51,7 +51,8 @@ def train_on_workers(
         main: what each of them runs.
 
     Returns:
-        The exit code: 0 after a complete or preempted run, 128 + n where signal n ended it otherwise.
+        The exit code: 0 after a complete or preempted run, 128 + n where signal n ended it otherwise; and whether this
+        process was told to end, perhaps too late for the run.
 
     Raises:
         ConfigError: this machine or this batch cannot have so many ranks.
@@ -67,25 +68,28 @@ def train_on_workers(
     plan_batches(config.trainer, world_size)
     start = _spawn if by_hand or config.ddp.launcher == "spawn" else _elastic
     with _environment(n):
-        code = _attempts(lambda: start(config, place, words, main), config.ddp.max_restarts, directory)
+        code, told = _attempts(lambda: start(config, place, words, main), config.ddp.max_restarts, directory)
         if by_hand and place.is_main and code:
             time.sleep(OTHERS_S)
-    return code
+    return code, told
 
 
-def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path) -> int:
-    """The exit code, after restarts where there is hope."""
+def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path) -> tuple[int, bool]:
+    """As `train_on_workers`, after restarts where there is hope."""
+    before = read_result(directory)
     for restart in range(max_restarts + 1):
         if restart:
             log.warning("restart %d of %d", restart, max_restarts)
         ending = attempt()
         if ending.signal:
-            return 0 if read_result(directory).get("status") == Status.PREEMPTED else 128 + ending.signal
+            result = read_result(directory)
+            saved = result.get("status") == Status.PREEMPTED or (result and result != before)
+            return 0 if saved else 128 + ending.signal, True
         if ending.code < 0:  # it could not tell itself
             log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)
         if ending.code in (0, USER_ERROR):  # an error of the user's would come again
-            return ending.code
-    return USER_ERROR if ending.code == TRY_AGAIN else FAILURE
+            return ending.code, False
+    return USER_ERROR if ending.code == TRY_AGAIN else FAILURE, False
 
 
 @contextlib.contextmanager

@@ -143,6 +143,20 @@ def configs(directory: RunDirectory) -> dict[str, float]:
     return {path.name: yaml.safe_load(path.read_text())["optimizer"]["lr"] for path in paths}
 
 
+def test_what_a_kill_has_left_half_written_is_removed(directory):
+    directory.record_start(CONFIG, {"config.yaml": "a: 1\n"})
+    there = sorted(path.relative_to(directory.path) for path in directory.path.rglob("*"))
+    for name in (
+        ".config.yaml.0a1b2c3d.partial",
+        ".result.json.0a1b2c3d.partial",
+        ".hydra/.hydra.yaml.01234567.partial",
+    ):
+        (directory.path / name).write_text("half")
+    directory.release()
+    RunDirectory(directory.path, wait_s=0).release()
+    assert sorted(path.relative_to(directory.path) for path in directory.path.rglob("*")) == there
+
+
 def test_the_first_start_is_recorded(directory):
     directory.record_start(CONFIG, {"config.yaml": "a: 1\n", "overrides.yaml": "[]\n"})
     assert yaml.safe_load((directory.path / "config.yaml").read_text()) == CONFIG

@@ -109,7 +109,7 @@ def test_an_interval_of_a_key_that_is_whole(begin):
     begin("optimizer.warmup_steps=int(interval(20,400))")
 
 
-@pytest.mark.parametrize("loss", ["1" + "0" * 400, "NaN", "null", "[]", '"low"'])
+@pytest.mark.parametrize("loss", ["1" + "0" * 400, "NaN", "null", "[]", "true", '"2.5"'])
 def test_a_loss_that_is_no_number_is_that_of_no_finished_job(loss, tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_dictconfig(compose("config", ["run.name=sweep", f"run.root={tmp_path}", "run.seed=1"]))

@@ -1,0 +1,63 @@
+"""How the attempts of local workers end: the exit code, and whether somebody has asked for the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from mingpt_ddp.leave import FAILURE, TRY_AGAIN, USER_ERROR
+from mingpt_ddp.workers import Ending, _attempts
+
+
+@pytest.fixture
+def attempts(tmp_path):
+    """Attempts that end as given, each behind a result that the workers leave, if any."""
+
+    def run(*endings: tuple[Ending, dict | None], before: dict | None = None) -> tuple[int, bool]:
+        waiting = iter(endings)
+
+        def leave(result: dict | None) -> None:
+            if result is not None:
+                (tmp_path / "result.json").write_text(json.dumps(result))
+
+        def attempt() -> Ending:
+            ending, result = next(waiting)
+            leave(result)
+            return ending
+
+        leave(before)
+        done = _attempts(attempt, 1, tmp_path)
+        assert next(waiting, None) is None, "there was one attempt too few"
+        return done
+
+    return run
+
+
+TOLD = Ending(signal=signal.SIGTERM)
+COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted", "step": 5}
+
+
+def test_done(attempts):
+    assert attempts((Ending(), COMPLETE)) == (0, False)
+    assert attempts((Ending(1), None), (Ending(), COMPLETE)) == (0, False)
+
+
+def test_told_to_end(attempts):
+    assert attempts((TOLD, PREEMPTED)) == (0, True)
+    assert attempts((TOLD, COMPLETE), before=PREEMPTED) == (0, True), "it was too late for the run"
+
+
+def test_told_to_end_before_anything_was_done(attempts):
+    assert attempts((TOLD, None)) == (128 + signal.SIGTERM, True)
+    assert attempts((TOLD, None), before=COMPLETE) == (128 + signal.SIGTERM, True), "that was another start"
+
+
+def test_what_would_come_again_is_not_tried_again(attempts):
+    assert attempts((Ending(USER_ERROR), None)) == (USER_ERROR, False)
+
+
+def test_all_restarts_used_up(attempts):
+    assert attempts((Ending(-signal.SIGKILL), None), (Ending(1), None)) == (FAILURE, False)
+    assert attempts((Ending(TRY_AGAIN), None), (Ending(TRY_AGAIN), None)) == (USER_ERROR, False)
