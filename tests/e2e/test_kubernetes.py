@@ -6,11 +6,13 @@ Two processes stand for the pods, with the variables that the training operator 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT, TINY, Job, committed, wait_for
@@ -32,6 +34,36 @@ def configuration() -> Config:
     words = [re.sub(r"\$\((\w+)\)", lambda name: variables[name[1]], word) for word in CONTAINER["args"]]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_dictconfig(compose("config", words))
+
+
+def test_the_manifest_is_what_the_operator_and_kubernetes_know():
+    manifest = pytest.importorskip("manifest", reason="kubeflow-training is not installed")
+    assert manifest.complaints(JOB, "KubeflowOrgV1PyTorchJob") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("spec.elasticPolicy.minReplica", 2, ".spec.elasticPolicy.minReplica: not known to KubeflowOrgV1ElasticPolicy"),
+        ("spec.elasticPolicy.maxReplicas", "2", ".spec.elasticPolicy.maxReplicas: '2' is not int"),
+        ("spec.nprocPerNode", 4, ".spec.nprocPerNode: 4 is not str"),
+        ("spec.runPolicy", [], ".spec.runPolicy: [] is not a mapping"),
+        ("spec.pytorchReplicaSpecs.Worker.template.spec.containers", {}, "...containers: {} is not a list"),
+        ("spec.pytorchReplicaSpecs", None, ".spec: Invalid value for `pytorch_replica_specs`, must not be `None`"),
+    ],
+)
+def test_the_check_of_the_manifest_can_fail(path, value, expected):
+    manifest = pytest.importorskip("manifest", reason="kubeflow-training is not installed")
+    broken = copy.deepcopy(JOB)
+    *parents, last = path.split(".")
+    place = broken
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    if value is None:
+        del place[last]
+    (told,) = manifest.complaints(broken, "KubeflowOrgV1PyTorchJob")
+    assert told.endswith(expected.removeprefix("..."))
 
 
 def test_the_command_of_the_manifest_is_a_valid_configuration():

@@ -71,15 +71,18 @@ def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
     assert weights(run) == weights(cwd / "run")
 
 
-def test_told_before_the_time_is_over(slurm, tmp_path):
+@pytest.mark.parametrize("word", [None, '++run.name="lr/optimizer.lr=3e-4"'])
+def test_told_before_the_time_is_over(word, slurm, tmp_path):
+    """The script finds the run by its job's number, or by a name as a report writes it."""
     site = Site(tmp_path / "site")
-    job = slurm.submit(SCRIPT, tmp_path, [], SETTINGS[:-1], PYTHONPATH=site.path)
+    words = [word for word in [*SETTINGS, word] if word and word != "run.name=run"]
+    job = slurm.submit(SCRIPT, tmp_path, [], words, PYTHONPATH=site.path)
     site.held()
     slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
     site.told()
     slurm.wait(job, "COMPLETED")
     assert slurm.job(job)["Restarts"] == "1"
-    check_resumed(tmp_path / "outputs" / f"slurm-{job}", tmp_path)
+    check_resumed(tmp_path / "outputs" / (word.split('"')[1] if word else f"slurm-{job}"), tmp_path)
 
 
 def test_a_run_that_fails_by_itself_is_not_queued_again(slurm, tmp_path):
