@@ -60,8 +60,9 @@ class TransformerConfig(ModelConfig):
     dropout: float  # probability, in [0, 1)
 
     def __post_init__(self) -> None:
-        for key in ("n_layer", "n_head", "n_embd"):
+        for key, most in (("n_layer", 10_000), ("n_head", 1_000_000), ("n_embd", 1_000_000)):
             _check(getattr(self, key) >= 1, f"model.{key}={getattr(self, key)} must be at least 1")
+            _check(getattr(self, key) <= most, f"model.{key}={getattr(self, key)} must be at most {most:,}")
         divides = self.n_embd % self.n_head == 0
         _check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
         _check(0 <= self.dropout < 1, f"model.dropout={self.dropout} must lie in [0, 1)")

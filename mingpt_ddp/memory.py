@@ -1,13 +1,24 @@
-"""How the C library manages the memory of a training process on a CPU."""
+"""The memory of a training process on a CPU: how much there is, and how the C library manages it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 LARGEST = 32 << 20  # bytes: for what is larger glibc always asks the kernel
 KEPT = 1 << 30  # bytes
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # what a container may use, or `max`
+
+
+def installed_memory() -> int:
+    """Bytes that this machine has, or this container may use."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        return min(machine, int(CGROUP.read_text()))
+    return machine
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,7 @@
-"""Three steps of a user's model and optimizer before anything is written: what would fail later is told now."""
+"""Before anything is written: what would fail later is told now.
+
+A model has to fit, and a user's own model and optimizer are tried for three steps.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from mingpt_ddp.compiling import check_compiles
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.loader import MicroBatch
-from mingpt_ddp.model import build_model, flops_per_token
+from mingpt_ddp.model import build_model, count_parameters, flops_per_token
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.recompute import recompute_blocks
 from mingpt_ddp.registry import blaming
@@ -22,7 +25,24 @@ from mingpt_ddp.seeds import seed_everything
 from mingpt_ddp.snapshots.tensors import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
 
 ROWS, LENGTH = 2, 64  # sequences, and characters of each, are enough to train on
+BYTES = 16  # of a parameter: fp32, its gradient and two moments
 TOLERANCE = 1e-3  # of the largest logit, for products in another order
+
+
+def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
+    """
+    Raises:
+        ConfigError: the parameters alone, with their gradients and the optimizer's memory, are more than there is.
+    """
+    with torch.device("meta"):  # nothing is allocated
+        model = build_model(config.model, vocab_size, config.data.block_size)
+    count = count_parameters(model)
+    if count * BYTES > runtime.memory():
+        needed, there = (f"{size / 2**30:,.0f} GiB" for size in (count * BYTES, runtime.memory()))
+        raise ConfigError(
+            f"the model {config.model.name} has {count:,} parameters, which need {needed} with gradients and "
+            f"optimizer, and there are {there} of memory; lower model.n_embd or model.n_layer"
+        )
 
 
 def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatch) -> None:

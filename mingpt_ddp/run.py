@@ -30,7 +30,7 @@ from mingpt_ddp.place import started_at
 from mingpt_ddp.prune import MedianRule
 from mingpt_ddp.recompute import recompute_blocks
 from mingpt_ddp.registry import uses_own_code
-from mingpt_ddp.rehearsal import rehearse
+from mingpt_ddp.rehearsal import check_fits, rehearse
 from mingpt_ddp.rundir import LOCK_WAIT_S, RunDirectory, difference, recorded_config, run_directory
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.seeds import key_to_seed, seed_everything
@@ -85,6 +85,8 @@ def run(
     runtime.first(lambda: _check_resume(config, encoded, runtime.world_size))
     if uses_own_code(config):
         runtime.first(lambda: rehearse(config, runtime, corpus.vocab_size, loader.step(1, plan, 0)[0]))
+    else:
+        check_fits(config, runtime, corpus.vocab_size)
 
     with contextlib.ExitStack() as held:
         owner, directory = _own_directory(config, runtime, held)

@@ -22,7 +22,7 @@ from mingpt_ddp.eager import complete, without_compiler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.groups import DDPConfig, TrainerConfig
 from mingpt_ddp.hooks import SETTLING, Hook, make_hook
-from mingpt_ddp.memory import keep_freed_memory
+from mingpt_ddp.memory import installed_memory, keep_freed_memory
 from mingpt_ddp.neighbours import meet
 from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
@@ -255,6 +255,12 @@ class Runtime(Ranks):
         if tensor.device == self.device:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def memory(self) -> int:
+        """Bytes of the GPU, or of the machine where there is none."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).total_memory
+        return installed_memory()
 
     def peak_memory(self) -> int:
         """Bytes at their highest: allocations on the GPU where there is one, else the process's resident memory."""

@@ -192,6 +192,9 @@ CASES = [
     ("optimizer.schedule=cubic", "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd"),
     # Values out of range
     ("model.n_layer=0", "config error: model.n_layer=0 must be at least 1"),
+    ("model.n_layer=100000000", "config error: model.n_layer=100000000 must be at most 10,000"),
+    ("model.n_embd=1000000", "config error: the model gpt_micro has 48,000,"),
+    ("model=modern_nano model.n_embd=120000", "config error: the model modern_nano has 518,4"),
     ("model.dropout=1", "config error: model.dropout=1.0 must lie in [0, 1)"),
     ("optimizer.lr=0", "config error: optimizer.lr=0.0 must be greater than 0"),
     ("optimizer=muon optimizer.lr=1e300", "config error: optimizer.lr=1e+300 must lie in [1e-30, 1e30]"),

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process: the kernel is not asked for the same pages again."""
+"""How much memory there is; freed memory stays with the process: the kernel is not asked for the same pages again."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from mingpt_ddp import memory
 
 SCRIPT = """
 import resource, torch
@@ -36,3 +38,13 @@ def test_which_pages_are_asked_for_again(settings, least, most):
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env={"PATH": "", **settings}, text=True, capture_output=True)
     assert least <= int(done.stdout) <= most, done.stderr
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
+def test_a_container_has_less_than_its_machine(limit, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "CGROUP", tmp_path / "memory.max")
+    machine = memory.installed_memory()
+    if limit is not None:
+        memory.CGROUP.write_text(limit)
+    assert 1 << 28 < machine < 1 << 45
+    assert memory.installed_memory() == (expected or machine)

@@ -83,6 +83,12 @@ def test_a_study_without_a_trial_takes_no_older_ones_place(begin, tmp_path):
     assert (directory / "study.db.before").read_bytes().startswith(b"SQLite")
 
 
+def test_somebody_else_may_read_the_study(begin, tmp_path):
+    assert begin().hydra.sweeper.storage == f"sqlite:///{tmp_path}/optuna_lr/study.db?timeout=60"
+    own = f"sqlite:///{tmp_path}/optuna_lr/study.db?timeout=5"
+    assert begin(f"hydra.sweeper.storage='{own}'").hydra.sweeper.storage == own
+
+
 def test_a_search_that_runs_keeps_its_study(begin, tmp_path, monkeypatch):
     directory = tmp_path / "optuna_lr"
     with rundir.hold(directory):
