@@ -116,6 +116,9 @@ def explain(error: Exception) -> str:
     if override:
         key = override[1].split("@")[0]
         return f"{key} is not a key{_suggest(key, error.__cause__)}"
+    several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text)
+    if several:
+        return f"{several[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
     if isinstance(error, OverrideParseException):
         text = f"cannot read {error.override!r}, quote special characters twice as in 'key=\"a=b\"': {text}"
     elif not isinstance(error, (HydraException, OmegaConfBaseException)):

@@ -161,6 +161,8 @@ class Start(Callback):
             current.launcher = str(config.hydra.launcher._target_)
             grid = math.prod(len(_values(word)) for word in words)
             current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
+            if current.tells:  # Hydra composes all jobs before the first, which takes a while
+                log.info("a sweep of %d jobs, in %s", current.planned, directory)
             if study is not None:
                 search.put_aside(study)
             if search.is_search(config):

@@ -31,6 +31,8 @@ def command_line(job: Job) -> str | None:
     if isinstance(name, str) and "/" in name:  # a job of a sweep, whose command line has the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
         words.append(f"run.name={hydra_value(name)}")
+    keys = [word.partition("=")[0] for word in words]  # the last one counts
+    words = [word for i, word in enumerate(words) if keys[i] not in keys[i + 1 :]]
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
     return shlex.join(["python", *program, *flags, *words])
 

@@ -291,7 +291,8 @@ CASES = [
     # Hydra's own errors
     ("optimizer.lr", "config error: cannot read 'optimizer.lr'"),
     ("optimizer.lr=[1", "config error: "),
-    ("optimizer.lr=1,2", "config error: Ambiguous value for argument 'optimizer.lr=1,2'"),
+    ("optimizer.lr=interval(1,2)", "config error: optimizer.lr=interval(1,2) has several values: add -m for a sweep"),
+    ("optimizer.lr=1,2", "config error: optimizer.lr=1,2 has several values: add -m for a sweep, or write key=[a,b]"),
     ("=3", "config error: "),
     ("model=huge", "config error: Could not find 'model/huge' Available options in 'model': gpt2 gpt_micro gpt_mini"),
     ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),

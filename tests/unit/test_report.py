@@ -442,8 +442,15 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
 def test_a_run_of_its_own_keeps_its_name(tmp_path):
     run = made_up(tmp_path / "study", overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
-    other = made_up(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=["optimizer.lr=1"])
+    words = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
+    other = made_up(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=words)
     assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=1"
+
+
+def test_the_program_where_there_is_no_main(tmp_path, monkeypatch):
+    run = made_up(tmp_path / "study", overrides=["run.name=study"])
+    monkeypatch.chdir(tmp_path)
+    assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
 
 
 def test_no_command_line_of_another_run(tmp_path):
