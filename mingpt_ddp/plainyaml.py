@@ -23,6 +23,6 @@ def load_yaml(text: str | bytes) -> Any:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
                 raise ValueError("it has aliases, or lists too deep in each other")
-        return yaml.load(text, Loader=Loader)
+        return Loader(text).get_single_data()
     except Exception as error:  # of the scanner, and of the types' constructors whatever their values cannot do
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error

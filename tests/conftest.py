@@ -3,8 +3,19 @@
 import os
 
 import pytest
+from launching import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on():
+    """A test that fails leaves nothing that takes the next ones' time."""
+    before = len(Job.started)
+    yield
+    for job in Job.started[before:]:
+        if job.process.poll() is None:
+            job.kill_tree()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,6 +62,8 @@ def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> s
 class Job:
     """A launch in the background, with the means to look at it and to kill parts of it."""
 
+    started: ClassVar[list[Job]] = []
+
     def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
         self.output = cwd / f"output-{time.monotonic_ns()}.txt"
         with open(self.output, "w") as out:
@@ -73,6 +76,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
+        self.started.append(self)
 
     def workers(self) -> list[int]:
         return children(self.process.pid)

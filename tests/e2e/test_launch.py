@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, environment, last_step, python_main, torchrun, wait_for
+from launching import ROOT, TINY, Job, call, committed, environment, last_step, python_main, torchrun, wait_for
 
 
 def weights(run: Path, step: int = 12) -> bytes:
@@ -205,7 +205,7 @@ def test_a_mistake_does_not_burn_the_restarts(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_before_a_snapshot(tmp_path):
-    options = ["optimizer.lr=1e38", "optimizer.warmup_steps=0", "run.name=a"]
+    options = ["optimizer.lr=1e30", "optimizer.warmup_steps=0", "run.name=a"]
     done = call([*torchrun(2), *TINY, *options], tmp_path)
     assert done.returncode == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith("training error: ")]
@@ -242,7 +242,7 @@ def test_four_ranks_by_the_plain_command_killed_and_typed_again(tmp_path):
     command += [f"run.root={tmp_path}/outputs", f"data.cache_dir={tmp_path}/cache"]
     runs = tmp_path / "outputs"
     job = Job(command, ROOT_COPY := _checkout(tmp_path))
-    wait_for(lambda: any(last_step(run) >= 7 for run in runs.glob("*")), what="step 7")
+    wait_for(lambda: any(last_step(run) >= 7 and committed(run) for run in runs.glob("*")), what="step 7")
     job.kill_tree()
     again = Job(command, ROOT_COPY)
     wait_for(lambda: "resuming from the snapshot of step" in again.text(), what="the resumption")
@@ -278,7 +278,7 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
     assert result(tmp_path / "outputs" / "wheel")["step"] == 12
     told = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
     assert told.endswith(
-        "python main.py " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
+        "python -m mingpt_ddp " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
     )
 
 
