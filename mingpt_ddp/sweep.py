@@ -136,41 +136,56 @@ class Start(Callback):
     """Hydra's callback: before a sweep writes anything, see whether its jobs can be run at all."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        global current
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # where Ray is the launcher: no reports to its makers
         try:
-            place = find_place()
-            _check_launch(config, place)
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
-            _keep_last(config)
-            words = _words(config)
-            checked = _check_jobs(config.hydra, words, place)
-            if search.is_search(config):
-                search.check_search(config)
-            if checked.trainer.prune != "none" and checked.run.name is None:
-                raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
-            with read_write(config), open_dict(config):
-                constant = [composed.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
-                excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
-                config.hydra.overrides.hydra.append(excluded)
-                directory = Path(checked.run.root, checked.run.name or "")
-                config.hydra.sweep.dir = str(directory)
-                study = search.study_of(config, place)
-            own = checked.run.name is not None and place.is_main
-            current = Sweep(place.is_main, directory, hold(directory) if own else None)
-            current.launcher = str(config.hydra.launcher._target_)
-            grid = math.prod(len(_values(word)) for word in words)
-            current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
-            if current.tells:  # Hydra composes all jobs before the first, which takes a while
-                log.info("a sweep of %d jobs, in %s", current.planned, directory)
-            if study is not None:
-                search.put_aside(study)
-            if search.is_search(config):
-                search.quiet()
+            place = find_place()
+            words, first = _check(config, place)
+            _begin(config, place, words, first)
         except UserError as error:
             leave.with_user_error(error, place_or_default(), job=0)
         except Exception as error:  # Hydra would only warn, and sweep unchecked
             leave.with_user_error(ConfigError(composed.explain(error)), place_or_default(), job=0)
+
+
+def _check(config: DictConfig, place: Place) -> tuple[list[Override], Config]:
+    """The words of the sweep, and the configuration of its first job.
+
+    Raises:
+        ConfigError: what cannot be swept.
+    """
+    _check_launch(config, place)
+    _keep_last(config)
+    words = _words(config)
+    first = _check_jobs(config.hydra, words, place)
+    if search.is_search(config):
+        search.check_search(config)
+    if first.trainer.prune != "none" and first.run.name is None:
+        raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
+    return words, first
+
+
+def _begin(config: DictConfig, place: Place, words: list[Override], first: Config) -> None:
+    """Tell Hydra what is ours to say, and own the directory."""
+    global current
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # where Ray is the launcher: no reports to its makers
+    directory = Path(first.run.root, first.run.name or "")
+    with read_write(config), open_dict(config):
+        constant = [composed.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
+        excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
+        config.hydra.overrides.hydra.append(excluded)
+        config.hydra.sweep.dir = str(directory)
+        study = search.study_of(config, place)
+    own = first.run.name is not None and place.is_main
+    current = Sweep(place.is_main, directory, hold(directory) if own else None)
+    current.launcher = str(config.hydra.launcher._target_)
+    grid = math.prod(len(_values(word)) for word in words)
+    current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
+    if current.tells:  # Hydra composes all jobs before the first, which takes a while
+        log.info("a sweep of %d jobs, in %s", current.planned, directory)
+    if study is not None:
+        search.put_aside(study)
+    if search.is_search(config):
+        search.quiet()
 
 
 def _check_launch(config: DictConfig, place: Place) -> None:
