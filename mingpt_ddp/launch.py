@@ -122,7 +122,9 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         runtime.close()
         if loss is not None:
             sweep.current.trained(config)
-        if loss is None or (told and composed.sweeping()):  # a sweep must not go on with the next job
+        if loss is None or (
+            told and composed.sweeping() and not sweep.current.through
+        ):  # a sweep must not go on with the next job
             sweep.current.breaks_off()
             leave.leave(None, leave.told(place, 0))
         logs.close()
@@ -165,7 +167,7 @@ def _train_on_workers(config: Config, place: Place) -> float | JobError:
     ended = result.get("status") in (Status.COMPLETE, Status.PRUNED)
     if code == 0 and ended:
         sweep.current.trained(config)
-    if stopped or (code == 0 and not ended):
+    if (stopped and not (ended and sweep.current.through)) or (code == 0 and not ended):
         sweep.current.breaks_off()
         leave.leave(None, leave.told(place, code))
     if not composed.sweeping():

@@ -147,6 +147,7 @@ class Board:
     def hparams(self, config: dict[str, Any], results: dict[str, float]) -> None:
         """Fill the HParams tab, in this directory, not in one below it, and anew: an earlier end may have done so."""
         if self._is_main:
+            self.open()
             directory = Path(self._directory)
             for old in directory.glob(f"*{HPARAMS}"):
                 old.unlink()

@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp import eager
 from mingpt_ddp.config import Config
@@ -27,7 +27,7 @@ __all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check",
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 BASES: dict[str, type[Extensible]] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
-OWN = "_own_"  # how the names of modules begin that are a user's files
+TAKEN = "the name is taken; choose another"
 LONGEST = 500  # characters of what went wrong in a file
 
 
@@ -47,7 +47,7 @@ def register(group: str, name: str, config: type[Extensible]) -> Callable[[Build
     if group not in BASES:
         raise ValueError(f"@register({group!r}, ...): the first word must be one of {', '.join(BASES)}")
     if name in GROUPS[group][1]:
-        raise ValueError(f"@register({group!r}, {name!r}, ...): the name is taken; choose another")
+        raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     where = getattr(config, "__name__", repr(config))
     if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
         raise TypeError(f"{where} must be a class below {BASES[group].__name__} with @dataclass(frozen=True)")
@@ -58,9 +58,13 @@ def register(group: str, name: str, config: type[Extensible]) -> Callable[[Build
     def add(builder: Builder) -> Builder:
         GROUPS[group][1][name] = config
         BUILDERS[group][name] = builder
+        _entries.append((group, name, config, builder))
         return builder
 
     return add
+
+
+Entry: TypeAlias = tuple[str, str, type[Extensible], Callable[..., Any]]  # group, name, keys, builder
 
 
 @dataclass
@@ -68,15 +72,16 @@ class _File:
     """A user's file that has been run."""
 
     digest: str  # SHA-256
-    entries: list[tuple[str, str, type[Extensible], Callable[..., Any]]]  # what it has registered
+    entries: list[Entry]  # what it has registered
 
 
 _files: dict[Path, _File] = {}
+_entries: list[Entry] = []  # registered since the last file was begun
 
 
 def is_own(group: str, name: str) -> bool:
     """Whether that is a user's, not one of ours."""
-    return _module(BUILDERS[group][name]).split(".")[0] != __name__.split(".")[0]
+    return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
 
 
 def uses_own_code(config: Config) -> bool:
@@ -98,9 +103,10 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
         CodeError: naming the file and the line that is wrong.
         ConfigError: there is no such file, or it has another digest than the configuration says.
     """
-    for group, builders in BUILDERS.items():  # another job's of a sweep, which may have something else of that name
-        for name in [name for name, builder in builders.items() if _module(builder).startswith(OWN)]:
-            del builders[name], GROUPS[group][1][name]
+    for file in _files.values():  # another job's of a sweep, which may have something else of that name
+        for group, name, _, _ in file.entries:
+            BUILDERS[group].pop(name, None)
+            GROUPS[group][1].pop(name, None)
     values = dict(values)
     for group in BASES:
         keys = values.get(group)
@@ -136,6 +142,8 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
     path = path.resolve()
     if path in _files:
         for group, name, config, builder in _files[path].entries:
+            if BUILDERS[group].get(name, builder) is not builder:
+                raise CodeError(f"{_short(path)}: @register({group!r}, {name!r}, ...): {TAKEN}")
             GROUPS[group][1][name], BUILDERS[group][name] = config, builder
         return _files[path].digest
     try:
@@ -145,26 +153,20 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
     digest = hashlib.sha256(content).hexdigest()
     if wanted not in (None, digest):
         raise ConfigError(f"{key}={path} has SHA-256 {digest}, not {key}_sha256={wanted}; set that to null to use it")
-    module = types.ModuleType(f"{OWN}{path.stem}_{digest[:8]}")
+    module = types.ModuleType(f"_own_{path.stem}_{digest[:8]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses look for it there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last, so that what lies beside it hides nothing that is installed
     _files[path] = _File(digest, [])
+    _entries.clear()
     eager.complete()
-    with blaming():  # compiled from what was read: no __pycache__ is written beside the user's files
-        exec(compile(content, str(path), "exec"), module.__dict__)
-    _files[path].entries = [
-        (group, name, GROUPS[group][1][name], builder)
-        for group, builders in BUILDERS.items()
-        for name, builder in builders.items()
-        if _module(builder) == module.__name__
-    ]
+    try:
+        with blaming():  # compiled from what was read: no __pycache__ is written beside the user's files
+            exec(compile(content, str(path), "exec"), module.__dict__)
+    finally:
+        _files[path].entries.extend(_entries)
     return digest
-
-
-def _module(builder: Callable[..., Any]) -> str:
-    return getattr(builder, "__module__", None) or ""
 
 
 @contextlib.contextmanager

@@ -83,10 +83,9 @@ def run(
     plan = plan_batches(config.trainer, runtime.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
     runtime.first(lambda: _check_resume(config, encoded, runtime.world_size))
+    check_fits(config, runtime, corpus.vocab_size)
     if uses_own_code(config):
         runtime.first(lambda: rehearse(config, runtime, corpus.vocab_size, loader.step(1, plan, 0)[0]))
-    else:
-        check_fits(config, runtime, corpus.vocab_size)
 
     with contextlib.ExitStack() as held:
         owner, directory = _own_directory(config, runtime, held)
@@ -106,10 +105,11 @@ def run(
         _introduce(config, runtime, corpus, model, directory, position.step, steps)
 
         ended = position.step > steps or (position.step == steps and position.val_step == steps)
+        if not ended:
+            plan = plan_batches(config.trainer, runtime.world_size, found.state["micro_batch_size"] if found else None)
         if owner and not (ended and recorded_config(directory)):  # what has nothing left to do stays what it was
             owner.record_start(config.to_dict(), hydra_files)
         if not ended:
-            plan = plan_batches(config.trainer, runtime.world_size, found.state["micro_batch_size"] if found else None)
             position.world_size = runtime.world_size
             undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
             position.lost_seconds += undone + time.time() - begun_at

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
 RESULT = "result.json"
+HALF_WRITTEN = (".config*.partial", ".result.json.*.partial", "..lease-*.partial", ".hydra/.*.partial")
 LARGEST_RECORD = 1 << 16  # bytes of result.json and config.yaml
 
 
@@ -60,11 +61,7 @@ class RunDirectory:
         """
         self.path = path
         self._lock = hold(path, wait_s)
-        for pattern in (
-            ".config*.partial",
-            ".result.json.*.partial",
-            ".hydra/.*.partial",
-        ):  # of an owner who was killed
+        for pattern in HALF_WRITTEN:  # by an owner who was killed
             for left in path.glob(pattern):
                 left.unlink(missing_ok=True)
         self._others: list[IO[str]] = []

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import re
-import sqlite3
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -97,6 +96,7 @@ def put_aside(study: Path) -> None:
         study.parent.mkdir(parents=True, exist_ok=True)
         if study.exists() and _is_empty(study):
             study.unlink()
+            study.with_name(f"{study.name}-journal").unlink(missing_ok=True)
             return
         for end in ("-journal", ""):  # what a kill left half written needs its journal
             before = study.with_name(f"{study.name}.before{end}")
@@ -109,6 +109,8 @@ def put_aside(study: Path) -> None:
 
 def _is_empty(study: Path) -> bool:
     """Whether it is a study of no trial; what cannot be read is none."""
+    import sqlite3
+
     with (
         contextlib.suppress(sqlite3.Error),
         contextlib.closing(sqlite3.connect(f"{study.absolute().as_uri()}?mode=ro", uri=True)) as database,

@@ -98,6 +98,11 @@ class Sweep:
             log.info("sweep: %d of %d jobs are done; the same command goes on", len(self.jobs), self.planned)
 
     @property
+    def through(self) -> bool:
+        """There is no job left."""
+        return 0 < self.planned <= len(self.jobs) + len(self.failed)
+
+    @property
     def hopeless(self) -> bool:
         """All jobs have failed, and with them a search for the best."""
         return bool(self.failed) and not self.jobs
@@ -192,7 +197,7 @@ def _check_launch(config: DictConfig, place: Place) -> None:
     """What of Hydra's own keys no sweep here can have."""
     if config.hydra.job.chdir:
         raise ConfigError("hydra.job.chdir=true would move the jobs away from run.root; leave it out")
-    for key, only in (("sweep.dir", config.run.root), ("sweep.subdir", "."), ("output_subdir", None)):
+    for key, only in (("sweep.dir", str(config.run.root)), ("sweep.subdir", "."), ("output_subdir", None)):
         if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
             raise ConfigError(f"hydra.{key}={value} has no use here: run.root and run.name say where the jobs are")
     batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
@@ -202,12 +207,11 @@ def _check_launch(config: DictConfig, place: Place) -> None:
 
 def _keep_last(config: DictConfig) -> None:
     """A key that stands twice is what it is last, as in a run; sweepers would multiply lists, or take the first."""
-    task = list(config.hydra.overrides.task)
-    keys = [word.partition("=")[0] for word in task]
+    task = composed.last_of_each(list(config.hydra.overrides.task))
     with read_write(config), open_dict(config):
-        config.hydra.overrides.task = [word for i, word in enumerate(task) if keys[i] not in keys[i + 1 :]]
-        for key in keys:  # of a preset's
-            (OmegaConf.select(config, "hydra.sweeper.params") or {}).pop(key, None)
+        config.hydra.overrides.task = task
+        for word in task:  # of a preset's
+            (OmegaConf.select(config, "hydra.sweeper.params") or {}).pop(word.partition("=")[0], None)
 
 
 def _words(config: DictConfig) -> list[Override]:
@@ -230,13 +234,14 @@ def _check_jobs(hydra: DictConfig, words: list[Override], place: Place) -> Confi
     Raises:
         ConfigError: a job cannot be run.
     """
-    values = {word.get_key_element(): _values(word) for word in words}
-    first = {key: choices[0] for key, choices in values.items()}
-    jobs = [first, *({**first, key: choice} for key, choices in values.items() for choice in _some(choices[1:]))]
+    values = [_values(word) for word in words]
+    first = [choices[0] for choices in values]
+    others = [(i, choice) for i, choices in enumerate(values) for choice in _some(choices[1:])]
+    jobs = [first, *([*first[:i], choice, *first[i + 1 :]] for i, choice in others)]
     configs = []
     for job in jobs:
         try:
-            configs.append(composed.typed(compose(hydra.job.config_name, [*job.values()]), hydra))
+            configs.append(composed.typed(compose(hydra.job.config_name, job), hydra))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigError(composed.explain(error)) from error
     if any(config.ddp.nproc_per_node for config in configs) and not (place.alone or place.worker):
@@ -297,6 +302,12 @@ def _in_digest(config: Config) -> set[str]:
     return {*keys, "model", "optimizer", "data", "run.seed"}
 
 
+def _without_limits(made: dict[str, Any]) -> tuple[dict[str, Any], list[int | None]]:
+    trainer = dict(made["trainer"])
+    limits = [trainer.pop(key) for key in LIMITS]
+    return {**made, "trainer": trainer}, limits
+
+
 def _objective(directory: Path, config: Config) -> float | None:
     """The validation loss of a job that is done; None where there is something left to do."""
     result, recorded = read_result(directory), recorded_config(directory)
@@ -305,7 +316,10 @@ def _objective(directory: Path, config: Config) -> float | None:
     try:
         pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
-        same = made_by(recorded) == made_by(config.to_dict())
+        (was, had), (wants, has) = map(_without_limits, (made_by(recorded), made_by(config.to_dict())))
+        # What has no such limit goes on to the other one; a smaller one was reached on the way.
+        reached = all(old is None or (new is not None and new <= old) for old, new in zip(had, has, strict=True))
+        same = was == wants and reached
         known = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
         return float(result["val_loss"]) if ended and same and known else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else

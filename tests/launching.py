@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -93,7 +94,8 @@ class Job:
 
     def kill_tree(self) -> None:
         for pid in [*self.workers(), self.process.pid]:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
     def wait(self, timeout: float = 120) -> int:

@@ -120,13 +120,13 @@ def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(
     time.sleep(1.1)  # event files are read in the order of their names, which have the second in them
     longer = replace(config, trainer=replace(config.trainer, max_steps=77))
     board = Board(tmp_path, first_step=2, is_main=True)
-    board.scalars(2, {"train/loss": 1.0})
     board.hparams(longer.to_dict(), {"hparam/val_loss": 1.25})
     board.close()
     assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
     events = read_back(tmp_path)
     assert [event.value for event in events.Scalars("hparam/val_loss")] == [1.25]
-    assert points(tmp_path, "train/loss") == [(1, 1.0), (2, 1.0)]
+    assert points(tmp_path, "train/loss") == [(1, 1.0)]
+    assert len(list(tmp_path.glob("*.hparams"))) == 1 and len(list(tmp_path.iterdir())) == 3
     content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
     start = hparams.parse_session_start_info_plugin_data(content)
     assert start.hparams["trainer.max_steps"].number_value == 77, "what the run was when it ended the first time"

@@ -51,8 +51,24 @@ def test_what_another_job_has_registered_is_not_known(directory):
     assert known(directory, "one.py") == ("one", ["one"])
 
 
-def test_a_name_that_is_taken_in_the_same_configuration(directory):
-    with pytest.raises(
-        CodeError, match=r"two.py:\d+: ValueError: @register\('model', 'mine', ...\): the name is taken"
-    ):
+def test_a_builder_of_another_module(directory):
+    """What is registered is the file's, wherever it was made."""
+    (directory / "own_parts.py").write_text("def build(config, vocab_size, block_size):\n    return 'parts'\n")
+    (directory / "three.py").write_text(
+        "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.groups import *\n"
+        + FILE.format(key="three").split("@register")[0]
+        + 'register("model", "mine", Mine)(own_parts.build)\n'
+    )
+    assert known(directory, "three.py") == ("parts", ["three"])
+    assert known(directory, None) is None
+    assert known(directory, "one.py") == ("one", ["one"])
+    assert known(directory, "three.py") == ("parts", ["three"])
+
+
+@pytest.mark.parametrize("known_before", [False, True])
+def test_a_name_that_is_taken_in_the_same_configuration(known_before, directory):
+    if known_before:
+        known(directory, "one.py")
+        known(directory, "two.py")
+    with pytest.raises(CodeError, match=r"two.py:.*@register\('model', 'mine', ...\): the name is taken"):
         run_code({"model": {"code": "one.py"}, "optimizer": {"code": "two.py"}}, [directory])

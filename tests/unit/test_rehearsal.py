@@ -132,7 +132,15 @@ class Noisy(Own):
         return torch.rand(()).item()
 
 
-@pytest.mark.parametrize("model", [Plain, WithBuffer, Tied])
+class Coarse(Plain):
+    """All in bf16, its loss too."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("model", [Plain, WithBuffer, Tied, Coarse])
 def test_models_that_resume_exactly(model, try_out):
     try_out(model)
 
@@ -223,6 +231,11 @@ class MixesSequences(Plain):
         return super().hidden(tokens).cumsum(dim=0)
 
 
+class AlwaysDropsOut(Plain):
+    def hidden(self, tokens):
+        return F.dropout(self.scores(tokens), 0.5)
+
+
 class Sum(Plain):
     def forward(self, tokens, targets=None):
         return super().forward(tokens, targets) * (1 if targets is None else targets.numel())
@@ -233,6 +246,7 @@ class Sum(Plain):
     [
         (LooksAhead, "the model own looks ahead: its logits at a position change with the characters after it"),
         (MixesSequences, "the model own mixes sequences: the logits of one change with the others of its batch"),
+        (AlwaysDropsOut, "the model own is random in evaluation mode: drop out only where self.training is true"),
         (Sum, r"must give the mean cross-entropy of its logits, which in evaluation mode are \d\.\d{4} nats, not 1"),
         (OwnGenerator, "the model own would not resume exactly: its loss depends on more than"),
         (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,10 +110,42 @@ def test_a_key_that_stands_twice_is_what_it_is_last(begin):
     assert list(hydra.sweeper.params) == ["optimizer.weight_decay"]
 
 
+def test_mappings_add_to_what_stands_before_them(begin):
+    words = ["optimizer=muon", "optimizer={lr: 0.01}", "optimizer={momentum: 0.9}", "run.seed=1,2"]
+    assert list(begin(*words).hydra.overrides.task)[2:] == words
+
+
+def test_a_root_that_looks_like_a_number(begin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert begin("run.root=2024", "run.seed=1,2").hydra.sweep.dir == "2024/optuna_lr"
+
+
 def test_an_interval_of_a_key_that_is_whole(begin):
     with pytest.raises(ConfigError, match=r"optimizer.warmup_steps=254.84 must be a whole number"):
         begin("optimizer.warmup_steps=interval(20,400)")
     begin("optimizer.warmup_steps=int(interval(20,400))")
+
+
+@pytest.mark.parametrize(
+    ("limits", "done"),
+    [
+        ({"max_steps": 10, "max_epochs": None}, True),
+        ({"max_steps": 9, "max_epochs": None}, True),
+        ({"max_steps": 10, "max_epochs": 1}, True),
+        ({"max_steps": 11, "max_epochs": None}, False),
+        ({"max_steps": None, "max_epochs": 1}, False),
+    ],
+)
+def test_a_smaller_limit_was_reached_on_the_way(limits, done, tmp_path):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        words = ["run.name=sweep", f"run.root={tmp_path}", "trainer.max_steps=10", "trainer.max_epochs=null"]
+        config = from_dictconfig(compose("config", words))
+    directory = tmp_path / sweep.look_up(config, {})[0]
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    (directory / "result.json").write_text('{"status": "complete", "step": 10, "val_loss": 2.5}')
+    wanted = replace(config, trainer=replace(config.trainer, **limits))
+    assert sweep.look_up(wanted, {}) == (f"sweep/{directory.name}", 2.5 if done else None)
 
 
 @pytest.mark.parametrize("loss", ["1" + "0" * 400, "NaN", "null", "[]", "true", '"2.5"'])
