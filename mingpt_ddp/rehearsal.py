@@ -25,7 +25,7 @@ from mingpt_ddp.seeds import seed_everything
 from mingpt_ddp.snapshots.tensors import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
 
 ROWS, LENGTH = 2, 64  # sequences, and characters of each, are enough to train on
-BYTES = 16  # of a parameter: fp32, its gradient and two moments
+BYTES = 8  # of a parameter and its gradient in fp32; what an optimizer keeps comes on top
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # of the largest logit, for products in another order, or in TF32
 
 
@@ -33,7 +33,7 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
     """Whether a model of ours can be trained on all ranks' machines. A collective.
 
     Raises:
-        ConfigError: the parameters alone, with their gradients and the optimizer's memory, are more than there is.
+        ConfigError: the parameters and their gradients alone are more than there is.
     """
     if is_own("model", config.model.architecture):  # nobody knows what it takes to make one
         return
@@ -44,8 +44,8 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
     if count * BYTES > memory:
         needed, there = (f"{size / 2**30:,.0f} GiB" for size in (count * BYTES, memory))
         raise ConfigError(
-            f"the model {config.model.name} has {count:,} parameters, which need {needed} with gradients and "
-            f"optimizer, and there are {there} of memory; lower model.n_embd or model.n_layer"
+            f"the model {config.model.name} has {count:,} parameters, which need {needed} with their "
+            f"gradients, and there are {there} of memory; lower model.n_embd or model.n_layer"
         )
 
 

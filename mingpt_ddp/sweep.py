@@ -99,8 +99,8 @@ class Sweep:
 
     @property
     def through(self) -> bool:
-        """There is no job left."""
-        return 0 < self.planned <= len(self.jobs) + len(self.failed)
+        """There is no job left for this process."""
+        return not self.launcher or self.planned <= len(self.jobs) + len(self.failed)
 
     @property
     def hopeless(self) -> bool:

@@ -117,7 +117,7 @@ def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in logging.root.manager.loggerDict:  # the workers tell what went wrong
+    for name in list(logging.root.manager.loggerDict):  # the workers tell what went wrong
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     n = config.ddp.nproc_per_node or 0
