@@ -1,18 +1,16 @@
-"""A sweep: what is checked before its first job, what its jobs are called, which of them are done, how it ends."""
+"""A sweep: what is checked before its first job, what its jobs have in common, how it ends."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import random
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -24,15 +22,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import composed, leave, search
-from mingpt_ddp.config import LIMITS, Config, made_by
+from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.jobs import Known, look_up
 from mingpt_ddp.place import Place, find_place, place_or_default
-from mingpt_ddp.rundir import hold, read_result, recorded_config, renamed, run_directory
-from mingpt_ddp.status import Status
+from mingpt_ddp.rundir import hold, renamed, run_directory
 
 log = logging.getLogger(__name__)
 
-Known: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is done
 CHECKED = 32  # values of a key before a sweep begins
 
 
@@ -267,60 +264,3 @@ def _values(word: Override) -> list[str]:
         whole = isinstance(start, int) and isinstance(end, int)
         return [f"{key}={choice}" for choice in (start, int(inside) if whole else inside, end)]
     return [f"{key}={choice}" for choice in word.sweep_string_iterator()]
-
-
-# Jobs.
-
-
-def look_up(config: Config, varying: dict[str, str]) -> Known:
-    name = name_job(config, varying)
-    return name, _objective(run_directory(renamed(config, name)), config)
-
-
-def name_job(config: Config, varying: dict[str, str]) -> str:
-    """The `run.name` of a job: below that of the sweep what varies, readable, and a digest of what the job is.
-
-    The words in front may be others when the sweep is edited; whatever ends with the digest is the job's directory.
-    """
-    values = {f"{group}.{key}": value for group, keys in config.to_dict().items() for key, value in keys.items()}
-    # As they are, not as they were written: 100 and 1e2 are one job.
-    beside = {k: json.dumps(values.get(k, text)) for k, text in varying.items() if k not in _in_digest(config)}
-    if config.run.name is None:
-        return config.run_name(beside)
-    digest = config.digest(beside)
-    there = sorted(Path(config.run.root, config.run.name).glob(f"*-{digest}"))
-    readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(f"{k}={v}" for k, v in sorted(varying.items())))
-    directory = there[0].name if there else f"{readable.lstrip('._=,+-')[:100] or 'job'}-{digest}"
-    return f"{config.run.name}/{directory}"
-
-
-def _in_digest(config: Config) -> set[str]:
-    """The keys and groups whose values a configuration's digest covers."""
-    made = made_by(config.to_dict())
-    del made["seed"]
-    keys = {f"{group}.{key}" for group, values in made.items() for key in values if key not in LIMITS}
-    return {*keys, "model", "optimizer", "data", "run.seed"}
-
-
-def _without_limits(made: dict[str, Any]) -> tuple[dict[str, Any], list[int | None]]:
-    trainer = dict(made["trainer"])
-    limits = [trainer.pop(key) for key in LIMITS]
-    return {**made, "trainer": trainer}, limits
-
-
-def _objective(directory: Path, config: Config) -> float | None:
-    """The validation loss of a job that is done; None where there is something left to do."""
-    result, recorded = read_result(directory), recorded_config(directory)
-    if config.run.resume == "never" or recorded is None:
-        return None
-    try:
-        pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
-        ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
-        (was, had), (wants, has) = map(_without_limits, (made_by(recorded), made_by(config.to_dict())))
-        # What has no such limit goes on to the other one; a smaller one was reached on the way.
-        reached = all(old is None or (new is not None and new <= old) for old, new in zip(had, has, strict=True))
-        same = was == wants and reached
-        known = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
-        return float(result["val_loss"]) if ended and same and known else None
-    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else
-        return None

@@ -163,7 +163,8 @@ ALLOWED: dict[str, set[str]] = {
     "leave": {"errors", "logs", "place", "rendezvous", "runtime"},
     "workers": {"config", "errors", "leave", "loader", "place", "rendezvous", "rundir", "runtime", "status"},
     "search": {"errors", "place"},
-    "sweep": {"composed", "config", "errors", "leave", "place", "report", "rundir", "search", "status"},
+    "jobs": {"config", "rundir", "status"},
+    "sweep": {"composed", "config", "errors", "jobs", "leave", "place", "report", "rundir", "search"},
     "launch": {
         *("composed", "config", "eager", "errors", "interrupt", "leave", "logs", "place", "run", "rundir", "runtime"),
         *("schema", "status", "storage", "sweep", "workers"),

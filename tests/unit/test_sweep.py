@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from mingpt_ddp import leave, rundir, sweep
+from mingpt_ddp import jobs, leave, rundir, sweep
 from mingpt_ddp.composed import config_directory
 from mingpt_ddp.config import from_dictconfig
 from mingpt_ddp.errors import ConfigError
@@ -140,24 +140,24 @@ def test_a_smaller_limit_was_reached_on_the_way(limits, done, tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         words = ["run.name=sweep", f"run.root={tmp_path}", "trainer.max_steps=10", "trainer.max_epochs=null"]
         config = from_dictconfig(compose("config", words))
-    directory = tmp_path / sweep.look_up(config, {})[0]
+    directory = tmp_path / jobs.look_up(config, {})[0]
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
     (directory / "result.json").write_text('{"status": "complete", "step": 10, "val_loss": 2.5}')
     wanted = replace(config, trainer=replace(config.trainer, **limits))
-    assert sweep.look_up(wanted, {}) == (f"sweep/{directory.name}", 2.5 if done else None)
+    assert jobs.look_up(wanted, {}) == (f"sweep/{directory.name}", 2.5 if done else None)
 
 
 @pytest.mark.parametrize("loss", ["1" + "0" * 400, "NaN", "null", "[]", "true", '"2.5"'])
 def test_a_loss_that_is_no_number_is_that_of_no_finished_job(loss, tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_dictconfig(compose("config", ["run.name=sweep", f"run.root={tmp_path}", "run.seed=1"]))
-    name, done = sweep.look_up(config, {"run.seed": "1"})
+    name, done = jobs.look_up(config, {"run.seed": "1"})
     assert done is None
     directory = tmp_path / name
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
     (directory / "result.json").write_text('{"status": "complete", "step": 1, "val_loss": 2.5}')
-    assert sweep.look_up(config, {"run.seed": "1"}) == (name, 2.5)
+    assert jobs.look_up(config, {"run.seed": "1"}) == (name, 2.5)
     (directory / "result.json").write_text(f'{{"status": "complete", "step": 1, "val_loss": {loss}}}')
-    assert sweep.look_up(config, {"run.seed": "1"}) == (name, None)
+    assert jobs.look_up(config, {"run.seed": "1"}) == (name, None)
