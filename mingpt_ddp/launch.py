@@ -122,9 +122,8 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         runtime.close()
         if loss is not None:
             sweep.current.trained(config)
-        if loss is None or (
-            told and composed.sweeping() and not sweep.current.through
-        ):  # a sweep must not go on with the next job
+        another = composed.sweeping() and not sweep.current.through
+        if loss is None or (told and another):  # a sweep must not go on with the next job
             sweep.current.breaks_off()
             leave.leave(None, leave.told(place, 0))
         logs.close()
