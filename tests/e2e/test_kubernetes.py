@@ -95,12 +95,17 @@ def test_what_is_written_lies_on_a_volume_and_no_secret_in_the_manifest():
     assert "secretRef" in CONTAINER["envFrom"][0]
 
 
-def pod(cwd: Path, pods: int, port: int, *words: str) -> Job:
-    """One of the pods of a job, with the manifest's command and what the operator adds to it."""
+def pod(cwd: Path, pods: int, port: int, *words: str, first: bool = True) -> Job:
+    """One of the pods of a job, with the manifest's command and what the operator adds to it.
+
+    Args:
+        first: the one that has the rendezvous; on one machine each would take itself for it.
+    """
     command = [sys.executable, str(ROOT / "scripts" / "pod.py"), *CONTAINER["command"][2:-1], str(ROOT / "main.py")]
     variables = {
         "PET_RDZV_BACKEND": JOB["spec"]["elasticPolicy"]["rdzvBackend"],
         "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+        "PET_RDZV_CONF": f"is_host={str(first).lower()}",
         "PET_NNODES": f"{pods}:{pods}",
         "PET_NPROC_PER_NODE": "1",
         "PET_MAX_RESTARTS": "0",
@@ -114,7 +119,7 @@ def pod(cwd: Path, pods: int, port: int, *words: str) -> Job:
 def test_an_evicted_pod_stops_both_to_begin_again(tmp_path):
     """torchrun would leave with 1 in the pod that is told to go and with 0, as if all were done, in the other."""
     run, [port] = tmp_path / "outputs" / "pods", free_ports(1)
-    first, second = [pod(tmp_path, 2, port, "trainer.max_steps=100000") for _ in range(2)]
+    first, second = [pod(tmp_path, 2, port, "trainer.max_steps=100000", first=first) for first in (True, False)]
     try:
         wait_for(lambda: committed(run), what="a snapshot")
         second.process.terminate()

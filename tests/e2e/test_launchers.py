@@ -87,7 +87,9 @@ def test_two_machines_under_torchrun(rendezvous, tmp_path, undisturbed):
     base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1", *options]
     jobs = []
     for node, ranks in enumerate((2, 1)):
-        mine = [f"--nproc_per_node={ranks}", *([f"--node_rank={node}"] if rendezvous == "static" else [])]
+        # On one machine both would take themselves for the host of the rendezvous, which sometimes ends badly.
+        own = f"--node_rank={node}" if rendezvous == "static" else f"--rdzv_conf=is_host={str(node == 0).lower()}"
+        mine = [f"--nproc_per_node={ranks}", own]
         jobs.append(Job([*base, *mine, MAIN, *SETTINGS], tmp_path, GLOO_SOCKET_IFNAME="lo"))
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
     run = tmp_path / "outputs" / "run"
