@@ -61,10 +61,7 @@ class Config:
 
     def digest(self, beside: dict[str, str] | None = None) -> str:
         """8 hexadecimal digits of what makes the training, however long it lasts."""
-        made = made_by(self.to_dict())
-        for limit in LIMITS:
-            del made["trainer"][limit]
-        text = json.dumps({**made, **({"beside": beside} if beside else {})}, sort_keys=True)
+        text = json.dumps({**made_by(self.to_dict()), **({"beside": beside} if beside else {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -75,11 +72,11 @@ BESIDE = ("log_every", "eval_every", "sample_every", "prune", "prune_after", "ac
 def made_by(values: dict[str, Any]) -> dict[str, Any]:
     """Of the plain values of a configuration those that make the training.
 
-    Not where the run lives, how it is distributed or saved, what it displays or when it is pruned. The seed is among
-    them, so that two seeds are two runs; a user's code is not, so that a run goes on when a mistake in it has been
-    mended.
+    Not where the run lives, how long it lasts, how it is distributed or saved, what it displays or when it is pruned.
+    The seed is among them, so that two seeds are two runs; a user's code is not, so that a run goes on when a mistake
+    in it has been mended.
     """
-    beside = {"data": ("cache_dir",), "trainer": BESIDE}
+    beside = {"data": ("cache_dir",), "trainer": (*LIMITS, *BESIDE)}
     groups = ("model", "optimizer", "data", "trainer")
     made = {g: {k: v for k, v in values[g].items() if k not in (*beside.get(g, ()), *WHERE)} for g in groups}
     return {**made, "seed": values["run"]["seed"]}

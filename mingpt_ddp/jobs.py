@@ -6,7 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mingpt_ddp.config import LIMITS, Config, made_by
 from mingpt_ddp.rundir import read_result, recorded_config, renamed, run_directory
@@ -41,14 +41,8 @@ def _in_digest(config: Config) -> set[str]:
     """The keys and groups whose values a configuration's digest covers."""
     made = made_by(config.to_dict())
     del made["seed"]
-    keys = {f"{group}.{key}" for group, values in made.items() for key in values if key not in LIMITS}
+    keys = {f"{group}.{key}" for group, values in made.items() for key in values}
     return {*keys, "model", "optimizer", "data", "run.seed"}
-
-
-def _without_limits(made: dict[str, Any]) -> tuple[dict[str, Any], list[int | None]]:
-    trainer = dict(made["trainer"])
-    limits = [trainer.pop(key) for key in LIMITS]
-    return {**made, "trainer": trainer}, limits
 
 
 def _objective(directory: Path, config: Config) -> float | None:
@@ -59,10 +53,11 @@ def _objective(directory: Path, config: Config) -> float | None:
     try:
         pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
-        (was, had), (wants, has) = map(_without_limits, (made_by(recorded), made_by(config.to_dict())))
-        # What has no such limit goes on to the other one; a smaller one was reached on the way.
-        reached = all(old is None or (new is not None and new <= old) for old, new in zip(had, has, strict=True))
-        same = was == wants and reached
+        wanted = config.to_dict()
+        # What had no such limit went on to the other one; a smaller one was reached on the way.
+        limits = [(recorded["trainer"][key], wanted["trainer"][key]) for key in LIMITS]
+        reached = all(old is None or (new is not None and new <= old) for old, new in limits)
+        same = made_by(recorded) == made_by(wanted) and reached
         known = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
         return float(result["val_loss"]) if ended and same and known else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else
