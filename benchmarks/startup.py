@@ -6,8 +6,7 @@ model is that of `experiment=shakespeare_char_cpu`; its text has been encoded by
 the first. Each process has one thread.
 
 The floor is torchrun with a script that does only what no training on two ranks can do without: it imports torch, joins
-a gloo group, and takes one step of a small model behind DistributedDataParallel. There are two of it: torch as it
-comes, and torch without what only its compiler needs (mingpt_ddp/eager.py). All ways take turns.
+a gloo group, and takes one step of a small model behind DistributedDataParallel. All ways take turns.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
@@ -25,12 +24,7 @@ from common import ROOT, alternate, cell, corpus_path, environment, parser, repo
 from stopwatch import cpu_seconds, family
 
 FLOOR = """
-import contextlib, os
-from mingpt_ddp import eager
-with eager.loading() if {lean} else contextlib.nullcontext():
-    import torch
-if {lean}:
-    eager.without_compiler()
+import os, torch
 from torch.distributed import init_process_group
 from torch.nn.parallel import DistributedDataParallel
 init_process_group("gloo")
@@ -51,7 +45,7 @@ WAYS = {
     "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],
     "`python main.py`": [sys.executable, MAIN, *RUN],
 }
-FLOORS = {"floor: torchrun, torch as it comes": False, "floor: torchrun, torch by eager.py": True}
+FLOOR_WAY = "floor: torchrun"
 DONE = "the first step"  # so begins the line
 HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
 
@@ -82,10 +76,9 @@ def main() -> None:
         root = Path(scratch)
         data = [f"data.path={corpus_path()}", f"data.cache_dir={root / 'cache'}"]
         commands = {way: [*command, *data] for way, command in WAYS.items()}
-        for number, (way, lean) in enumerate(FLOORS.items()):
-            script = root / f"floor{number}.py"
-            script.write_text(FLOOR.format(lean=lean))
-            commands[way] = [*TORCHRUN, str(script)]
+        script = root / "floor.py"
+        script.write_text(FLOOR)
+        commands[FLOOR_WAY] = [*TORCHRUN, str(script)]
         candidates = {way: partial(time_to_first_step, command, root) for way, command in commands.items()}
         for measure in candidates.values():
             measure()  # the disk's cache, and the encoded text

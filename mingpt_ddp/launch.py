@@ -17,7 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from mingpt_ddp import composed, eager, leave, logs, sweep
+from mingpt_ddp import composed, leave, logs, sweep
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.interrupt import Interrupt
@@ -104,9 +104,8 @@ def _attempt(cfg: DictConfig) -> float | JobError:
         _check_urls(config)
         if config.ddp.nproc_per_node and not place.worker:
             return _train_on_workers(config, place)
-        with eager.loading():  # torch: a mistyped key is told before that
-            from mingpt_ddp.run import run
-            from mingpt_ddp.runtime import Runtime
+        from mingpt_ddp.run import run  # and with it torch: a mistyped key is reported before that takes its seconds
+        from mingpt_ddp.runtime import Runtime
 
         alike = place.world_size == 1
         runtime = Runtime(config, place, composed.job_number())
@@ -145,8 +144,7 @@ def _attempt(cfg: DictConfig) -> float | JobError:
 
 def _train_on_workers(config: Config, place: Place) -> float | JobError:
     """Be the parent of this job's workers; only in a sweep does that come to an end here."""
-    with eager.loading():
-        from mingpt_ddp.workers import train_on_workers
+    from mingpt_ddp.workers import train_on_workers
 
     words = composed.worker_words()
     if composed.sweeping():

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mingpt_ddp import eager
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.groups import GROUPS, DataConfig, Extensible, ModelConfig, OptimizerConfig
@@ -160,7 +159,6 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
         sys.path.append(str(path.parent))  # last, so that what lies beside it hides nothing that is installed
     _files[path] = _File(digest, [])
     _entries.clear()
-    eager.complete()
     try:
         with blaming():  # compiled from what was read: no __pycache__ is written beside the user's files
             exec(compile(content, str(path), "exec"), module.__dict__)

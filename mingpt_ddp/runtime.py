@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mingpt_ddp.arithmetic import DTYPES, choose_precision
 from mingpt_ddp.compiling import compiled, compiles, one_line, overlap
 from mingpt_ddp.config import Config
-from mingpt_ddp.eager import complete, without_compiler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.groups import DDPConfig, TrainerConfig
 from mingpt_ddp.hooks import SETTLING, Hook, make_hook
@@ -93,17 +92,12 @@ class Runtime(Ranks):
         self.config, self.ddp, self.hook = config, config.ddp, Hook()
         self.device = choose_device(config.trainer, config.ddp, place)
         self.compiles = compiles(config, self.device)
-        if self.compiles:
-            complete()
-        else:
-            without_compiler()
         if self.device.type == "cpu":
             keep_freed_memory()
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         _set_determinism(config.trainer.deterministic)
         if self.device.type == "cuda":
-            complete()
             torch.cuda.init()  # from here on its generator is seeded with the others
             torch.cuda.set_device(self.device)
         super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -226,6 +227,23 @@ def test_nothing_is_left_to_the_next_job(way, tmp_path):
         assert tensors == handlers == runs == (0,) * 5, left
         # A connection or a thread of torch's may take a moment to end; one for each job would be three more.
         assert threads[-1] <= threads[1] + 1 and files[-1] <= files[1] + 2, left
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_job_after_an_eager_one_trains_as_it_does_alone(tmp_path):
+    """Nothing that torch decides in the first job of a process, without its compiler, holds in the second."""
+    words = [*TINY, "model.n_layer=1", "trainer.device=cpu", "trainer.max_steps=4"]
+    swept = call(in_this_process(*words, "trainer.compile=false,true", "run.name=sweep"), tmp_path, timeout=LIMIT_S)
+    assert swept.returncode == 0, swept.stdout
+    jobs = {name.lower().split("-")[0]: job.weights for name, job in finished(tmp_path / "outputs" / "sweep").items()}
+    alone = {}
+    for compiled in ("false", "true"):
+        name = f"trainer.compile={compiled}"
+        done = call([*python_main(), *words, name, f"run.name=alone-{compiled}"], tmp_path, timeout=LIMIT_S)
+        assert done.returncode == 0, done.stdout
+        snapshot = tmp_path / "outputs" / f"alone-{compiled}" / "snapshots" / "step_00000004"
+        alone[name] = (snapshot / "model.safetensors").read_bytes()
+    assert jobs == alone
 
 
 def test_sweeps_of_the_same_name_do_not_run_at_the_same_time(tmp_path):

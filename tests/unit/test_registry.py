@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import mingpt_ddp.model  # noqa: F401  it registers ours
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.groups import GROUPS
 from mingpt_ddp.registry import BUILDERS, run_code
