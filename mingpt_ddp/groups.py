@@ -203,9 +203,8 @@ class DDPConfig:
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"]  # compression of the gradients on the wire
+    comm_hook: Literal["none", "fp16", "bf16"]  # compression of the gradients on the wire
     sync_batchnorm: bool
-    powersgd_rank: int = 4  # columns of its matrices: more are slower and nearer to the gradients
 
     def __post_init__(self) -> None:
         _check(1 <= self.timeout_s <= 1e7, f"ddp.timeout_s={self.timeout_s} must lie in 1 .. 10,000,000 seconds")
@@ -216,8 +215,7 @@ class DDPConfig:
         _check(cap == "auto" or cap > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
         both = self.static_graph and self.find_unused_parameters
         _check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
-        _check(self.powersgd_rank >= 1, f"ddp.powersgd_rank={self.powersgd_rank} must be at least 1")
-        half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
+        half = self.comm_hook != "none" and self.backend == "mpi"
         _check(not half, f"ddp.comm_hook={self.comm_hook} needs sums of 16 bits, which MPI lacks; use gloo or nccl")
 
 

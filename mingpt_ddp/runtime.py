@@ -47,11 +47,7 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
         raise ConfigError("ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo")
     if ddp.sync_batchnorm and not on_gpu:
         raise ConfigError("ddp.sync_batchnorm=true needs a GPU; set it to false")
-    if ddp.comm_hook == "powersgd" and trainer.precision == "fp16":
-        raise ConfigError("ddp.comm_hook=powersgd remembers gradients, which trainer.precision=fp16 scales; use bf16")
     if not on_gpu:
-        if has_gpu and ddp.comm_hook == "powersgd":  # torch's hook would wait for it
-            raise ConfigError("ddp.comm_hook=powersgd cannot train on the CPU of a machine that has a GPU; use bf16")
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and not place.siblings:  # a scheduler may show every process a GPU of its own
@@ -134,11 +130,10 @@ class Runtime(Ranks):
             model = compiled(model, self.config)
         if self.world_size == 1:
             return model
-        in_one = self.ddp.comm_hook == "powersgd"
         wrapped = DDP(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            bucket_cap_mb=_whole(model) if in_one or bucket_cap_mb is None else bucket_cap_mb,
+            bucket_cap_mb=_whole(model) if bucket_cap_mb is None else bucket_cap_mb,
             gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
             static_graph=self.ddp.static_graph,
             find_unused_parameters=self.ddp.find_unused_parameters,
@@ -146,7 +141,7 @@ class Runtime(Ranks):
         if self.compiles:
             overlap(wrapped, self.config.trainer.activation_checkpointing)
         wrapped._set_ddp_runtime_logging_sample_rate(SAMPLED_STEPS)
-        hook = make_hook(self.ddp, self.neighbours, eager, self.config.run.seed)
+        hook = make_hook(self.ddp, self.neighbours, eager)
         if hook is not None:
             self.hook = hook
             wrapped.register_comm_hook(None, lambda state, bucket: hook.answer(bucket))
@@ -159,7 +154,7 @@ class Runtime(Ranks):
         """
         sizes = [size for size in BUCKET_CAPS if size < _whole(model)] + [_whole(model)]
         alike = self.neighbours is not None and self.ddp.comm_hook == "none"
-        if self.world_size == 1 or alike or self.ddp.comm_hook == "powersgd" or len(sizes) == 1:
+        if self.world_size == 1 or alike or len(sizes) == 1:
             return None
         seconds = []
         for size in sizes:

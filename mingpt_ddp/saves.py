@@ -139,5 +139,5 @@ class Saves:
         self.cadence.begun(self.saver.durable_s)
         if self.config.every_steps == "auto":
             log.info("the next snapshot is due in %.1f s", self.cadence.interval_s, extra={"file_only": True})
-        stepper, memory = self.stepper, self.runtime.hook.memory()
-        self.saver.begin(position, stepper.model, stepper.optimizer, stepper.plan.micro_batch_size, memory)
+        stepper = self.stepper
+        self.saver.begin(position, stepper.model, stepper.optimizer, stepper.plan.micro_batch_size)

@@ -34,19 +34,16 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         steps: int,
         bucket_cap_mb: float | None = None,
-        memory: dict[str, Tensor] | None = None,
     ) -> None:
         """
         Args:
             bucket_cap_mb: what ddp.bucket_cap_mb=auto has found in an earlier start.
-            memory: what a snapshot has of ddp.comm_hook.
         """
         self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
         self.model, self.optimizer = model, optimizer
         if isinstance(optimizer, Muon):
             optimizer.divide(runtime.rank, runtime.world_size)
         self.parameters = list(model.parameters())
-        self._memory = memory or {}
         wanted = config.ddp.bucket_cap_mb
         self.bucket_cap_mb = bucket_cap_mb  # MiB; None: nothing was measured
         if wanted == "auto" and bucket_cap_mb is None:
@@ -64,7 +61,6 @@ class Stepper:
         self.runtime.at("preparing the first step")
         begin = time.perf_counter()
         self.runtime.settle(self.wrapped, *self._first())
-        self.runtime.hook.recall(self._memory)
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
@@ -118,16 +114,12 @@ class Stepper:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
         self.runtime.scaler.step(self.optimizer)
-        self._clear()
+        self.clear()
         self.runtime.share_buffers(self.model)
         return lr
 
-    def leave_out(self) -> None:
-        """Forget the gradients, and what the reduction remembers of them."""
-        self._clear()
-        self.runtime.hook.forget()
-
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drop the gradients; at the end of an update, or instead of one."""
         if self.runtime.scaler.is_enabled():
             self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -135,7 +127,7 @@ class Stepper:
     def diagnose(self, step: int) -> str:
         """Which rank's loss or parameter went wrong, found by doing the step again. A collective; no weight changes.
 
-        To be called when the gradients have been left out.
+        To be called after `clear`.
         """
         found = ""
         for micro in self._fetch(step):

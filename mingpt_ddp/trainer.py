@@ -146,7 +146,7 @@ class Trainer:
             self._lr = self.stepper.update(step)
             self.journal.meter.record(loss, norm, self.stepper.data_s)
             return True
-        self.stepper.leave_out()
+        self.stepper.clear()
         told = f"step {step} has {complaint} ({self.stepper.diagnose(step)})"
         self.position.sick_in_a_row += 1
         policy = self.config.trainer.on_nonfinite
@@ -168,7 +168,6 @@ class Trainer:
         left = self.saves.tick()
         restored = self.saver.restore(found, self.model, self.optimizer)
         restored.passed_over = sorted({*restored.passed_over, *left.passed_over, step})
-        self.runtime.hook.recall(found.memory)
         restored.sick_in_a_row, restored.world_size = left.sick_in_a_row, left.world_size
         restored.bucket_cap_mb = left.bucket_cap_mb
         restored.lost_seconds = left.lost_seconds + left.wall_seconds - restored.wall_seconds

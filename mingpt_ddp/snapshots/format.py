@@ -24,7 +24,6 @@ Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256"
 FORMAT = 1  # a newer one has to write its manifest in another form: a flipped bit in this digit is damage
 MANIFEST, STATE = "manifest.json", "state.json"
 KINDS = ("model", "optimizer")
-MEMORY = ":"  # begins the names of what ddp.comm_hook remembers, beside the optimizer's state
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 SMALL = 1 << 24  # bytes: no state of ours is larger, not even with every character there is
 LARGEST_MANIFEST = 1 << 22  # bytes: that of 10,000 parts is smaller
@@ -49,11 +48,6 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see tensors.py
     state: dict[str, Any]  # plain values: configuration, position, scaler, losses, vocabulary
-
-    @property
-    def memory(self) -> dict[str, Tensor]:
-        """What ddp.comm_hook remembers, see hooks.py."""
-        return {name[len(MEMORY) :]: t for name, t in self.optimizer.items() if name.startswith(MEMORY)}
 
 
 def directory_name(step: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.corpus import Encoded
@@ -20,7 +20,7 @@ from mingpt_ddp.errors import AwayError, SnapshotError
 from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.snapshots.background import Keeper, Outcome, Save
 from mingpt_ddp.snapshots.find import load
-from mingpt_ddp.snapshots.format import MEMORY, Snapshot, divide
+from mingpt_ddp.snapshots.format import Snapshot, divide
 from mingpt_ddp.snapshots.position import Position, check_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensors import load_model, load_optimizer, model_tensors, optimizer_tensors
@@ -102,7 +102,7 @@ class Saver:
     def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Put a snapshot's content into the live objects."""
         load_model(model, found.model)
-        load_optimizer(model, optimizer, {k: t for k, t in found.optimizer.items() if not k.startswith(MEMORY)})
+        load_optimizer(model, optimizer, found.optimizer)
         if found.state["scaler"] and self.runtime.scaler.is_enabled():
             self.runtime.scaler.load_state_dict(found.state["scaler"])
         return Position(**found.state["position"])
@@ -110,18 +110,9 @@ class Saver:
     # Writing. All ranks call these at the same step.
 
     def begin(
-        self,
-        position: Position,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        micro_batch_size: int,
-        memory: dict[str, Tensor] | None = None,
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int
     ) -> None:
-        """Set out to save the state after `position.step` steps; nothing may be under way.
-
-        Args:
-            memory: what the reduction of gradients remembers, the same on every rank; not changed any more.
-        """
+        """Set out to save the state after `position.step` steps; nothing may be under way."""
         assert self._under_way is None
         if position.step == self.last_step:
             return
@@ -136,7 +127,6 @@ class Saver:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
         tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
-        tensors["optimizer"].update({MEMORY + name: tensor for name, tensor in (memory or {}).items()})
         parts = divide(tensors, len(self._seeing_ranks()))
         mine = dict(zip(self._seeing_ranks(), parts, strict=False)).get(self.runtime.rank, {})
         step, best = position.step, position.best_step if self.config.snapshot.keep_best else None

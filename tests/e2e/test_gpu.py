@@ -174,7 +174,7 @@ def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
-@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "powersgd"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "bf16"])
 def test_gradients_travel_between_gpus_and_the_run_resumes(hook, tmp_path):
     options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
     options += [
