@@ -199,7 +199,7 @@ class DDPConfig:
     timeout_s: float  # seconds a rank waits for the others
     nproc_per_node: int | None  # workers to start on this machine; 0 or null: none, this process trains
     max_restarts: int  # of the workers that nproc_per_node starts
-    bucket_cap_mb: float | Literal["auto"]  # MiB of gradients per all-reduce; auto: what is measured to be fastest
+    bucket_cap_mb: float  # MiB of gradients per all-reduce
     gradient_as_bucket_view: bool
     static_graph: bool
     find_unused_parameters: bool
@@ -211,8 +211,7 @@ class DDPConfig:
         workers = self.nproc_per_node
         _check(workers is None or workers >= 0, f"ddp.nproc_per_node={workers} must not be negative")
         _check(self.max_restarts >= 0, f"ddp.max_restarts={self.max_restarts} must not be negative")
-        cap = self.bucket_cap_mb
-        _check(cap == "auto" or cap > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
+        _check(self.bucket_cap_mb > 0, f"ddp.bucket_cap_mb={self.bucket_cap_mb} must be greater than 0")
         both = self.static_graph and self.find_unused_parameters
         _check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
         half = self.comm_hook != "none" and self.backend == "mpi"

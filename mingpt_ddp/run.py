@@ -113,8 +113,7 @@ def run(
             position.world_size = runtime.world_size
             undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
             position.lost_seconds += undone + time.time() - begun_at
-            stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps, position.bucket_cap_mb)
-            position.bucket_cap_mb = stepper.bucket_cap_mb
+            stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
             board = Board(
                 directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,8 +26,6 @@ from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
 
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
-BUCKET_CAPS = (1.0, 5.0, 25.0, 100.0)  # MiB, and all gradients at once
-MEASURED = 3  # passes with each of them
 
 
 def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch.device:
@@ -117,12 +114,8 @@ class Runtime(Ranks):
 
     # The model's surroundings.
 
-    def wrap(self, model: nn.Module, bucket_cap_mb: float | None) -> nn.Module:
-        """The model for training: compiled, and behind DistributedDataParallel, its weights those of rank 0.
-
-        Args:
-            bucket_cap_mb: MiB of gradients that are reduced at a time; None: all.
-        """
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The model for training: compiled, and behind DistributedDataParallel, its weights those of rank 0."""
         if self.world_size > 1 and self.ddp.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         eager = model
@@ -133,7 +126,7 @@ class Runtime(Ranks):
         wrapped = DDP(
             model,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
-            bucket_cap_mb=_whole(model) if bucket_cap_mb is None else bucket_cap_mb,
+            bucket_cap_mb=self.ddp.bucket_cap_mb,
             gradient_as_bucket_view=self.ddp.gradient_as_bucket_view,
             static_graph=self.ddp.static_graph,
             find_unused_parameters=self.ddp.find_unused_parameters,
@@ -147,25 +140,6 @@ class Runtime(Ranks):
             wrapped.register_comm_hook(None, lambda state, bucket: hook.answer(bucket))
         return wrapped
 
-    def choose_bucket_cap(self, model: nn.Module, x: Tensor, y: Tensor) -> float | None:
-        """The bucket size with which a forward and backward pass takes least time, the same on all ranks. A collective.
-
-        MiB; None where it makes no difference.
-        """
-        sizes = [size for size in BUCKET_CAPS if size < _whole(model)] + [_whole(model)]
-        alike = self.neighbours is not None and self.ddp.comm_hook == "none"
-        if self.world_size == 1 or alike or len(sizes) == 1:
-            return None
-        seconds = []
-        for size in sizes:
-            wrapped = self.wrap(model, size)
-            times = self._throw_away(wrapped, x, y, self._settling + MEASURED)
-            seconds.append(min(times[self._settling :]))
-            del wrapped  # with its hooks in the model
-            gc.collect()
-        together = self.sum(torch.tensor(seconds, dtype=torch.float64))
-        return sizes[int(together.argmin())]
-
     def settle(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
         """Throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
 
@@ -175,34 +149,20 @@ class Runtime(Ranks):
         Raises:
             ConfigError: it cannot be compiled.
         """
-        if self.world_size > 1 or self.compiles:
-            self._throw_away(model, x, y, self._settling)
-
-    @property
-    def _settling(self) -> int:
-        """Passes after which all are alike."""
-        return SETTLING + 1 if self.compiles else SETTLING
-
-    def _throw_away(self, model: nn.Module, x: Tensor, y: Tensor, passes: int) -> list[float]:
-        """Forward and backward passes that leave nothing behind; the seconds of each."""
+        if self.world_size == 1 and not self.compiles:
+            return
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        seconds = []
         with one_line(self.config) if self.compiles else nullcontext():
-            for _ in range(passes):
+            for _ in range(SETTLING + self.compiles):
                 self.barrier()
-                began = time.perf_counter()
                 self.begin_step()
                 with self.autocast():
                     loss = model(x, y)
                 loss.backward()
                 del loss
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
-                seconds.append(time.perf_counter() - began)
                 model.zero_grad(set_to_none=True)
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-        return seconds
 
     def begin_step(self) -> None:
         """What CUDA graphs left in their memory in the last step is no longer needed."""
@@ -258,11 +218,6 @@ class Runtime(Ranks):
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _whole(model: nn.Module) -> float:
-    """MiB that have room for all gradients."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) / 2**20 + 1
 
 
 def _backend(wanted: str, device: torch.device) -> str:

@@ -33,34 +33,21 @@ class Stepper:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         steps: int,
-        bucket_cap_mb: float | None = None,
     ) -> None:
-        """
-        Args:
-            bucket_cap_mb: what ddp.bucket_cap_mb=auto has found in an earlier start.
-        """
         self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
         self.model, self.optimizer = model, optimizer
         if isinstance(optimizer, Muon):
             optimizer.divide(runtime.rank, runtime.world_size)
         self.parameters = list(model.parameters())
-        wanted = config.ddp.bucket_cap_mb
-        self.bucket_cap_mb = bucket_cap_mb  # MiB; None: nothing was measured
-        if wanted == "auto" and bucket_cap_mb is None:
-            self.bucket_cap_mb = runtime.choose_bucket_cap(model, *self._first())
-        self.wrapped = runtime.wrap(model, self.bucket_cap_mb if wanted == "auto" else wanted)
+        self.wrapped = runtime.wrap(model)
         self.data_s = 0.0  # seconds that the last batch took to fetch
-
-    def _first(self) -> tuple[Tensor, Tensor]:
-        """A micro-batch of this rank's."""
-        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
-        return self.runtime.to_device(first.x), self.runtime.to_device(first.y)
 
     def settle(self) -> None:
         """What has to come before the first step and counts in no speed, compiling for one."""
         self.runtime.at("preparing the first step")
         begin = time.perf_counter()
-        self.runtime.settle(self.wrapped, *self._first())
+        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
+        self.runtime.settle(self.wrapped, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 

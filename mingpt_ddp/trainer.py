@@ -169,7 +169,6 @@ class Trainer:
         restored = self.saver.restore(found, self.model, self.optimizer)
         restored.passed_over = sorted({*restored.passed_over, *left.passed_over, step})
         restored.sick_in_a_row, restored.world_size = left.sick_in_a_row, left.world_size
-        restored.bucket_cap_mb = left.bucket_cap_mb
         restored.lost_seconds = left.lost_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))

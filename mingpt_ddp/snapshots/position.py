@@ -30,7 +30,6 @@ class Position:
     saved_at: float = 0.0  # seconds since 1970, when this was put down
     loss_average: float | None = None  # what the guard against spikes compares with
     sick_in_a_row: int = 0  # the latest steps that were left out
-    bucket_cap_mb: float | None = None  # what ddp.bucket_cap_mb=auto has found; the order of sums depends on it
     passed_over: list[int] = field(default_factory=list)  # steps that are not to be trained, after going back
 
     @property

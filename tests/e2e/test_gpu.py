@@ -180,7 +180,6 @@ def test_gradients_travel_between_gpus_and_the_run_resumes(hook, tmp_path):
     options += [
         "ddp.nproc_per_node=2",
         f"ddp.comm_hook={hook}",
-        "ddp.bucket_cap_mb=auto",
         "optimizer.schedule_steps=12",
     ]
     assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0

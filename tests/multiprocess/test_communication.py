@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,22 +40,16 @@ JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "bf16": (["ddp.comm_hook=bf16"], [STEPS], (2,)),
     "sick": (["trainer.on_nonfinite=skip"], [STEPS], (2,)),
     "sick, parts": (["trainer.on_nonfinite=skip"], [3, STEPS], (2,)),
-    "auto": ([GLOO, "ddp.bucket_cap_mb=auto"], [STEPS], (3,)),
-    "auto, parts": ([GLOO, "ddp.bucket_cap_mb=auto"], [5, STEPS], (3,)),
-    "auto, measured": ([GLOO, "ddp.bucket_cap_mb=auto"], [STEPS], (2,)),
+    "small buckets": ([GLOO, "ddp.bucket_cap_mb=0.001"], [STEPS], (2, 3)),
+    "small buckets, parts": ([GLOO, "ddp.bucket_cap_mb=0.001"], [5, STEPS], (3,)),
 }
-SMALL, LARGE = 0.001, 1.0  # MiB: many buckets, one
 
 
 class Changed:
     """What a job meets that others do not; undone afterwards."""
 
-    def __init__(self, name: str, start: int) -> None:
+    def __init__(self, name: str) -> None:
         self.patch = pytest.MonkeyPatch()
-        if name.startswith("auto") and not name.endswith("measured"):
-            self.patch.setattr(Runtime, "choose_bucket_cap", lambda *words: LARGE if start else SMALL)
-        if name.endswith("measured"):
-            self.patch.setattr("mingpt_ddp.runtime.BUCKET_CAPS", (SMALL, 10 * SMALL))
         if "sick" in name:
             self.patch.setattr(GPT, "forward", self.sick(GPT.forward, sick_step=3))
 
@@ -85,8 +78,8 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     outcomes: dict[str, Any] = {}
     job = 0
     for name, values in configs.items():
-        for start, limit in enumerate(JOBS[name][1]):
-            changed = Changed(name, start)
+        for limit in JOBS[name][1]:
+            changed = Changed(name)
             values["trainer"]["max_steps"] = limit
             config = from_mapping(values)
             runtime = Runtime(config, find_place(), job)
@@ -169,7 +162,7 @@ def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
         assert not outcomes["gloo"]["shared"]
 
 
-@pytest.mark.parametrize("way", ["gloo", "static", "static, shared", "unused", "auto, measured"])
+@pytest.mark.parametrize("way", ["gloo", "static", "static, shared", "unused", "small buckets"])
 def test_with_two_ranks_every_exact_way_gives_the_same_bits(two, way):
     """Two numbers have one sum. The steps have micro-batches to add up, and evaluations between them."""
     assert same(two, "shared", way)
@@ -184,7 +177,7 @@ def test_16_bits_are_used_and_enough(two, hook):
     assert 0 < farthest(two, "shared", hook) < 2e-3
 
 
-@pytest.mark.parametrize("way", ["shared", "auto"])
+@pytest.mark.parametrize("way", ["shared", "small buckets"])
 def test_a_run_in_parts_equals_the_whole_on_three_ranks(three, way):
     assert same(three, way, f"{way}, parts")
 
@@ -199,18 +192,8 @@ def test_a_run_in_parts_equals_the_whole_behind_a_step_that_was_left_out(two):
     assert all(tensor.isfinite().all() for tensor in weights(two, "sick").values())
 
 
-def test_the_bucket_size_that_was_found_is_kept(three):
-    """A restart would choose otherwise, and the sums of three ranks would have another order."""
-    assert not same(three, "auto", "gloo"), "the size makes no difference"
-    for name in ("auto", "auto, parts"):
-        state = json.loads((snapshot(three[2], name) / "state.json").read_text())
-        assert state["position"]["bucket_cap_mb"] == SMALL
-
-
-def test_auto_measures(two):
-    state = json.loads((snapshot(two[2], "auto, measured") / "state.json").read_text())
-    found = state["position"]["bucket_cap_mb"]
-    assert found in (SMALL, 10 * SMALL) or found > LARGE
+def test_the_size_of_buckets_decides_the_order_of_additions(three):
+    assert not same(three, "small buckets", "gloo")
 
 
 # Neighbours.
@@ -260,7 +243,7 @@ def test_ranks_on_different_machines_do_not_meet():
         (["+ddp.powersgd_rank=4"], "ddp.powersgd_rank is not a key"),
         (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs sums of 16 bits"),
         (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0.0 must be greater than 0"),
-        (["ddp.bucket_cap_mb=best"], "ddp.bucket_cap_mb"),
+        (["ddp.bucket_cap_mb=auto"], "ddp.bucket_cap_mb='auto' must be a finite number"),
     ],
 )
 def test_what_cannot_work_is_refused(options, error):
