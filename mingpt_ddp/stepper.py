@@ -84,15 +84,12 @@ class Stepper:
     def clip(self) -> Tensor:
         """The norm of the gradients before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if not gradients:
-            return torch.zeros((), device=self.runtime.device)
-        # As nn.utils.clip_grad_norm_ has it for a GPU; on a CPU that goes through Python for each parameter.
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        if self.config.trainer.grad_norm_clip is not None:
-            scale = self.config.trainer.grad_norm_clip / (norm + 1e-6)
-            torch._foreach_mul_(gradients, scale.clamp(max=1.0))  # whether it is below 1 only the device knows
-        return norm
+        limit = self.config.trainer.grad_norm_clip
+        if limit is not None:
+            norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return norm.to(self.runtime.device)  # without any gradient torch has zero on the CPU
 
     def update(self, step: int) -> float:
         """Change the weights; the learning rate that did."""

@@ -43,9 +43,10 @@ def test_clipping_is_that_of_torch(scale, limit):
             assert torch.equal(one.grad.nan_to_num(), other.grad.nan_to_num())
 
 
-def test_a_model_that_has_no_gradient():
+@pytest.mark.parametrize("limit", ["1.0", "null"])
+def test_a_model_that_has_no_gradient(limit):
     model = nn.Linear(1, 1)
-    assert stepper(model).clip() == 0
+    assert stepper(model, f"trainer.grad_norm_clip={limit}").clip() == 0
 
 
 def test_the_seed_is_that_of_torch():
