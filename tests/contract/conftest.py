@@ -1,0 +1,18 @@
+"""The text that all tests of the contract train on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from .contract import write_text
+
+if not sys.platform.startswith("linux"):
+    collect_ignore_glob = ["test_*.py"]  # processes are found in /proc
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("text") / "text.txt")

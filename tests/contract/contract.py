@@ -1,0 +1,301 @@
+"""Start the commands of the contract in processes of their own, kill them, and read the files that they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MAIN = [sys.executable, str(ROOT / "main.py")]
+SAMPLE = [sys.executable, str(ROOT / "sample.py")]
+SNAPSHOTS = [sys.executable, "-m", "mingpt_ddp.snapshots"]
+REPORT = [sys.executable, "-m", "mingpt_ddp.report"]
+
+TIMEOUT_S = 300  # of one command; a few seconds are normal
+STEPS = 80
+SNAPSHOT_FILES = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+
+PHRASES = ["the king is dead", "long live the queen", "a horse, a horse", "to be or not to be", "what light is that?"]
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return [*command, *options, str(ROOT / "main.py")]
+
+
+def write_text(path: Path, characters: int = 60_000) -> Path:
+    """A text of 24 different characters, the same on every machine."""
+    generator = random.Random(1)
+    pieces = [generator.choice(PHRASES) + generator.choice([".\n", ", ", "; "]) for _ in range(characters // 10)]
+    path.write_text("".join(pieces)[:characters], encoding="utf-8")
+    return path
+
+
+def settings(text: Path | str, **other: Any) -> list[str]:
+    """Overrides of a run of about 10 ms a step, long enough to be hit in the middle: it ends in its third epoch.
+
+    Args:
+        other: keys that differ, with `__` for the dot.
+    """
+    values = {
+        "model": "gpt_nano",
+        "model.n_layer": 2,
+        "model.n_embd": 48,
+        "model.dropout": 0.1,
+        "data": "text_file",
+        "data.path": text,
+        "data.block_size": 64,
+        "optimizer.lr": "1e-3",
+        "optimizer.warmup_steps": 2,
+        "optimizer.schedule_steps": STEPS,
+        "trainer.max_epochs": "null",
+        "trainer.max_steps": STEPS,
+        "trainer.batch_size": 24,
+        "trainer.precision": "fp32",
+        "trainer.device": "cpu",
+        "trainer.log_every": 1,
+        "trainer.eval_every": 25,
+        "snapshot.every_steps": 8,
+        "run.name": "run",
+    }
+    values |= {key.replace("__", "."): value for key, value in other.items()}
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+# Processes
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """That of a user who has started nothing else, with this checkout's package before an installed one."""
+    foreign = r"RANK$|WORLD_SIZE$|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC|SLURM_|HYDRA_|AWS_"
+    kept = {key: value for key, value in os.environ.items() if not re.match(foreign, key)}
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    return {**kept, **ours, **extra}
+
+
+def call(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run to the end; standard output and error together in `stdout`."""
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+
+
+def succeed(command: list[str], cwd: Path, **extra: str) -> str:
+    """Run to the end with exit code 0; the output."""
+    done = call(command, cwd, **extra)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+class Job:
+    """A command in the background. Its processes are known by a mark in their environment, whoever is their parent."""
+
+    def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
+        mark = uuid.uuid4().hex
+        self.mark = f"CONTRACT_JOB={mark}".encode()
+        self.output = cwd / f"output-{mark}.txt"
+        with open(self.output, "w") as out:
+            self.process = subprocess.Popen(
+                command,
+                cwd=cwd,
+                env=environment(**extra, CONTRACT_JOB=mark),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[int]:
+        """All that are alive, the started one included."""
+        alive = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # gone, or somebody else's
+                    if self.mark in (entry / "environ").read_bytes().split(b"\0"):
+                        alive.append(int(entry.name))
+        return alive
+
+    def worker(self, rank: int) -> int:
+        """The process that has the log of this global rank open."""
+        found = [pid for pid in self.processes() if any(path.endswith(f"/main.rank{rank}.log") for path in files(pid))]
+        assert len(found) == 1, f"processes of rank {rank}: {found}\n{self.text()}"
+        return found[0]
+
+    def kill_worker(self, rank: int) -> None:
+        os.kill(self.worker(rank), signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill -9 of every process, the started one first, so that it restarts none."""
+        deadline = time.monotonic() + 60
+        self.process.kill()
+        while alive := self.processes():
+            assert time.monotonic() < deadline, f"still alive: {alive}"
+            for pid in alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        self.process.wait()
+
+    def kill_starter(self) -> None:
+        """Kill -9 of the started process alone; return when the workers have noticed it and left."""
+        self.process.kill()
+        self.process.wait()
+        wait_for(lambda: not self.processes(), "the end of the workers whose agent is dead")
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for what has to come true while the command runs."""
+        wait_for(lambda: condition() or self.process.poll() is not None, what)
+        assert self.process.poll() is None, f"it ended too early to see {what}:\n{self.text()}"
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"still running after {TIMEOUT_S} s:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def started(command: list[str], cwd: Path, **extra: str) -> Iterator[Job]:
+    """A command in the background, of which nothing runs on afterwards."""
+    job = Job(command, cwd, **extra)
+    try:
+        yield job
+    finally:
+        job.kill_all()
+
+
+def files(pid: int) -> list[str]:
+    """The paths that a process has open."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                paths.append(os.readlink(descriptor))
+    return paths
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {TIMEOUT_S} s"
+        time.sleep(0.01)
+
+
+# Files of a run directory
+
+
+def result(run: Path) -> dict[str, Any]:
+    content = json.loads((run / "result.json").read_text())
+    assert isinstance(content, dict)
+    return content
+
+
+def committed(run: Path) -> list[int]:
+    """The steps of the snapshots that have a manifest."""
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in run.glob("snapshots/step_*/manifest.json"))
+
+
+def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
+    """The bytes of model and optimizer."""
+    snapshot = run / "snapshots" / f"step_{step:08d}"
+    return {name: (snapshot / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
+
+
+def digests(run: Path, step: int = STEPS) -> dict[str, str]:
+    """Short enough for a failed comparison to be read."""
+    return {name: hashlib.sha256(content).hexdigest() for name, content in weights(run, step).items()}
+
+
+def load_tensors(path: Path) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(path)
+
+
+def records(run: Path) -> list[tuple[int, float]]:
+    """Step and training loss of each record of metrics.jsonl, in the order in which they were written."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in (run / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):  # a line that kill -9 cut off, or that is being written
+                record = json.loads(line)
+                if "train_loss" in record:
+                    found.append((record["step"], record["train_loss"]))
+    return found
+
+
+def last_step(run: Path) -> int:
+    """The step that was recorded last, 0 where there is none."""
+    return max([step for step, _ in records(run)[-1:]], default=0)
+
+
+def curve(run: Path) -> dict[int, float]:
+    """The training loss by step, as a reader of metrics.jsonl takes it: the record that was written last counts."""
+    return dict(records(run))
+
+
+def check_not_trained_twice(run: Path, step: int) -> None:
+    """No step up to the one of a snapshot that existed at every kill was trained again."""
+    assert step > 0
+    first = [number for number, _ in records(run) if number <= step]
+    assert first == list(range(1, step + 1)), "steps before the snapshot were trained again, or are missing"
+
+
+def tensorboard(run: Path, rank: int) -> list[tuple[int, float]]:
+    """A rank's curve of the training loss, as TensorBoard reads it."""
+    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
+def check_same(run: Path, reference: Path, ranks: int) -> None:
+    """A complete run is the one that nobody disturbed: bytes, losses, curves."""
+    mine, other = result(run), result(reference)
+    assert mine["status"] == other["status"] == "complete"
+    assert mine["world_size"] == ranks
+    assert digests(run) == digests(reference)
+    for key in ("step", "epoch", "train_loss", "val_loss", "best_val_loss"):
+        assert mine[key] == other[key], key
+    assert curve(run) == curve(reference)
+    for rank in range(ranks):
+        points = tensorboard(run, rank)
+        assert [step for step, _ in points] == list(range(1, STEPS + 1)), "a step is shown twice, or not at all"
+        assert points == tensorboard(reference, rank)
+
+
+def shows(output: str, value: float) -> bool:
+    """Whether a number is printed with three digits or more behind the point."""
+    numbers = re.findall(r"\d+\.\d{3,}", output)
+    return any(abs(float(number) - value) <= 0.5 * 10 ** -len(number.split(".")[1]) + 1e-9 for number in numbers)
+
+
+def one_error_line(output: str) -> str:
+    """The only line of a refusal, without a stack trace."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    assert len(lines) == 1, output
+    assert "Traceback" not in output
+    return lines[0]

