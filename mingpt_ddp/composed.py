@@ -70,16 +70,6 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def last_of_each(words: list[str]) -> list[str]:
-    """Without the words whose key stands again behind them; mappings (`model={n_layer: 2}`) add to what was before."""
-    pairs = [(word.partition("=")[0], word.partition("=")[2].lstrip().startswith("{")) for word in words]
-    return [
-        word
-        for i, (word, (key, adds)) in enumerate(zip(words, pairs, strict=True))
-        if adds or (key, False) not in pairs[i + 1 :]
-    ]
-
-
 def varying() -> dict[str, str]:
     """The overrides of this job that differ from job to job, by key; `sweep.Start` says which do not."""
     hydra = HydraConfig.get()

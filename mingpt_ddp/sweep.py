@@ -156,7 +156,6 @@ def _check(config: DictConfig, place: Place) -> tuple[list[Override], Config]:
         ConfigError: what cannot be swept.
     """
     _check_launch(config, place)
-    _keep_last(config)
     words = _words(config)
     first = _check_jobs(config.hydra, words, place)
     if search.is_search(config):
@@ -202,21 +201,17 @@ def _check_launch(config: DictConfig, place: Place) -> None:
         raise ConfigError(f"hydra.sweeper.max_batch_size={batch} must be at least 1")
 
 
-def _keep_last(config: DictConfig) -> None:
-    """A key that stands twice is what it is last, as in a run; sweepers would multiply lists, or take the first."""
-    task = composed.last_of_each(list(config.hydra.overrides.task))
-    with read_write(config), open_dict(config):
-        config.hydra.overrides.task = task
-        for word in task:  # of a preset's
-            (OmegaConf.select(config, "hydra.sweeper.params") or {}).pop(word.partition("=")[0], None)
-
-
 def _words(config: DictConfig) -> list[Override]:
-    """The overrides of the sweep, those of a preset first."""
+    """The overrides of the sweep, those of a preset first; of a key that stands twice the last, as Hydra has it."""
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [f"{key}={value}" for key, value in params.items()]
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    parsed = parser.parse_overrides([*words, *config.hydra.overrides.task])
+    every = parser.parse_overrides([*words, *config.hydra.overrides.task])
+    parsed = list({word.get_key_element(): word for word in every}.values())
+    if search.is_search(config):  # Optuna's plug-in takes a fixed value for the last, wherever it stands
+        with read_write(config), open_dict(config):
+            config.hydra.sweeper.params = {}
+            config.hydra.overrides.task = [word.input_line for word in parsed]
     for word in parsed:
         if word.is_sweep_override() and not _values(word):
             raise ConfigError(f"{word.input_line} has no value to sweep over")

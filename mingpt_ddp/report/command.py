@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from mingpt_ddp.composed import config_directory, last_of_each
+from mingpt_ddp.composed import config_directory
 from mingpt_ddp.report.runs import UNREADABLE, Job, parse
 from mingpt_ddp.report.values import Listed, Value
 
@@ -32,7 +32,7 @@ def command_line(job: Job) -> str | None:
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
         words.append(f"run.name={hydra_value(name)}")
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
-    return shlex.join(["python", *program, *flags, *last_of_each(words)])
+    return shlex.join(["python", *program, *flags, *words])
 
 
 def _recorded(directory: Path) -> tuple[list[str], list[str]] | None:

@@ -444,7 +444,7 @@ def test_a_run_of_its_own_keeps_its_name(tmp_path):
     assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
     words = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
     other = made_up(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=words)
-    assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=1"
+    assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=2 optimizer.lr=1"
 
 
 def test_the_program_where_there_is_no_main(tmp_path, monkeypatch):

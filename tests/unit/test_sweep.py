@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -101,18 +103,30 @@ def test_a_search_that_runs_keeps_its_study(begin, tmp_path, monkeypatch):
 
 
 def test_a_key_that_stands_twice_is_what_it_is_last(begin):
-    """Optuna's plug-in would keep the fixed value; the grid of Hydra's own sweeper would be the product of both."""
+    """Hydra's own sweeper has the same rule; Optuna's plug-in would keep the fixed value."""
     interval = "optimizer.lr=interval(1e-3,1e-2)"
     hydra = begin(
         "optimizer.lr=1,2", "model=gpt_nano", "run.seed=1,2", interval, "run.seed=3,4", "model=gpt_micro"
     ).hydra
-    assert hydra.overrides.task[2:] == [interval, "run.seed=3,4", "model=gpt_micro"]
-    assert list(hydra.sweeper.params) == ["optimizer.weight_decay"]
+    assert sorted(word for word in hydra.overrides.task if not word.startswith(("sweep=", "run.root="))) == [
+        "model=gpt_micro",
+        interval,
+        "optimizer.weight_decay=tag(log, interval(1e-3, 1))",
+        "run.seed=3,4",
+    ]
+    assert not hydra.sweeper.params
 
 
-def test_mappings_add_to_what_stands_before_them(begin):
-    words = ["optimizer=muon", "optimizer={lr: 0.01}", "optimizer={momentum: 0.9}", "run.seed=1,2"]
-    assert list(begin(*words).hydra.overrides.task)[2:] == words
+def test_a_grid_has_the_last_list_of_a_key(tmp_path):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        words = [f"run.root={tmp_path}", "run.name=grid", "run.seed=1,2,3", "run.seed=4,5"]
+        loader = GlobalHydra.instance().config_loader()
+        Start().on_multirun_start(loader.load_configuration("config", words, run_mode=RunMode.MULTIRUN))
+        parsed = OverridesParser.create(loader).parse_overrides(words)
+    sweep.current.lock.close()
+    ((*jobs,),) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    assert [job[-1] for job in jobs] == ["run.seed=4", "run.seed=5"]
+    assert sweep.current.planned == len(jobs)
 
 
 def test_a_root_that_looks_like_a_number(begin, tmp_path, monkeypatch):
