@@ -12,9 +12,10 @@ from common import ROOT, environment, in_fresh_process
 
 from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model.gpt import GPT
-from mingpt_ddp.peak import matmul_rate, memory_rate
+from mingpt_ddp.peak import fastest, matmul_rate
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
+BLOCK = 1 << 26  # bytes that are copied: more than a cache holds
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,13 @@ def limits(point: Point, machine: Machine) -> dict[str, float]:
         "bytes_ms": 1e3 * least.traffic / machine.bytes_per_s,
         "held_mb": processes * machine.imports_mb + point.ranks * least.held / 1e6,
     }
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes, both counted."""
+    source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * BLOCK / fastest(lambda: target.copy_(source), device)
 
 
 def measured_rates() -> tuple[float, float]:

@@ -12,8 +12,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingpt_ddp.errors import ConfigError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUERIES = 64  # of a block: keys behind its last query are not looked at
+
+
+def choose_device(wanted: str, key: str) -> torch.device:
+    """The GPU if there is one, or what is wanted.
+
+    Args:
+        wanted: auto, cpu or cuda.
+        key: that says so, for messages.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ConfigError(f"{key}=cuda, but torch sees no GPU here; use {key}=cpu")
+    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:

@@ -1,8 +1,9 @@
-"""How often to save: the interval that loses least, and the share of the time that lasts. All times are in seconds.
+"""How often to save: the interval that loses least. All times are in seconds.
 
 The model: failures come at random at a constant rate, one in `mtbf_s` on average, during restarts as well. Training
 goes on for an interval, stalls for `cost_s` while a snapshot is taken, and goes on. A failure undoes what was trained
-since the start of the last snapshot that was durable by then. A restart takes `restart_s`, and begins anew if it fails.
+since the start of the last snapshot that was durable by then. When a snapshot becomes durable and how long a restart
+takes do not change the best interval: benchmarks/availability.py has the formula.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
 
     Daly's estimate, J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22(3), 2006. For rare failures it is sqrt(2 * cost_s * mtbf_s), which is
-    Young's, J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. When a
-    snapshot becomes durable plays no part in it: `goodput` tells why.
+    Young's, J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
         cost_s: what training loses to one snapshot: the stall, not what is written in the background.
@@ -32,56 +32,14 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
     Raises:
         ValueError: a time is negative or not a number, or `mtbf_s` is 0.
     """
-    _check(mtbf_s, cost_s=cost_s, least_s=least_s)
+    if not (mtbf_s > 0 and cost_s >= 0 and least_s >= 0):
+        raise ValueError(f"mtbf_s={mtbf_s} must be above 0, cost_s={cost_s} and least_s={least_s} must not be negative")
     if cost_s == 0:
         return least_s
     if cost_s >= 2 * mtbf_s:
         return max(mtbf_s, least_s)
     x = math.sqrt(cost_s / (2 * mtbf_s))
     return max(math.sqrt(2 * cost_s * mtbf_s) * (1 + x / 3 + x * x / 9) - cost_s, least_s)
-
-
-def goodput(interval_s: float, cost_s: float, durable_s: float, restart_s: float, mtbf_s: float) -> float:
-    """The expected share of the time, 0 to 1, that becomes lasting progress.
-
-    With T, C, D, R, M for the arguments in order: after a restart, snapshot k starts at k(T + C) - C and is durable D
-    later. The time to the next failure is exponential, so snapshot k lasts with probability
-    exp(-(k(T + C) - C + D) / M); each that lasts is worth T. The sum over k is a geometric series, and a life yields
-
-        T exp(-(D - C) / M) / (exp((T + C) / M) - 1).
-
-    It takes M until it fails, and a restart that may fail too takes M(exp(R / M) - 1): M exp(R / M) together. Hence
-
-        goodput = T / M * exp(-(R + D - C) / M) / (exp((T + C) / M) - 1).
-
-    With D = C this is Daly's model of synchronous saving. D and R are in a factor without T: they cost time, and leave
-    the best interval where it is.
-
-    Args:
-        interval_s: training between the end of one snapshot's stall and the start of the next snapshot.
-        cost_s: the stall.
-        durable_s: from the start of a snapshot, before its stall, until it survives a failure; `cost_s` if synchronous.
-        restart_s: from a failure until training goes on.
-        mtbf_s: mean time between failures of the whole run.
-
-    Raises:
-        ValueError: a time is negative or not a number, `interval_s` or `mtbf_s` is 0, or snapshots would overlap.
-    """
-    _check(mtbf_s, interval_s=interval_s, cost_s=cost_s, durable_s=durable_s, restart_s=restart_s)
-    period = interval_s + cost_s
-    if not 0 < interval_s < math.inf or durable_s > period:
-        raise ValueError(f"a snapshot every {period} s that is durable after {durable_s} s: the interval does not fit")
-    x = period / mtbf_s
-    kept = x * math.exp(-x) / -math.expm1(-x) if x else 1.0
-    return interval_s / period * kept * math.exp(-(restart_s + durable_s - cost_s) / mtbf_s)
-
-
-def _check(mtbf_s: float, **times: float) -> None:
-    if not mtbf_s > 0:
-        raise ValueError(f"mtbf_s={mtbf_s} must be above 0")
-    for name, value in times.items():
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must not be negative")
 
 
 class Cadence:

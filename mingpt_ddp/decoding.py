@@ -28,20 +28,6 @@ FEW = 8  # texts; with as many bf16 is faster than fp16 on a CPU
 WARM_UP = 3  # steps before one is recorded, in which libraries allocate what they need
 
 
-def choose_device(wanted: str) -> torch.device:
-    """
-    Args:
-        wanted: auto (the GPU if there is one), cpu or cuda.
-
-    Raises:
-        ConfigError: there is no GPU.
-    """
-    has_gpu = torch.cuda.is_available()
-    if wanted == "cuda" and not has_gpu:
-        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu")
-    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
-
-
 def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
     """What `precision=auto` stands for: 16 bits where the hardware is fast at it and the model is a `Decoder`."""
     if wanted != "auto":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
@@ -14,11 +15,11 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")  # what a container may use, or `max`
 
 
 def installed_memory() -> int:
-    """Bytes that this machine has, or this container may use."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that this process may use at most: of the machine, of its container, of `ulimit -v`."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]]
     with contextlib.suppress(OSError, ValueError):
-        return min(machine, int(CGROUP.read_text()))
-    return machine
+        limits.append(int(CGROUP.read_text()))
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def keep_freed_memory() -> None:

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured: multiplying matrices, moving memory; and how near to it a run comes."""
+"""How fast a device multiplies matrices at most, measured, and how near to it a run comes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns of the matrices; 4096: 100 MB in bf16
 ENOUGH_S = 0.004  # a product that takes this long keeps a device busy
 PATIENCE_S = 0.03  # for measuring one size
-BLOCK = 1 << 26  # bytes that are copied: more than a cache holds
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -24,22 +23,15 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     for n in SIZES:
         a = tile.repeat(n // SIZES[0], n // SIZES[0])  # zeros would take less power, and so be faster
         product = torch.empty_like(a)
-        seconds = _fastest(lambda a=a, product=product: torch.mm(a, a, out=product), device)  # type: ignore[misc]
+        seconds = fastest(lambda a=a, product=product: torch.mm(a, a, out=product), device)  # type: ignore[misc]
         best = max(best, 2 * n**3 / seconds)
         if seconds > ENOUGH_S:
             break
     return best
 
 
-def memory_rate(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes, both counted."""
-    source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * BLOCK / _fastest(lambda: target.copy_(source), device)
-
-
 @torch.no_grad()
-def _fastest(work: Callable[[], object], device: torch.device) -> float:
+def fastest(work: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call at its fastest; the device is looked at after several short ones together."""
     best, calls = math.inf, 1
     work()

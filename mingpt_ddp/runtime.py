@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mingpt_ddp import arithmetic
 from mingpt_ddp.arithmetic import DTYPES, choose_precision
 from mingpt_ddp.compiling import compiled, compiles, one_line, overlap
 from mingpt_ddp.config import Config
@@ -34,10 +35,7 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
     Raises:
         ConfigError: a device, backend or option that this machine or this build of torch does not have.
     """
-    has_gpu = torch.cuda.is_available()
-    if trainer.device == "cuda" and not has_gpu:
-        raise ConfigError("trainer.device=cuda, but torch sees no GPU here; use trainer.device=cpu")
-    on_gpu = has_gpu and trainer.device != "cpu"
+    on_gpu = arithmetic.choose_device(trainer.device, "trainer.device").type == "cuda"
     if ddp.backend == "nccl" and not on_gpu:
         raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
     if ddp.backend == "mpi" and not dist.is_mpi_available():

@@ -129,8 +129,9 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         SnapshotError: there is no snapshot, or none that a model can be made of.
         DataError: the prompt has characters that the model does not know.
     """
-    from mingpt_ddp.corpus import Vocabulary  # torch is needed from here on, not for a mistyped key
-    from mingpt_ddp.decoding import choose_device, choose_precision, prepare
+    from mingpt_ddp.arithmetic import choose_device  # torch is needed from here on, not for a mistyped key
+    from mingpt_ddp.corpus import Vocabulary
+    from mingpt_ddp.decoding import choose_precision, prepare
     from mingpt_ddp.generate import generate_text
     from mingpt_ddp.registry import blaming, run_file
     from mingpt_ddp.snapshots.find import load
@@ -139,7 +140,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     check_url(config.snapshot, "snapshot")
     if config.code is not None:
         run_file(Path(config.code), "code")
-    device = choose_device(config.device)
+    device = choose_device(config.device, "device")
     found = load(config.snapshot, kinds=("model",))
     trained = described(found.state)
     model = rebuild(trained, found.model)

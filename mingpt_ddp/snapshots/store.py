@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import re
-import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from mingpt_ddp.errors import AwayError, SnapshotError
+from mingpt_ddp.memory import installed_memory
 from mingpt_ddp.snapshots.format import (
     KINDS,
     LARGEST_MANIFEST,
@@ -132,7 +131,7 @@ class SnapshotStore:
             wanted = (STATE, *kinds)
             files = {name: file for name, file in self.files(step).items() if name.startswith(wanted)}
             # As bytes and as tensors, some of them at the same time.
-            if 2 * sum(file["bytes"] for file in files.values()) > _memory():
+            if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():
                 raise Damaged("it is larger than the memory of this machine")
             with self._pool() as pool:
                 read = pool.map(lambda name: self._verified(step, name, files[name]), files)
@@ -272,11 +271,3 @@ def _reading(name: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise Damaged(f"{name} cannot be read: {error}") from error
-
-
-def _memory() -> int:
-    """Bytes that this process may use at most."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resource.getrlimit(resource.RLIMIT_AS)[0]]
-    with contextlib.suppress(OSError, ValueError):  # "max"
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))  # of a container
-    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)

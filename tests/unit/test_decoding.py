@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from mingpt_ddp import decoding
-from mingpt_ddp.decoding import HalfLinear, PackedLinear, PlainNorm, choose_device, choose_precision, prepare
+from mingpt_ddp.arithmetic import choose_device
+from mingpt_ddp.decoding import HalfLinear, PackedLinear, PlainNorm, choose_precision, prepare
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.generate import generate
 from mingpt_ddp.groups import GPTConfig
@@ -124,8 +125,8 @@ def test_auto_is_what_the_processor_is_fast_at(bf16, fbgemm, few, many, monkeypa
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU here"):
-        choose_device("cuda")
-    assert choose_device("auto") == torch.device("cpu")
+        choose_device("cuda", "device")
+    assert choose_device("auto", "device") == torch.device("cpu")
 
 
 @torch.inference_mode()

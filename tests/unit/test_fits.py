@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from benchmarking import modules
 
 
@@ -19,6 +20,10 @@ def test_a_law_is_found_again(benchmarks, constant, factor, exponent):
     assert (law.constant, law.factor) == (pytest.approx(constant, abs=1e-9), pytest.approx(factor))
     assert law.error < 1e-9
     assert law(64) == pytest.approx(constant + factor * 64**exponent)
+
+
+def test_moving_memory_takes_time(benchmarks):
+    assert 1e7 < benchmarks.limits.memory_rate(torch.device("cpu")) < 1e13
 
 
 def test_nothing_below_zero_and_what_does_not_grow_is_a_constant(benchmarks):
