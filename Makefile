@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
 LANES ?= 3
+LOWEST := .venv-lowest
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage clean
+.PHONY: help train test check coverage lowest lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
@@ -30,8 +32,20 @@ coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worke
 	@$(BIN)/python -m coverage combine -q 2>/dev/null || true  # the files of killed processes are broken
 	@$(BIN)/python -m coverage report
 
+lowest:  ## run the unit tests with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0
+	@rm -rf $(LOWEST)
+	@$(PYTHON) -m venv $(LOWEST)
+	@$(PYTHON) scripts/lowest_versions.py test >$(LOWEST)/constraints.txt
+	@echo 'torch==$(TORCH)' >>$(LOWEST)/constraints.txt
+	@echo "installing the lowest versions, and torch $(TORCH), into $(LOWEST)"
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[test]'
+	@$(LOWEST)/bin/python -m pytest tests/unit $(ARGS)
+
+lines:  ## count the package's lines of code: without blanks, comments and docstrings
+	@$(PYTHON) scripts/count_lines.py
+
 clean:  ## remove .venv and what tools left behind; runs and data stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
+	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

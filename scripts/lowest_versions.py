@@ -1,0 +1,28 @@
+"""Print the lowest version that setup.cfg allows of each requirement, as constraints for pip: NAME==VERSION.
+
+Usage: python scripts/lowest_versions.py EXTRA... >FILE; pip install -c FILE '.[EXTRA,...]'
+`make lowest` does it. A requirement without a lower bound gets no line. torch gets none either: the Makefile sets its
+version, because the builds that the index has of an older one may take gigabytes.
+"""
+
+import configparser
+import re
+import sys
+
+
+def lowest(requirements: str) -> list[str]:
+    """Turn the lines of a requirements field of setup.cfg into pins; an environment marker is kept."""
+    pins = []
+    for line in requirements.split("\n"):
+        found = re.match(r"(?P<name>[\w.-]+)(\[.*?\])?>=(?P<version>[\w.]+)[^;]*(?P<marker>;.*)?", line.strip())
+        if found and found["name"] != "torch":
+            pins.append(f"{found['name']}=={found['version']}{found['marker'] or ''}")
+    return pins
+
+
+if __name__ == "__main__":
+    setup = configparser.ConfigParser()
+    setup.read("setup.cfg")
+    extras = setup["options.extras_require"]
+    fields = [setup["options"]["install_requires"], *(extras[name] for name in sys.argv[1:])]
+    print(*sorted({pin for field in fields for pin in lowest(field)}), sep="\n")
