@@ -1,0 +1,131 @@
+"""Install the extras as a user does, without constraints.txt, into an empty environment, and use them.
+
+This proves that the bounds in setup.cfg are enough: what the index serves today for the extras in USES, which are
+installed into one environment, and for Ray, are final releases, and those of USES work. It does not prove that the
+lower bounds hold; `make lowest` does.
+
+torch alone is not installed (200 MB, or gigabytes with CUDA) but linked from the running environment, at its version.
+pip resolves what torch requires with all others.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, TINY, call
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+TRAIN = ["-m", "mingpt_ddp", *TINY, "trainer.max_steps=1", "data.truncate=0.01"]
+USES = {
+    "s3": ["-c", "from mingpt_ddp.storage import fsspec; fsspec.filesystem('s3', anon=True)"],
+    "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
+    "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "hydra.sweeper.n_trials=1"],
+}
+NOT_INSTALLED = {
+    "ray": "1.9 GB; what pip would install is looked at",
+    "export": "60 MB, used by no module of the package",
+    "test": "the environment that runs the tests",
+    "dev": "the tools of make check, nothing that a user runs",
+}
+# Ray requires them, in their only releases: betas.
+WITHOUT_A_FINAL_RELEASE = {"opentelemetry-exporter-prometheus", "opentelemetry-semantic-conventions"}
+
+
+def pip(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run pip without constraints or other settings that the environment makes for whoever runs the tests."""
+    return call([sys.executable, "-m", "pip", *map(str, words)], cwd, PIP_CONSTRAINT="", PIP_PRE="0")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Build the package's wheel in a copy of the checkout; skip where no index answers or torch cannot be linked."""
+    if torch.version.cuda is not None:
+        pytest.skip("torch here is a CUDA build, whose libraries in other packages are not linked")
+    work = tmp_path_factory.mktemp("wheel")
+    probe = pip("download", "--no-deps", "--no-cache-dir", "--retries=0", "--timeout=10", "hydra-core", cwd=work)
+    if probe.returncode:
+        pytest.skip(f"no package index answers: {probe.stdout.splitlines()[-1]}")
+    source = work / "source"
+    for name in ("mingpt_ddp", "conf"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    built = pip("wheel", "--quiet", "--no-deps", "--wheel-dir", work / "wheels", source, cwd=work)
+    assert built.returncode == 0, built.stdout
+    return next((work / "wheels").glob("mingpt_ddp-*.whl"))
+
+
+def make_environment(path: Path) -> Path:
+    """Make a virtual environment that holds torch alone; returns its site-packages.
+
+    Of torch's metadata it gets METADATA but not RECORD, so pip counts torch as installed and cannot remove it.
+    """
+    venv.create(path, symlinks=True)
+    site = next(path.glob("lib/python*/site-packages"))
+    installed = importlib.metadata.distribution("torch")
+    metadata = Path(str(installed.locate_file(f"torch-{installed.version}.dist-info")))
+    for name in ("torch", "torchgen"):
+        (site / name).symlink_to(metadata.parent / name)
+    (site / metadata.name).mkdir()
+    shutil.copy(metadata / "METADATA", site / metadata.name)
+    return site
+
+
+def install(extras: str, wheel: Path, work: Path, *options: object) -> Path:
+    """Have pip install the package with extras into a new environment in `work`; returns its site-packages."""
+    site = make_environment(work / "env")
+    (work / "torch.txt").write_text(f"torch=={torch.__version__}\n")
+    words = ["install", "--quiet", "--no-compile", *options, "-c", work / "torch.txt", f"{wheel}[{extras}]"]
+    done = pip("--python", work / "env" / "bin" / "python", *words, cwd=work)
+    assert done.returncode == 0, done.stdout
+    return site
+
+
+def prereleases(versions: dict[str, str]) -> dict[str, str]:
+    return {name: version for name, version in versions.items() if Version(version).is_prerelease}
+
+
+def test_every_extra_is_used_or_has_a_reason():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert {*USES, *NOT_INSTALLED} == {*setup["options.extras_require"]}
+
+
+def test_no_bound_admits_a_prerelease():
+    """A plugin says `hydra-core>=1.1.0.dev7`, by which pip takes pre-releases of Hydra unless setup.cfg has a bound."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    fields = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
+    found = [Requirement(line) for field in fields for line in field.split("\n") if line]
+    assert [str(one) for one in found if one.specifier.prereleases] == []
+    of_hydra = [one for one in found if one.name.startswith("hydra-")]
+    assert {"hydra-core", "hydra-optuna-sweeper"} <= {one.name for one in of_hydra}
+    assert [str(one) for one in of_hydra if one.specifier.contains("1.4.0rc3", prereleases=True)] == []
+
+
+def test_ray_resolves_to_final_releases(wheel, tmp_path):
+    """Ray is not installed (1.9 GB): pip only reports what it would install."""
+    install("ray", wheel, tmp_path, "--dry-run", "--report", tmp_path / "report.json")
+    chosen = [found["metadata"] for found in json.loads((tmp_path / "report.json").read_text())["install"]]
+    versions = {found["name"]: found["version"] for found in chosen}
+    assert {"hydra-core", "ray"} <= {*versions}
+    assert {*prereleases(versions)} <= WITHOUT_A_FINAL_RELEASE
+
+
+def test_the_extras_work_without_constraints(wheel, tmp_path):
+    site = install(",".join(USES), wheel, tmp_path)
+    versions = {found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])}
+    assert prereleases(versions) == {}
+    for extra, words in USES.items():
+        used = call([str(tmp_path / "env" / "bin" / "python"), *words], tmp_path, PYTHONPATH="")
+        assert used.returncode == 0, f"{extra}: {used.stdout}"
