@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +66,7 @@ def train_on_workers(
     choose_device(config.trainer, config.ddp, Place(local_rank=n - 1, siblings=True))
     plan_batches(config.trainer, world_size)
     start = _spawn if by_hand or config.ddp.launcher == "spawn" else _elastic
-    with _environment(n):
+    with _environment(n, local=place.alone):
         code, told = _attempts(lambda: start(config, place, words, main), config.ddp.max_restarts, directory)
         if by_hand and place.is_main and code:
             time.sleep(OTHERS_S)
@@ -93,9 +92,12 @@ def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path)
 
 
 @contextlib.contextmanager
-def _environment(workers: int) -> Iterator[None]:
-    """The variables that workers inherit, and afterwards what was there before."""
+def _environment(workers: int, local: bool) -> Iterator[None]:
+    """The variables that workers inherit, and afterwards what was there before; local: all are on this machine."""
     before = dict(os.environ)
+    if local:  # gloo and NCCL would listen on the address of the host name, which other machines can reach
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     package_home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no screenful of addresses in torch when a store has gone
@@ -112,16 +114,24 @@ def _environment(workers: int) -> Iterator[None]:
 
 
 def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[[], None]) -> Ending:
-    """One attempt under torch's elastic agent; restarts are ours, so that an error of the user's is final."""
+    """One attempt under torch's elastic agent; restarts are ours, so that an error of the user's is final.
+
+    The rendezvous is torch's "static", for which one node needs no state; its "c10d" unpickles what stands in the
+    store. It opens a multi-tenant store at the port of ours, and so takes our server, which listens on loopback only.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from mingpt_ddp.rendezvous import loopback_store
 
     for name in list(logging.root.manager.loggerDict):  # the workers tell what went wrong
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     n = config.ddp.nproc_per_node or 0
-    launch = LaunchConfig(1, 1, n, run_id=uuid.uuid4().hex, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
+    store = loopback_store()
+    launch = LaunchConfig(1, 1, n, run_id="none", rdzv_backend="static", rdzv_endpoint=f"localhost:{store.port}")
+    launch.rdzv_configs["rank"] = 0
     launch.max_restarts = 0
     launch.signals_to_handle = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
     launch.shutdown_timeout = round(config.snapshot.grace_seconds) + 5  # seconds; older versions of torch have 30
@@ -175,12 +185,10 @@ def _with_store(config: Config, place: Place) -> tuple[Place, Any]:
 
     With parents on several machines the first of them has a store that outlives attempts: they end at different times.
     """
-    from torch.distributed import TCPStore
-
-    from mingpt_ddp.rendezvous import connect
+    from mingpt_ddp.rendezvous import connect, loopback_store
 
     if place.alone:
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        store = loopback_store()
         return under_agent(store.port, config.ddp.nproc_per_node or 0), store
     if place.is_main:
         connect(place, 0, config.ddp.timeout_s)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 
 import pytest
 
 from mingpt_ddp.leave import FAILURE, TRY_AGAIN, USER_ERROR
-from mingpt_ddp.workers import Ending, _attempts
+from mingpt_ddp.workers import Ending, _attempts, _environment
 
 
 @pytest.fixture
@@ -61,3 +63,15 @@ def test_what_would_come_again_is_not_tried_again(attempts):
 def test_all_restarts_used_up(attempts):
     assert attempts((Ending(-signal.SIGKILL), None), (Ending(1), None)) == (FAILURE, False)
     assert attempts((Ending(TRY_AGAIN), None), (Ending(TRY_AGAIN), None)) == (USER_ERROR, False)
+
+
+@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
+    monkeypatch.delenv(name, raising=False)
+    with _environment(2, local):
+        assert os.environ.get(name) == (("lo0" if sys.platform == "darwin" else "lo") if local else None)
+    assert name not in os.environ
+    monkeypatch.setenv(name, "eth0")
+    with _environment(2, local):
+        assert os.environ[name] == "eth0", "the user has chosen another one"

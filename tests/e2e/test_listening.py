@@ -1,0 +1,114 @@
+"""Local workers listen on loopback only: whoever reaches their store can stop or change the run."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import NoHosts, TwoHosts
+from launching import TINY, Job, last_step, python_main, wait_for
+from multiprocess.ranks import free_port
+
+from mingpt_ddp.place import Place
+from mingpt_ddp.rendezvous import connect
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+LONG = [*TINY, "trainer.device=cpu", "trainer.max_steps=100000", "snapshot.every_steps=100", "run.name=run"]
+LISTEN = "0A"  # of <net/tcp_states.h>
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and its descendants, also those that another thread than the main one has started."""
+    pids = [pid]
+    for parent in pids:
+        for path in Path(f"/proc/{parent}/task").glob("*/children"):
+            pids += [int(child) for child in read(path).split() if int(child) not in pids]
+    return pids
+
+
+def listening(pid: int) -> set[tuple[int, str, int]]:
+    """The process id, address and port of every listening TCP socket in a process tree."""
+    found = set()
+    for process in process_tree(pid):
+        inodes = {inode for link in descriptors(process) for inode in re.findall(r"^socket:\[(\d+)\]$", link)}
+        for table in ("tcp", "tcp6"):
+            for line in read(Path(f"/proc/{process}/net/{table}")).splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and fields[9] in inodes:
+                    address, port = fields[1].split(":")
+                    found.add((process, decode(address), int(port, 16)))
+    return found
+
+
+def descriptors(pid: int) -> list[str]:
+    links = []
+    try:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            links.append(os.readlink(path))
+    except OSError:  # closed meanwhile, or the process has ended; the next look sees the others
+        pass
+    return links
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the process has ended
+        return ""
+
+
+def decode(address: str) -> str:
+    """From /proc/net/tcp: words of 32 bits in the byte order of the machine."""
+    words = [bytes.fromhex(address[start : start + 8]) for start in range(0, len(address), 8)]
+    ip = ipaddress.ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
+    return str(getattr(ip, "ipv4_mapped", None) or ip)
+
+
+def beyond_loopback(sockets: set[tuple[int, str, int]]) -> set[tuple[int, str, int]]:
+    return {socket for socket in sockets if not ipaddress.ip_address(socket[1]).is_loopback}
+
+
+def watch(job: Job, cwd: Path) -> None:
+    """Look at the sockets from the start until some steps are logged, then end the job."""
+    seen: set[tuple[int, str, int]] = set()
+
+    def trains() -> bool:
+        seen.update(listening(job.process.pid))
+        assert job.process.poll() is None, job.text()
+        return last_step(cwd / "outputs" / "run") >= 5
+
+    wait_for(trains, timeout=120, what="step 5")
+    workers = set(job.workers())
+    job.kill_tree()
+    assert not beyond_loopback(seen)
+    assert job.process.pid in {pid for pid, _, _ in seen}, "the store was not seen"
+    assert len(workers & {pid for pid, _, _ in seen}) == 2, "gloo was not seen"
+
+
+@pytest.mark.parametrize("launcher", ["elastic", "spawn"])
+def test_local_workers(launcher, tmp_path):
+    watch(Job([*python_main(), "ddp.nproc_per_node=2", f"ddp.launcher={launcher}", *LONG], tmp_path), tmp_path)
+
+
+def test_local_workers_where_the_host_name_is_an_address(tmp_path):
+    """Gloo listens on what the host name resolves to, and on many machines that is not loopback."""
+    try:
+        hosts = TwoHosts()
+    except NoHosts as reason:
+        pytest.skip(f"no network namespaces: {reason}")
+    with hosts:
+        watch(hosts.start(0, [*python_main(), "ddp.nproc_per_node=2", *LONG], tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.1.2.3"])
+def test_ranks_started_by_hand_on_one_machine(host):
+    """Rank 0 hosts the store at MASTER_ADDR:MASTER_PORT."""
+    port = free_port()
+    store = connect(Place(world_size=2, master=(host, port)), 0, 30)
+    store.set("key", "value")
+    sockets = {socket for socket in listening(os.getpid()) if socket[2] == port}
+    assert sockets and not beyond_loopback(sockets)
