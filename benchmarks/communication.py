@@ -37,13 +37,15 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
     """Seconds and CPU seconds per step of this rank, and DDP's latest exposed seconds, in alternating blocks."""
     import torch
 
+    from mingpt_ddp.torch_internals import time_communication
+
     runtime = trainer.runtime
     shared = runtime.share_gradients, runtime.gather_later
     alone = (
         lambda model, last: model.no_sync(),
         lambda values: lambda: values.repeat(runtime.world_size, 1),
     )
-    trainer.stepper.wrapped._set_ddp_runtime_logging_sample_rate(1)
+    time_communication(trainer.stepper.wrapped, every=1)
     found: dict[str, list[list[float]]] = {"shared": [], "alone": []}
     step = 0
     for block in range(-1, blocks):  # the first is a warm-up

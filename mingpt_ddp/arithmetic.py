@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mingpt_ddp import torch_internals
 from mingpt_ddp.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,7 +41,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() else "fp32"
+    return "bf16" if torch_internals.cpu_is_fast_at_bf16() else "fp32"
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:

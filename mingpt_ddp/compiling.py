@@ -15,13 +15,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.torch_internals import compile_error
 
 BACKEND = "inductor"
-FIRST_BUCKET = 1 << 20  # bytes
 LONGEST = 300  # characters of what torch says
 COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "clang++", "c++"))}
 OLDEST_GPU = (7, 0)  # compute capability for which Triton makes code
@@ -65,15 +64,6 @@ def compiled(model: nn.Module, config: Config) -> nn.Module:
     return cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=BACKEND))
 
 
-def overlap(wrapped: DistributedDataParallel, checkpointing: bool) -> None:
-    """Let torch cut the graph where a bucket of gradients is full, so that they travel while others are computed.
-
-    It cannot where the first bucket, of 1 MiB, is larger than the others, nor for graphs with activation checkpointing:
-    there all gradients travel at the end. (Outside of DDP the compiler finds no single graph.)
-    """
-    torch._dynamo.config.optimize_ddp = not checkpointing and wrapped.bucket_bytes_cap >= FIRST_BUCKET
-
-
 def check_compiles(model: nn.Module, config: Config, x: Tensor, y: Tensor) -> None:
     """
     Raises:
@@ -89,11 +79,9 @@ def one_line(config: Config) -> Iterator[None]:
     Raises:
         ConfigError: compiling fails.
     """
-    from torch._dynamo.exc import TorchDynamoException
-
     try:
         yield
-    except TorchDynamoException as error:
+    except compile_error() as error:
         told = " ".join(str(error).split())[:LONGEST]
         raise ConfigError(
             f"trainer.compile={_shown(config)}: torch cannot compile the model {config.model.architecture}; set it to "

@@ -23,6 +23,7 @@ from mingpt_ddp import arithmetic
 from mingpt_ddp.arithmetic import DTYPES
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.model import Decoder, StepDecoder
+from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear, pack_linear_fp16
 
 FEW = 8  # texts; with as many bf16 is faster than fp16 on a CPU
 WARM_UP = 3  # steps before one is recorded, in which libraries allocate what they need
@@ -38,9 +39,10 @@ def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
     fast = arithmetic.choose_precision("auto", device)
     if device.type == "cuda":
         return fast
-    if _has_fbgemm() and (batch < FEW or fast == "fp32" or not _can_pack()):
+    packs = can_pack(DTYPES[fast])
+    if can_pack(torch.float16) and (batch < FEW or fast == "fp32" or not packs):
         return "fp16"
-    return fast if _can_pack() else "fp32"
+    return fast if packs else "fp32"
 
 
 def prepare(model: nn.Module, precision: str, batch: int) -> None:
@@ -53,33 +55,15 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
     Raises:
         ConfigError: this torch cannot do it on this CPU.
     """
-    if next(model.parameters()).device.type == "cuda":
-        model.to(DTYPES[precision])
-    elif precision == "fp16":
-        if not _has_fbgemm():
-            raise ConfigError(
-                "precision=fp16 needs FBGEMM on a CPU, which this torch does not have; use precision=auto"
-            )
-        _replace(model, {nn.LayerNorm: PlainNorm, nn.Linear: HalfLinear})
-    elif _can_pack():
-        packed = partial(PackedLinear, dtype=DTYPES[precision], batch=batch)
+    dtype = DTYPES[precision]
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    if on_gpu or (precision == "bf16" and not can_pack(dtype)):
+        model.to(dtype)
+    elif precision == "fp16" and not can_pack(dtype):
+        raise ConfigError("precision=fp16 needs FBGEMM on a CPU, which this torch does not have; use precision=auto")
+    elif can_pack(dtype):
+        packed = HalfLinear if precision == "fp16" else partial(PackedLinear, dtype=dtype, batch=batch)
         _replace(model, {nn.LayerNorm: PlainNorm, nn.Linear: packed})
-    elif precision == "bf16":
-        model.to(torch.bfloat16)
-
-
-def _can_pack() -> bool:
-    """oneDNN is there, with the two operations that torch's own compiler uses for frozen weights."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    operations = torch.ops.mkldnn
-    return hasattr(operations, "_reorder_linear_weight") and hasattr(operations, "_linear_pointwise")
-
-
-def _has_fbgemm() -> bool:
-    if torch.backends.quantized.engine not in ("x86", "fbgemm"):  # the default is x86 where there is FBGEMM
-        return False
-    return hasattr(torch.ops.quantized, "linear_prepack_fp16") and hasattr(torch.ops.quantized, "linear_dynamic_fp16")
 
 
 def _replace(module: nn.Module, makers: dict[type[nn.Module], Any]) -> None:
@@ -87,8 +71,7 @@ def _replace(module: nn.Module, makers: dict[type[nn.Module], Any]) -> None:
     a call of a module looks for hooks and finds its parts by name, which for a step costs as much as some layers."""
     for name, child in module.named_children():
         for kind, make in makers.items():
-            hooked = child._forward_hooks or child._forward_pre_hooks
-            if isinstance(child, kind) and type(child).forward is kind.forward and not hooked:
+            if isinstance(child, kind) and type(child).forward is kind.forward and not has_hooks(child):
                 setattr(module, name, make(child))
                 vars(module)[name] = getattr(module, name)  # found at once
                 break
@@ -118,12 +101,10 @@ class HalfLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         bias = linear.bias.detach() if linear.bias is not None else None
-        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
-        self.operation = torch.ops.quantized.linear_dynamic_fp16.default
+        self.packed = pack_linear_fp16(linear.weight.detach(), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.operation(x, self.packed)
-        return y
+        return self.packed(x)
 
     __call__ = forward
 
@@ -135,13 +116,11 @@ class PackedLinear(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
         self.dtype = dtype
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), batch)
-        self.packed_bias = linear.bias.detach().to(dtype) if linear.bias is not None else None
-        self.operation = torch.ops.mkldnn._linear_pointwise.default
+        bias = linear.bias.detach().to(dtype) if linear.bias is not None else None
+        self.packed = pack_linear(linear.weight.detach().to(dtype), bias, batch)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.operation(x.to(self.dtype), self.packed, self.packed_bias, "none", [], "")
-        return y.to(x.dtype)
+        return self.packed(x.to(self.dtype)).to(x.dtype)
 
     __call__ = forward
 

@@ -135,7 +135,11 @@ def _lost_peers(error: BaseException) -> bool:
 
 def _tell_agent(error: BaseException) -> None:
     """Leave the error where torchrun's summary finds it."""
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    def fail() -> None:
+        raise error
 
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        ErrorHandler().record_exception(error)
+        with contextlib.suppress(BaseException):
+            record(fail)()

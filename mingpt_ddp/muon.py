@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.arithmetic import DTYPES, choose_precision
 from mingpt_ddp.groups import MuonConfig
+from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
 # Three steps of the Polar Express, a x + b x^3 + c x^5 each, the best for the range that the one before leaves.
 # Together they send singular values from LEAST to 1 to within a tenth of 1, and raise smaller ones 55 times.
@@ -82,7 +83,7 @@ class Muon(torch.optim.AdamW):
             for weight in module.parameters(recurse=False)
             if weight.dim() >= 2
         }  # of each matrix
-        self._step_supports_amp_scaling = False  # AdamW's kernel would leave out a step by itself, Muon would not
+        leave_overflow_to_scaler(self)  # AdamW's kernel would skip a step by itself, Muon would not
 
     def divide(self, rank: int, world_size: int) -> None:
         """From now on all ranks take each step together, with the same gradients, and share the work."""
@@ -100,7 +101,7 @@ class Muon(torch.optim.AdamW):
     def _muon(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
         """Orthogonalised Nesterov momentum, larger for tall matrices, so that all change their outputs alike."""
         directions = self._directions(parameters)
-        torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+        for_each("mul_", parameters, 1 - lr * weight_decay)
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, parameter in enumerate(parameters):
             by_shape[self.rows[parameter], parameter.shape[-1]].append(i)
@@ -112,7 +113,7 @@ class Muon(torch.optim.AdamW):
         for ((rows, columns), members), stack in zip(by_shape.items(), self._orthogonalise(stacks), strict=True):
             changed = [parameters[i].view(-1, rows, columns) for i in members]
             updates = stack.to(changed[0].dtype).split([len(matrices) for matrices in changed])
-            torch._foreach_add_(changed, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+            for_each("add_", changed, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
 
     def _orthogonalise(self, stacks: list[Tensor]) -> list[Tensor]:
         """All matrices of all stacks; each rank takes its share of every stack where there is enough to do."""
@@ -142,5 +143,6 @@ class Muon(torch.optim.AdamW):
             gradients.append(parameter.grad)
             parameter.grad = None
         averages = [self.state[parameter]["momentum"] for parameter in parameters]
-        torch._foreach_lerp_(averages, gradients, 1 - self.momentum)
-        return torch._foreach_lerp(gradients, averages, self.momentum)
+        for_each("lerp_", averages, gradients, 1 - self.momentum)
+        directions: tuple[Tensor, ...] = for_each("lerp", gradients, averages, self.momentum)
+        return directions

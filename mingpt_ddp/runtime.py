@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp import arithmetic
 from mingpt_ddp.arithmetic import DTYPES, choose_precision
-from mingpt_ddp.compiling import compiled, compiles, one_line, overlap
+from mingpt_ddp.compiling import compiled, compiles, one_line
 from mingpt_ddp.config import Config
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.groups import DDPConfig, TrainerConfig
@@ -25,6 +25,7 @@ from mingpt_ddp.memory import installed_memory, keep_freed_memory
 from mingpt_ddp.neighbours import meet
 from mingpt_ddp.place import Place
 from mingpt_ddp.ranks import Ranks
+from mingpt_ddp.torch_internals import communication_times, cut_graph_at_buckets, time_communication
 
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
 
@@ -130,8 +131,9 @@ class Runtime(Ranks):
             find_unused_parameters=self.ddp.find_unused_parameters,
         )
         if self.compiles:
-            overlap(wrapped, self.config.trainer.activation_checkpointing)
-        wrapped._set_ddp_runtime_logging_sample_rate(SAMPLED_STEPS)
+            # A graph with activation checkpointing cannot be cut; outside of DDP the compiler finds no single graph.
+            cut_graph_at_buckets(wrapped, not self.config.trainer.activation_checkpointing)
+        time_communication(wrapped, SAMPLED_STEPS)
         hook = make_hook(self.ddp, self.neighbours, eager)
         if hook is not None:
             self.hook = hook
@@ -177,9 +179,7 @@ class Runtime(Ranks):
         """Seconds of the latest sampled step: reducing gradients, and the part of it that no computation hid."""
         if not isinstance(model, DDP):
             return 0.0, 0.0
-        times = model._get_ddp_logging_data()  # nanoseconds, sampled by DDP itself
-        total = times.get("backward_comm_time", 0) / 1e9
-        hidden = times.get("backward_compute_comm_overlap_time", 0) / 1e9
+        total, hidden = communication_times(model)
         if self.device.type == "cpu":  # DDP takes a hook's own work for computation
             hidden = max(0.0, hidden - self.hook.seconds)
         return total, max(0.0, total - hidden)

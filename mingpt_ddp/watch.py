@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mingpt_ddp.ranks import Ranks
+from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Watch:
         self._beaten: dict[int, tuple[int, float]] = {}  # the same of its watch's own counter
         self._stopped = threading.Event()
         if runtime.store is not None:
-            self._store = runtime.store.clone()  # type: ignore[attr-defined]
+            self._store = clone_store(runtime.store)
             self._tell(beat=0)  # also of a rank that will be stopped before the thread runs there is something to see
             threading.Thread(target=self._work, name="watch", daemon=True).start()
 

@@ -17,10 +17,10 @@ def trained(tmp_path_factory):
     return cwd
 
 
-def sample(cwd, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def sample(cwd, *words: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "sample.py"), *words]
     return subprocess.run(
-        command, cwd=cwd, env=environment(cwd), input=stdin, capture_output=True, text=True, timeout=60
+        command, cwd=cwd, env=environment(cwd, **extra), input=stdin, capture_output=True, text=True, timeout=60
     )
 
 
@@ -33,6 +33,16 @@ def test_a_seed_gives_the_same_text_every_time(trained):
     assert len(first.stdout) == len("The ") + 40 + len("\n")
     assert first.stdout == again.stdout
     assert first.stdout != other.stdout
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
+def test_every_precision_on_a_cpu_without_avx512(trained, precision):
+    """oneDNN cannot pack matrices in bf16 there."""
+    older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    words = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "device=cpu", f"precision={precision}"]
+    done = sample(trained, *words, **older)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) == len("The ") + 40 + len("\n")
 
 
 def test_several_samples_of_a_prompt_from_standard_input(trained):

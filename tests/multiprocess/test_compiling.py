@@ -9,7 +9,6 @@ import pytest
 import torch
 from launching import TINY
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp import compiling
 from mingpt_ddp.config import Config, from_mapping
@@ -121,12 +120,3 @@ def test_what_is_not_one_graph_is_one_line():
     with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
         compiling.check_compiles(Printing(), config("trainer.compile=true"), ones, ones)
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize(("mib", "checkpointing", "cuts"), [(25, False, True), (0.5, False, False), (25, True, False)])
-def test_where_torch_can_cut_the_graph(mib, checkpointing, cuts):
-    wrapped = DDP.__new__(DDP)
-    vars(wrapped)["bucket_bytes_cap"] = mib * 2**20
-    compiling.overlap(wrapped, checkpointing)
-    assert torch._dynamo.config.optimize_ddp is cuts
-    torch._dynamo.config.optimize_ddp = True

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp import decoding
-from mingpt_ddp.arithmetic import choose_device
+from mingpt_ddp import decoding, torch_internals
+from mingpt_ddp.arithmetic import DTYPES, choose_device
 from mingpt_ddp.decoding import HalfLinear, PackedLinear, PlainNorm, choose_precision, prepare
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.generate import generate
 from mingpt_ddp.groups import GPTConfig
 from mingpt_ddp.model import GPT, build_model
+from mingpt_ddp.torch_internals import can_pack
 
 torch.set_num_threads(1)
 
@@ -39,7 +40,7 @@ def test_the_scores_are_the_same(bias, precision, tolerance):
     prepare(prepared, precision, batch=2)
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
     expected = model(tokens)
-    cache = prepared.new_cache(2, torch.float32)
+    cache = prepared.new_cache(2, next(prepared.parameters()).dtype)
     found = [prepared.decode(tokens[:, :5], cache, 0)]
     found += [prepared.decode(tokens[:, i : i + 1], cache, i) for i in range(5, T)]
     difference = (torch.stack(found, dim=1) - expected[:, 4:]).abs().max() / expected.std()
@@ -53,7 +54,19 @@ def test_every_matrix_of_a_block_is_packed(precision, kind):
     model = drawn(True)
     prepare(model, precision, batch=1)
     layers = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
-    assert layers == [kind] * 2 * 4
+    if can_pack(DTYPES[precision]):
+        assert layers == [kind] * 2 * 4
+    else:  # oneDNN has bf16 on CPUs with AVX-512 alone
+        assert precision == "bf16" and layers == [nn.Linear] * 2 * 4
+        assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+
+
+def test_bf16_without_packing_is_the_model_in_bf16(monkeypatch):
+    monkeypatch.setattr(decoding, "can_pack", lambda dtype: False)
+    model = drawn(True)
+    prepare(model, "bf16", batch=1)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert len(list(generate(model, torch.zeros(1, 1, dtype=torch.long), 2 * T, temperature=0))) == 2 * T
 
 
 class Doubled(nn.Linear):
@@ -111,10 +124,8 @@ def test_auto_leaves_a_model_without_a_cache_in_fp32():
     [(True, True, "fp16", "bf16"), (True, False, "bf16", "bf16"), (False, True, "fp16", "fp16"), (False, False, *F32)],
 )
 def test_auto_is_what_the_processor_is_fast_at(bf16, fbgemm, few, many, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(decoding, "_can_pack", lambda: True)
-    monkeypatch.setattr(decoding, "_has_fbgemm", lambda: fbgemm)
+    monkeypatch.setattr(torch_internals, "cpu_is_fast_at_bf16", lambda: bf16)
+    monkeypatch.setattr(decoding, "can_pack", lambda dtype: fbgemm or dtype != torch.float16)
     assert choose_precision("auto", drawn(True), 1) == few
     assert choose_precision("auto", drawn(True), 10) == many
     if not fbgemm:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
 
-from mingpt_ddp.leave import TRY_AGAIN, told
+from mingpt_ddp.leave import TRY_AGAIN, _tell_agent, told
 from mingpt_ddp.place import Place
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
@@ -22,3 +23,11 @@ def test_a_job_of_slurm_asks_to_be_queued_again_but_its_workers_do_not(alone, co
     """Nor does one whose time was over before it began."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     assert [told(Place(alone=alone), code) for code in (0, *EARLY)] == codes
+
+
+def test_torchrun_finds_the_error_in_its_file(tmp_path, monkeypatch):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    error = ValueError("the cause")
+    _tell_agent(error)
+    assert json.loads(file.read_text())["message"]["message"] == "ValueError: the cause"

@@ -1,0 +1,229 @@
+"""What torch does not promise: it is there today, nobody else touches it, and without it a run goes on."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import mingpt_ddp
+from mingpt_ddp import torch_internals as internals
+
+PACKAGE = Path(mingpt_ddp.__file__).parent
+MODULE = "torch_internals.py"
+FILES = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
+# By function: the names of torch's that it uses, and where they are found.
+NAMES = {
+    "cpu_is_fast_at_bf16": (torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
+    "for_each": (torch, "_foreach_mul_", "_foreach_add_", "_foreach_lerp_", "_foreach_lerp"),
+    "leave_overflow_to_scaler": (
+        torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True),
+        "_step_supports_amp_scaling",
+    ),
+    "has_hooks": (nn.Linear(1, 1), "_forward_hooks", "_forward_pre_hooks"),
+    "pack_linear": (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise"),
+    "pack_linear_fp16": (torch.ops.quantized, "linear_prepack_fp16", "linear_dynamic_fp16"),
+    "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
+    "communication_times": (DDP, "_get_ddp_logging_data"),
+    "clone_store": (dist.HashStore(), "clone"),
+}
+
+
+@pytest.mark.parametrize("function", NAMES)
+def test_torch_has_what_is_used(function):
+    assert callable(getattr(internals, function))
+    owner, *names = NAMES[function]
+    assert not [name for name in names if not hasattr(owner, name)]
+
+
+def test_the_compiler_has_what_is_used():
+    from torch._dynamo import config, exc
+
+    assert config.optimize_ddp is True
+    assert internals.compile_error() is exc.TorchDynamoException
+    assert issubclass(exc.Unsupported, exc.TorchDynamoException)
+    assert issubclass(exc.BackendCompilerFailed, exc.TorchDynamoException)
+
+
+def test_every_function_is_named_here():
+    defined = {n.name for n in ast.parse(FILES[MODULE].read_text()).body if isinstance(n, ast.FunctionDef)}
+    assert defined == {*NAMES, "can_pack", "cut_graph_at_buckets", "compile_error"}
+
+
+# Nobody else touches it.
+
+
+def private_uses(source: str) -> Iterator[str]:
+    """`torch.x._y` by any name that an import has given to torch or a part of it, and imports of private names."""
+    tree = ast.parse(source)
+    aliases: dict[str, str] = {}
+    imported = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported.append(alias.name)
+                aliases[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else ""
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                imported.append(f"{node.module}.{alias.name}")
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    torchs = {name for name, full in aliases.items() if (full or name).split(".")[0] == "torch"}
+    yield from (name for name in imported if name.startswith("torch.") and is_private(name))
+    for node in ast.walk(tree):
+        chain = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if re.fullmatch(r"\w+(\.\w+)+", chain) and chain.partition(".")[0] in torchs and is_private(chain):
+            yield chain
+
+
+def is_private(dotted: str) -> bool:
+    return any(re.match(r"_(?!_)", part) for part in dotted.split(".")[1:])
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch._foreach_mul_(x, 1)", ["torch._foreach_mul_"]),
+        ("import torch\ntorch.ops.mkldnn._linear(x)", ["torch.ops.mkldnn._linear"]),
+        ("import torch.distributed as dist\ndist._x", ["dist._x"]),
+        ("from torch import nn as n\nn.Module._call_impl", ["n.Module._call_impl"]),
+        ("def f():\n    from torch.optim import _multi", ["torch.optim._multi"]),
+        ("from torch._dynamo.exc import Unsupported", ["torch._dynamo.exc.Unsupported"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("import os, torch\nos._exit(0), torch.__version__, self._x, torch.x", []),
+    ],
+)
+def test_private_uses_are_found(source, found):
+    assert list(private_uses(source)) == found
+
+
+@pytest.mark.parametrize("module", sorted(FILES.keys() - {MODULE}))
+def test_no_other_module_touches_it(module):
+    source = FILES[module].read_text()
+    assert not list(private_uses(source))
+    names = [name for _, *names in NAMES.values() for name in names if name != "clone"]
+    assert not [name for name in [*names, "bucket_bytes_cap", "optimize_ddp"] if re.search(rf"\b{name}\b", source)]
+
+
+# With it and without it.
+
+
+@pytest.fixture(params=[True, False], ids=["there", "gone"])
+def there(request) -> bool:
+    return request.param
+
+
+def test_for_each(there, monkeypatch):
+    def tensors() -> list[torch.Tensor]:
+        return [torch.arange(6.0).view(2, 3), torch.linspace(0, 1, 5)]
+
+    if not there:
+        for name in NAMES["for_each"][1:]:
+            monkeypatch.delattr(torch, name)
+    a, b = tensors(), [2 * tensor for tensor in tensors()]
+    mixed = internals.for_each("lerp", a, b, 0.25)
+    internals.for_each("mul_", a, 3.0)
+    internals.for_each("add_", a, b, alpha=-0.5)
+    internals.for_each("lerp_", b, mixed, 0.5)
+    for x, plain in enumerate(tensors()):
+        torch.testing.assert_close(mixed[x], 1.25 * plain)
+        torch.testing.assert_close(a[x], 2 * plain)
+        torch.testing.assert_close(b[x], 1.625 * plain)
+
+
+def test_a_cpu_of_which_nothing_is_known_is_not_fast(monkeypatch):
+    for name in NAMES["cpu_is_fast_at_bf16"][1:]:
+        monkeypatch.delattr(torch.cpu, name)
+    assert internals.cpu_is_fast_at_bf16() is False
+
+
+def test_overflow_is_left_to_the_scaler():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)
+    internals.leave_overflow_to_scaler(optimizer)
+    assert optimizer._step_supports_amp_scaling is False
+    other = torch.optim.Adagrad([nn.Parameter(torch.ones(1))])
+    internals.leave_overflow_to_scaler(other)
+    assert not getattr(other, "_step_supports_amp_scaling", False)
+
+
+def test_hooks():
+    module = nn.Linear(1, 1)
+    assert not internals.has_hooks(module)
+    handle = module.register_forward_pre_hook(lambda module, inputs: None)
+    assert internals.has_hooks(module)
+    handle.remove()
+    module.register_forward_hook(lambda module, inputs, y: None)
+    assert internals.has_hooks(module)
+    assert internals.has_hooks(object()), "nothing is known of it"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_computes_the_same(dtype):
+    if not internals.can_pack(dtype):
+        pytest.skip(f"this CPU, or this torch, has no {dtype} in oneDNN")
+    layer, x = nn.Linear(5, 3).to(dtype), torch.randn(2, 4, 5).to(dtype)
+    packed = internals.pack_linear(layer.weight.detach(), layer.bias.detach(), batch=4)
+    torch.testing.assert_close(packed(x), layer(x).detach(), rtol=0.02, atol=0.02)
+
+
+def test_a_layer_packed_in_fp16_computes_nearly_the_same():
+    if not internals.can_pack(torch.float16):
+        pytest.skip("this torch has no FBGEMM")
+    layer, x = nn.Linear(5, 3), torch.randn(2, 4, 5)
+    packed = internals.pack_linear_fp16(layer.weight.detach(), layer.bias.detach())
+    torch.testing.assert_close(packed(x), layer(x).detach(), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError])
+def test_what_fails_once_cannot_pack(error, monkeypatch):
+    def fail(*arguments):
+        raise error("not on this CPU")
+
+    for function in ("pack_linear", "pack_linear_fp16"):
+        monkeypatch.setattr(internals, function, fail)
+    assert not any(map(internals.can_pack.__wrapped__, (torch.float32, torch.bfloat16, torch.float16)))
+
+
+@pytest.fixture
+def wrapped(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield DDP(nn.Linear(64, 64))
+    dist.destroy_process_group()
+
+
+def test_communication_is_timed(wrapped, there, monkeypatch):
+    if not there:
+        for name in ("_set_ddp_runtime_logging_sample_rate", "_get_ddp_logging_data"):
+            monkeypatch.delattr(DDP, name)
+    internals.time_communication(wrapped, every=1)
+    for _ in range(3):
+        wrapped(torch.randn(8, 64)).sum().backward()
+    total, hidden = internals.communication_times(wrapped)
+    assert (0 < total < 60 and 0 <= hidden < 60) if there else (total, hidden) == (0, 0)
+
+
+@pytest.mark.parametrize(("mib", "wanted", "cuts"), [(25, True, True), (0.5, True, False), (25, False, False)])
+def test_where_torch_can_cut_the_graph(wrapped, mib, wanted, cuts):
+    from torch._dynamo import config
+
+    assert wrapped.bucket_bytes_cap == 25 * 2**20
+    wrapped.bucket_bytes_cap = mib * 2**20
+    internals.cut_graph_at_buckets(wrapped, wanted)
+    assert config.optimize_ddp is cuts
+    config.optimize_ddp = True
+
+
+def test_a_store_is_cloned(tmp_path):
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    clone = internals.clone_store(store)
+    assert clone is not store
+    clone.set("key", "value")
+    assert store.get("key") == b"value"
+    nothing = object()
+    assert internals.clone_store(nothing) is nothing
