@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -91,16 +92,9 @@ def environment(**extra: str) -> dict[str, str]:
 
 def call(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run to the end; standard output and error together in `stdout`."""
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(**extra),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    with started(command, cwd, **extra) as job:
+        code = job.wait()
+        return subprocess.CompletedProcess(command, code, job.text())
 
 
 def succeed(command: list[str], cwd: Path, **extra: str) -> str:
@@ -116,17 +110,16 @@ class Job:
     def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
         mark = uuid.uuid4().hex
         self.mark = f"CONTRACT_JOB={mark}".encode()
-        self.output = cwd / f"output-{mark}.txt"
-        with open(self.output, "w") as out:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=environment(**extra, CONTRACT_JOB=mark),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115  # not in the working directory, where nothing may be written
+        self.process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment(**extra, CONTRACT_JOB=mark),
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def processes(self) -> list[int]:
         """All that are alive, the started one included."""
@@ -175,10 +168,11 @@ class Job:
             return self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise AssertionError(f"still running after {TIMEOUT_S} s:\n{self.text()}") from None
+            raise AssertionError(f"a hang: still running after {TIMEOUT_S} s:\n{self.text()}") from None
 
     def text(self) -> str:
-        return self.output.read_text(errors="replace")
+        size = os.fstat(self.output.fileno()).st_size
+        return os.pread(self.output.fileno(), size, 0).decode(errors="replace")
 
 
 @contextlib.contextmanager
@@ -189,6 +183,7 @@ def started(command: list[str], cwd: Path, **extra: str) -> Iterator[Job]:
         yield job
     finally:
         job.kill_all()
+        job.output.close()
 
 
 def files(pid: int) -> list[str]:
