@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
 from chaos import Chaos, logged_steps, undisturbed
 from s3 import SeaweedServer
 
-from mingpt_ddp.storage import Storage
+from mingpt_ddp.storage.storage import Storage
 
 
 def main() -> None:

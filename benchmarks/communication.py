@@ -69,8 +69,9 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
 
 def be_worker(plan: dict[str, Any]) -> None:
     """A rank of the run: the package's own command line, whose trainer measures instead of training to the end."""
-    from mingpt_ddp import launch, trainer
-    from mingpt_ddp.status import Status
+    from mingpt_ddp.cli import train as launch
+    from mingpt_ddp.storage.status import Status
+    from mingpt_ddp.training import trainer
 
     def fit(self: Any) -> Status:
         self.stepper.settle()

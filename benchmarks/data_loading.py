@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from trainers import MODERN, ON, OURS, SETTINGS, Setting, ours
 
-from mingpt_ddp.corpus import Corpus, Vocabulary, prepare
-from mingpt_ddp.groups import DataConfig
-from mingpt_ddp.loader import BatchPlan, Loader
+from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.data.dataloader import BatchPlan, Loader
+from mingpt_ddp.data.dataset import Corpus, Vocabulary, prepare
 
 HEADER = ["context", "batch", "Loader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
 HEADER += ["share of a training step"]

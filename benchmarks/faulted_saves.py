@@ -30,10 +30,10 @@ import torch
 from faults import Fault, FaultProxy, Rule
 from s3 import SeaweedServer
 
-from mingpt_ddp import remote
+from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import Damaged, part_name
-from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage import remote
 
 MIB = 1 << 20
 # A user waits for 60 s and sends parts of 16 MiB. This keeps the proportions, and takes minutes instead of hours.

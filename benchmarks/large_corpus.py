@@ -1,10 +1,10 @@
-"""A large text: peak resident memory and speed of encoding it with mingpt_ddp.corpus, and of fetching batches from it.
+"""A large text: peak resident memory and speed of encoding it (mingpt_ddp.data.dataset), and of fetching batches.
 
 Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of two, three and four
 bytes, cut by the reader's chunks at every possible place. Fresh processes, which import what main.py imports, then
 
 1. do nothing else: the memory that the imports alone take,
-2. encode the text with mingpt_ddp.corpus.prepare,
+2. encode the text with mingpt_ddp.data.dataset.prepare,
 3. find it in the cache, as every later start does,
 4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
 
@@ -62,8 +62,8 @@ def own_mb() -> float:
 
 
 def data_config(text: Path) -> Any:
-    import mingpt_ddp.run  # noqa: F401  (torch and all the rest, as a training process has them)
-    from mingpt_ddp.groups import DataConfig
+    import mingpt_ddp.training.run  # noqa: F401  (torch and all the rest, as a training process has them)
+    from mingpt_ddp.config.schema import DataConfig
 
     return DataConfig("large", str(text), None, CONTEXT, None, 0.9, 1.0, str(text.parent / "cache"))
 
@@ -76,7 +76,7 @@ def imports(text: Path) -> dict[str, float]:
 
 def encode(text: Path) -> dict[str, float]:
     config = data_config(text)
-    from mingpt_ddp.corpus import prepare
+    from mingpt_ddp.data.dataset import prepare
 
     begin = time.perf_counter()
     encoded = prepare(config)
@@ -88,8 +88,8 @@ def encode(text: Path) -> dict[str, float]:
 
 def fetch(text: Path) -> dict[str, float]:
     config = data_config(text)
-    from mingpt_ddp.corpus import Corpus, prepare
-    from mingpt_ddp.loader import BatchPlan, Loader
+    from mingpt_ddp.data.dataloader import BatchPlan, Loader
+    from mingpt_ddp.data.dataset import Corpus, prepare
 
     loader = Loader(Corpus(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1)
     plan = BatchPlan(BATCH, BATCH, world_size=1)

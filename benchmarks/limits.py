@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from common import ROOT, environment, in_fresh_process
 
-from mingpt_ddp.groups import GPTConfig
-from mingpt_ddp.model.gpt import GPT
-from mingpt_ddp.peak import fastest, matmul_rate
+from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.metrics.matmul_rate import fastest, matmul_rate
+from mingpt_ddp.models.gpt import GPT
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
 BLOCK = 1 << 26  # bytes that are copied: more than a cache holds
@@ -91,7 +91,7 @@ def measured_rates() -> tuple[float, float]:
 
 
 def describe() -> Machine:
-    script = "import mingpt_ddp.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    script = "import mingpt_ddp.training.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     command = [sys.executable, "-c", script]
     told = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True).stdout
     return Machine(*in_fresh_process(measured_rates), int(told) * 1024 / 1e6)

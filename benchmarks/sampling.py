@@ -3,11 +3,11 @@
 6 layers, 6 heads, 384 wide, context 256, 500 new characters behind a prompt of one, temperature 0.8 and top_k 200 as
 in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts one after the other: its speed is
 that of one stream. Ours: `gpt`, the same architecture with as many weights, and `modern`, each in fp32, bf16 and fp16
-(`precision=auto` of sample.py takes what mingpt_ddp/decoding.py says), one stream and ten at once. The weights are as
-they are drawn: how fast a text is made does not depend on them.
+(`precision=auto` of sample.py takes what mingpt_ddp/inference/decoding.py says), one stream and ten at once. The
+weights are as they are drawn: how fast a text is made does not depend on them.
 
 Not the same is what happens behind the 256th character: nanoGPT reads the newest 256 anew for each, ours goes on from
-between 128 and 256 (`mingpt_ddp.generate.generate`).
+between 128 and 256 (`mingpt_ddp.inference.generate.generate`).
 
 Every measurement has a process of its own; the clock runs from the finished model to the last character, after a few
 characters to warm up. Laying out the matrices is within. Characters per second of CPU time are the fairer figure where
@@ -59,8 +59,8 @@ def nanogpt(checkout: Path) -> Speed:
 def ours(name: str, precision: str, streams: int) -> Speed:
     import torch
 
-    from mingpt_ddp.decoding import prepare
-    from mingpt_ddp.generate import generate
+    from mingpt_ddp.inference.decoding import prepare
+    from mingpt_ddp.inference.generate import generate
 
     torch.set_num_threads(1)
     prompt = torch.zeros(streams, 1, dtype=torch.int64)
@@ -76,8 +76,8 @@ def ours(name: str, precision: str, streams: int) -> Speed:
 
 
 def built(name: str) -> Any:
-    from mingpt_ddp import groups
-    from mingpt_ddp.model import build_model
+    from mingpt_ddp.config import schema as groups
+    from mingpt_ddp.models import build_model
 
     rest: dict[str, Any] = {"bias": False, "activation": "gelu"} if name == "gpt" else {}
     config_of = {"gpt": "GPTConfig", "modern": "ModernConfig"}

@@ -36,13 +36,13 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
     import torch
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config import from_dictconfig
-    from mingpt_ddp.corpus import Encoded
-    from mingpt_ddp.model import build_model
+    from mingpt_ddp.config.config import from_dictconfig
+    from mingpt_ddp.data.dataset import Encoded
+    from mingpt_ddp.distributed.env import find_place
+    from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.models import build_model
     from mingpt_ddp.optim import build_optimizer
-    from mingpt_ddp.place import find_place
-    from mingpt_ddp.runtime import Runtime
-    from mingpt_ddp.snapshots.saver import Saver
+    from mingpt_ddp.snapshots.manager import Saver
     from mingpt_ddp.snapshots.store import SnapshotStore
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
@@ -69,7 +69,7 @@ def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
     """Seconds, by repetition."""
     import torch
 
-    from mingpt_ddp.snapshots.position import Position
+    from mingpt_ddp.snapshots.train_state import Position
 
     saver, model, optimizer, _ = build(f"{root}/ours")
     tokens = torch.randint(VOCABULARY, (MICRO_BATCH, CONTEXT + 1))
@@ -113,7 +113,7 @@ class Clock:
 
 def be_rank(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
     """Save and restore on one of several ranks; rank 0 hands back (durable, restore) in seconds."""
-    from mingpt_ddp.snapshots.position import Position
+    from mingpt_ddp.snapshots.train_state import Position
 
     os.environ.update(environment)
     saver, model, optimizer, runtime = build(root)

@@ -1,6 +1,6 @@
 """`python -m mingpt_ddp` and `torchrun -m mingpt_ddp`: the same as main.py."""
 
-from mingpt_ddp.launch import main
+from mingpt_ddp.cli.train import main
 
 if __name__ == "__main__":
     main()

@@ -47,9 +47,9 @@ def is_complete(words: list[str]) -> bool:
     """Whether the run of this command line has reached its limits; run.root must be a volume that all pods share."""
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.composed import config_directory
-    from mingpt_ddp.config import from_dictconfig
-    from mingpt_ddp.rundir import run_directory
+    from mingpt_ddp.config.config import from_dictconfig
+    from mingpt_ddp.config.hydra_utils import config_directory
+    from mingpt_ddp.storage.run_dir import run_directory
 
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_dictconfig(compose("config", words))

@@ -36,7 +36,7 @@ SETTINGS = [
     "snapshot.every_steps=25",
     "ddp.timeout_s=15",  # a stopped worker is noticed after 12 s
 ]
-# Limits of mingpt_ddp.remote and mingpt_ddp.snapshots.lease that a test has the patience for.
+# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease that a test has the patience for.
 REMOTE = {"CALL_S": 2.0, "BUDGET_S": 6.0, "LEAST_BANDWIDTH": 32 << 20, "FIRST_PAUSE_S": 0.05, "LONGEST_PAUSE_S": 0.5}
 LEASE = {"BEAT_S": 1.0, "DEAD_S": 3.0, "SETTLE_S": 0.3}
 PATIENCE_S = 120.0  # for an attempt to get going
@@ -48,7 +48,7 @@ AWAY = r"(cannot (write the snapshot of step|look for snapshots at|read the snap
 def impatient(directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None) -> str:
     """A PYTHONPATH under which every process has other limits."""
     directory.mkdir(parents=True, exist_ok=True)
-    lines = ["from mingpt_ddp import remote", "from mingpt_ddp.snapshots import lease"]
+    lines = ["from mingpt_ddp.storage import lease, remote"]
     for module, values in (("remote", REMOTE if remote is None else remote), ("lease", lease or {})):
         lines += [f"{module}.{name} = {value}" for name, value in values.items()]
     (directory / "sitecustomize.py").write_text("\n".join(lines) + "\n")

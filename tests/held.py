@@ -8,11 +8,11 @@ from typing import Any
 
 from launching import TINY, Job, children, wait_for
 
-from mingpt_ddp import logs
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.place import find_place
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.training.run import run
 
 STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "trainer.device=cpu"]
@@ -62,7 +62,7 @@ def tell_signals(interrupt):
         handle(self, number, frame)
         touch(f"signal.{RANK}")
     interrupt.Interrupt._handle = told
-PATCHES["mingpt_ddp.interrupt"] = tell_signals
+PATCHES["mingpt_ddp.distributed.signals"] = tell_signals
 """
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import STATE, Snapshot, divide
-from mingpt_ddp.snapshots.image import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 

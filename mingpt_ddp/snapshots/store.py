@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mingpt_ddp.distributed.memory import installed_memory
 from mingpt_ddp.errors import AwayError, SnapshotError
-from mingpt_ddp.memory import installed_memory
+from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import (
     KINDS,
     LARGEST_MANIFEST,
@@ -30,9 +31,8 @@ from mingpt_ddp.snapshots.format import (
     plain,
     step_of,
 )
-from mingpt_ddp.snapshots.image import decode
-from mingpt_ddp.snapshots.lease import Lease
-from mingpt_ddp.storage import Storage, StorageError
+from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.storage import Storage, StorageError
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from chaos import Chaos, logged_steps, undisturbed
 
-from mingpt_ddp.storage import Storage
+from mingpt_ddp.storage.storage import Storage
 
 SECONDS = 40.0  # of faults; `benchmarks/chaos.py` has more patience
 

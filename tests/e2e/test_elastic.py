@@ -11,11 +11,11 @@ import safetensors.torch
 from launching import TINY
 from multiprocess.ranks import configure, run_ranks
 
-from mingpt_ddp import logs
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.place import find_place
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.training.run import run
 
 STEPS = 60
 # A difference in rounding grows from step to step, about as the learning rate makes it: at three times this one it is

@@ -11,19 +11,19 @@ import torch
 from launching import ROOT, TINY, call, python_main
 from multiprocess.ranks import configure
 
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.decoding import prepare
-from mingpt_ddp.generate import generate
-from mingpt_ddp.groups import GPTConfig
-from mingpt_ddp.history import METRICS, read_history
-from mingpt_ddp.loader import BatchPlan, Loader, plan_batches
-from mingpt_ddp.metrics import Meter
-from mingpt_ddp.model import build_model
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.data.dataloader import BatchPlan, Loader, plan_batches
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.inference.decoding import prepare
+from mingpt_ddp.inference.generate import generate
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.models import build_model
+from mingpt_ddp.models.activation_checkpoint import recompute_blocks
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.place import Place
-from mingpt_ddp.recompute import recompute_blocks
-from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.stepper import Stepper
+from mingpt_ddp.training.train_step import Stepper
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -157,7 +157,7 @@ def test_sample_on_a_gpu(precision, tmp_path):
 @pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
-    monkeypatch.setattr("mingpt_ddp.loader.RESIDENT", share)
+    monkeypatch.setattr("mingpt_ddp.data.dataloader.RESIDENT", share)
     tokens = np.linspace(0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000).astype(dtype)
     plan = BatchPlan(12, 3, 2)
     on_cpu, on_gpu = (Loader(tokens, 16, None, 12, 1, device) for device in ("cpu", "cuda"))

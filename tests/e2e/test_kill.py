@@ -9,7 +9,7 @@ import pytest
 from launching import TINY, Job, committed, is_running, last_step, torchrun, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mingpt_ddp.history import METRICS, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]

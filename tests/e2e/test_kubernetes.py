@@ -18,8 +18,8 @@ from hydra import compose, initialize_config_dir
 from launching import ROOT, TINY, Job, committed, wait_for
 from s3 import free_ports
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import Config, from_dictconfig
+from mingpt_ddp.config.config import Config, from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
 
 AGAIN = 143
 JOB = yaml.safe_load((ROOT / "scripts" / "pytorchjob.yaml").read_text())

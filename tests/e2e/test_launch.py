@@ -172,8 +172,8 @@ def test_the_failing_rank_is_named_last(tmp_path):
     """Rank 1's disk breaks in step 5: every rank's last line says so, and the traceback is kept."""
     script = tmp_path / "failing.py"
     script.write_text(
-        "from mingpt_ddp.launch import main\n"
-        "from mingpt_ddp.loader import Loader\n"
+        "from mingpt_ddp.cli.train import main\n"
+        "from mingpt_ddp.data.dataloader import Loader\n"
         "whole = Loader.step\n"
         "def step(self, step, plan, rank):\n"
         "    if (rank, step) == (1, 5):\n"

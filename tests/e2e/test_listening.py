@@ -13,8 +13,8 @@ from hosts import NoHosts, TwoHosts
 from launching import TINY, Job, last_step, python_main, wait_for
 from multiprocess.ranks import free_port
 
-from mingpt_ddp.place import Place
-from mingpt_ddp.rendezvous import connect
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.rendezvous import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 LONG = [*TINY, "trainer.device=cpu", "trainer.max_steps=100000", "snapshot.every_steps=100", "run.name=run"]

@@ -12,9 +12,9 @@ from pydoc_data.topics import topics
 import pytest
 from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
 
+from mingpt_ddp.cli.sample import SampleConfig, sample
+from mingpt_ddp.cli.snapshots_manage import ExportConfig, export
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.sample import SampleConfig, sample
-from mingpt_ddp.snapshots.manage import ExportConfig, export
 
 STEPS = 30
 PAGE = (ROOT / "docs" / "your-own-model.md").read_text()

@@ -29,7 +29,7 @@ def patch(loader):
         settling[0] = False
         return step_of(self, number, plan, rank)
     loader.Loader.step = step
-PATCHES["mingpt_ddp.loader"] = patch
+PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 
 
@@ -170,7 +170,7 @@ def patch(evaluate):
         return run(self, *arguments, **named)
     evaluate.Evaluator._batches, evaluate.Evaluator.run = counted, counted_run
     evaluate.TOKENS_PER_BATCH = 16
-PATCHES["mingpt_ddp.evaluate"] = patch
+PATCHES["mingpt_ddp.training.evaluate"] = patch
 """
 
 
@@ -194,7 +194,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(evaluation, step, tmp_path,
 
 
 def test_a_start_just_ends(tmp_path):
-    hold_at_import = 'PATCHES["mingpt_ddp.corpus"] = lambda module: hold("start")'
+    hold_at_import = 'PATCHES["mingpt_ddp.data.dataset"] = lambda module: hold("start")'
     held = Held(python_main(), tmp_path, hold_at_import)
     held.wait_until("start")
     os.kill(held.job.process.pid, signal.SIGTERM)

@@ -6,7 +6,7 @@ import pytest
 from browser import Browser, chromium
 from made_up import made_up
 
-from mingpt_ddp.report import report
+from mingpt_ddp.sweeps.report import report
 
 JOBS = 100
 # What lies outside of its drawing, and labels that run into each other; both as texts to read in a failure.

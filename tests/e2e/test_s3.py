@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from faults import Fault, FaultProxy, Rule
 
-from mingpt_ddp import remote
-from mingpt_ddp.storage import Storage, StorageError
+from mingpt_ddp.storage import remote
+from mingpt_ddp.storage.storage import Storage, StorageError
 
 MIB = 1 << 20
 LARGE = os.urandom(12 * MIB)  # three parts

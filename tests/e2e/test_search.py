@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from launching import TINY, Job, call, python_main, torchrun, wait_for
 
-from mingpt_ddp.history import METRICS, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 SEARCH = ["-m", "sweep=optuna_lr", *TINY, "model.n_layer=1", "data.truncate=0.01"]
 SHORT = [*SEARCH, "trainer.max_steps=4", "trainer.eval_every=2", "snapshot.every_steps=2"]

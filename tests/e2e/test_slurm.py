@@ -25,7 +25,7 @@ def patch(loader):
         settling[0] = False
         return step_of(self, number, plan, rank)
     loader.Loader.step = step
-PATCHES["mingpt_ddp.loader"] = patch
+PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 
 

@@ -31,7 +31,7 @@ def patch(loader):
         settling[0] = False
         return step_of(self, number, plan, rank)
     loader.Loader.step = step
-PATCHES["mingpt_ddp.loader"] = patch
+PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 HOLD = """
 def patch(loader):
@@ -43,7 +43,7 @@ def patch(loader):
         settling[0] = False
         return step_of(self, number, plan, rank)
     loader.Loader.step = step
-PATCHES["mingpt_ddp.loader"] = patch
+PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
 
-from mingpt_ddp.history import METRICS, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 SHORT = [*TINY, "trainer.max_steps=6", "trainer.eval_every=3", "snapshot.every_steps=2", "trainer.log_every=1"]
 TWELVE = [*SHORT, "optimizer.lr=1e-3,2e-3,4e-3", "model.n_embd=24,48", "run.seed=1,2"]

@@ -20,11 +20,13 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.config.config import from_dictconfig
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["mingpt_ddp.run", "torch._inductor.config"])  # torch imports the latter in the end
+processes.set_forkserver_preload(
+    ["mingpt_ddp.training.run", "torch._inductor.config"]
+)  # torch imports the latter in the end
 
 
 def configure(*overrides: str) -> dict[str, Any]:

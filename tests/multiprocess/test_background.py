@@ -15,16 +15,18 @@ import pytest
 import torch
 from launching import TINY, committed, wait_for
 
-from mingpt_ddp import logs
-from mingpt_ddp import run as composition
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.place import find_place
-from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshots import background, format, saver
-from mingpt_ddp.snapshots.image import Image
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.snapshots import async_writer as background
+from mingpt_ddp.snapshots import format
+from mingpt_ddp.snapshots import manager as saver
+from mingpt_ddp.snapshots.buffer import Image
+from mingpt_ddp.snapshots.state_dict import model_tensors, optimizer_tensors
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.tensors import model_tensors, optimizer_tensors
-from mingpt_ddp.trainer import Trainer
+from mingpt_ddp.training import run as composition
+from mingpt_ddp.training.trainer import Trainer
 from multiprocess.ranks import Ranks, configure, run_ranks
 
 STEPS = 24

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from mingpt_ddp.config import from_mapping
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError, RunError, UserError
-from mingpt_ddp.metrics import Meter
-from mingpt_ddp.place import find_place
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.metrics.meters import Meter
 from multiprocess.ranks import configure, run_ranks
 
 WORLD = 3

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from launching import TINY
 
-from mingpt_ddp.config import from_mapping
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import Place, find_place
+from mingpt_ddp.distributed.runtime import Runtime, choose_device
+from mingpt_ddp.distributed.shared_memory import meet
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.model import GPT
-from mingpt_ddp.neighbours import meet
-from mingpt_ddp.place import Place, find_place
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime, choose_device
+from mingpt_ddp.models import GPT
+from mingpt_ddp.training.run import run
 from multiprocess.ranks import Ranks, configure, run_ranks
 
 STEPS = 8
@@ -56,7 +56,7 @@ class Changed:
     @staticmethod
     def sick(forward: Any, sick_step: int) -> Any:
         """One of the losses that a rank computes in a step is not a number, whenever it is computed."""
-        from mingpt_ddp import stepper
+        from mingpt_ddp.training import train_step as stepper
 
         at = {"step": 0}
         original = stepper.seed_everything

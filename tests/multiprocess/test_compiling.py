@@ -10,13 +10,13 @@ import torch
 from launching import TINY
 from torch import nn
 
-from mingpt_ddp import compiling
-from mingpt_ddp.config import Config, from_mapping
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.data.dataloader import plan_batches
+from mingpt_ddp.distributed import compile as compiling
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.loader import plan_batches
-from mingpt_ddp.place import find_place
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.training.run import run
 from multiprocess.ranks import Ranks, configure
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp import muon
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.muon import Muon
-from mingpt_ddp.place import find_place
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.optim import muon
+from mingpt_ddp.optim.muon import Muon
 from multiprocess.ranks import configure, run_ranks
 
 

@@ -11,12 +11,12 @@ from launching import TINY
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.place import find_place
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.registry import ModelConfig, register
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime
 from mingpt_ddp.snapshots import format as snapshot_format
+from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
 STEPS = 6

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from mingpt_ddp.config import from_mapping
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.place import find_place
-from mingpt_ddp.runtime import Runtime
 from multiprocess.ranks import Ranks, configure, free_port
 
 WORLD = 3

@@ -16,14 +16,16 @@ import torch
 from launching import TINY, committed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mingpt_ddp import logs, metrics, stepper
-from mingpt_ddp import run as composition
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.history import METRICS, read_history
-from mingpt_ddp.model import GPT
-from mingpt_ddp.place import find_place
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics import meters as metrics
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.models import GPT
+from mingpt_ddp.training import run as composition
+from mingpt_ddp.training import train_step as stepper
+from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
 SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=3", "trainer.max_steps=14", "trainer.eval_every=null"]

@@ -18,15 +18,15 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 from tensorboard.plugins.hparams import metadata as hparams
 from torch import Tensor
 
-from mingpt_ddp import evaluate
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.corpus import Corpus, prepare
-from mingpt_ddp.evaluate import Evaluator
-from mingpt_ddp.model import build_model
-from mingpt_ddp.place import find_place
-from mingpt_ddp.run import run
-from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.seeds import seed_everything
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.data.dataset import Corpus, prepare
+from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.models import build_model
+from mingpt_ddp.training import evaluate
+from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
 STEPS = 3

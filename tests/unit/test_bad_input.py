@@ -24,13 +24,13 @@ from torch.distributed import is_mpi_available
 SERVER = """
 import json, os, signal, sys, traceback
 import torch
-import mingpt_ddp.composed, mingpt_ddp.launch, mingpt_ddp.run
+import mingpt_ddp.config.hydra_utils, mingpt_ddp.cli.train, mingpt_ddp.training.run
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
 # What every child would load anew: modules behind the first call, Hydra's plug-ins, its grammar.
 torch.use_deterministic_algorithms(False)
-with initialize_config_dir(str(mingpt_ddp.composed.config_directory()), version_base="1.3"):
+with initialize_config_dir(str(mingpt_ddp.config.hydra_utils.config_directory()), version_base="1.3"):
     compose("config", ["optimizer.lr=1"])
 assert not GlobalHydra.instance().is_initialized()
 for line in sys.stdin:
@@ -46,7 +46,7 @@ for line in sys.stdin:
         sys.argv = ["main.py", *case["words"]]
         code = 0
         try:
-            mingpt_ddp.launch.main()
+            mingpt_ddp.cli.train.main()
         except SystemExit as leaving:
             code = leaving.code or 0
         except BaseException:

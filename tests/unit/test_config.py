@@ -12,10 +12,9 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import OPTIONAL, Config, from_dictconfig, from_mapping
-from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.groups import (
+from mingpt_ddp.config.config import OPTIONAL, Config, from_dictconfig, from_mapping
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.schema import (
     GROUPS,
     MODELS,
     OPTIMIZERS,
@@ -23,7 +22,8 @@ from mingpt_ddp.groups import (
     SnapshotConfig,
     TrainerConfig,
 )
-from mingpt_ddp.schema import build, convert
+from mingpt_ddp.config.validation import build, convert
+from mingpt_ddp.errors import ConfigError
 
 CONF = config_directory()
 

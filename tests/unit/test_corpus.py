@@ -19,10 +19,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from mingpt_ddp import corpus, registry
-from mingpt_ddp.corpus import Corpus, Encoded, Vocabulary, prepare
+from mingpt_ddp.config import registry
+from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.data import dataset as corpus
+from mingpt_ddp.data.dataset import Corpus, Encoded, Vocabulary, prepare
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.groups import DataConfig
 
 BOM = b"\xef\xbb\xbf"
 LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
@@ -254,8 +255,8 @@ CONCURRENT = """
 import json, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from mingpt_ddp.groups import DataConfig
-from mingpt_ddp.corpus import prepare
+from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.data.dataset import prepare
 config = DataConfig(**json.loads(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -271,7 +272,7 @@ def test_several_processes_at_once(settings, damaged):
     if damaged:
         write_meta(b"garbage")(Path(prepare(config).directory))
     command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
-    environment = {**os.environ, "PYTHONPATH": str(Path(corpus.__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(corpus.__file__).parents[2])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
     for process in processes:

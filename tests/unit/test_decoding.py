@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp import decoding, torch_internals
-from mingpt_ddp.arithmetic import DTYPES, choose_device
-from mingpt_ddp.decoding import HalfLinear, PackedLinear, PlainNorm, choose_precision, prepare
+from mingpt_ddp import torch_internals
+from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.generate import generate
-from mingpt_ddp.groups import GPTConfig
-from mingpt_ddp.model import GPT, build_model
+from mingpt_ddp.inference import decoding
+from mingpt_ddp.inference.decoding import HalfLinear, PackedLinear, PlainNorm, choose_precision, prepare
+from mingpt_ddp.inference.generate import generate
+from mingpt_ddp.models import GPT, build_model
+from mingpt_ddp.models.ops import DTYPES, choose_device
 from mingpt_ddp.torch_internals import can_pack
 
 torch.set_num_threads(1)

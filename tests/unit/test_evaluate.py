@@ -11,13 +11,13 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp import evaluate
-from mingpt_ddp.config import from_dictconfig
-from mingpt_ddp.evaluate import Evaluator
-from mingpt_ddp.groups import GPTConfig
-from mingpt_ddp.model import build_model
-from mingpt_ddp.place import Place
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.models import build_model
+from mingpt_ddp.training import evaluate
+from mingpt_ddp.training.evaluate import Evaluator
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.corpus import Vocabulary
+from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.data.dataset import Vocabulary
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.generate import choose, generate, generate_text
-from mingpt_ddp.groups import GPTConfig
-from mingpt_ddp.model import GPT, build_model
+from mingpt_ddp.inference.generate import choose, generate, generate_text
+from mingpt_ddp.models import GPT, build_model
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 

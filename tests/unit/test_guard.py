@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mingpt_ddp.guard import MEMORY, PATIENCE, Guard
-from mingpt_ddp.snapshots.position import Position
+from mingpt_ddp.snapshots.train_state import Position
+from mingpt_ddp.training.anomaly import MEMORY, PATIENCE, Guard
 
 
 def guard(spike_factor: float | None = None, scaled: bool = False) -> Guard:

@@ -10,7 +10,7 @@ import resource
 import pytest
 
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.history import METRICS, History, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, History, read_history
 
 
 @pytest.fixture

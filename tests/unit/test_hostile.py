@@ -17,14 +17,16 @@ import torch
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp import sample as sample_module
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import from_dictconfig, from_mapping
-from mingpt_ddp.corpus import Encoded
+from mingpt_ddp.cli import sample as sample_module
+from mingpt_ddp.cli.sample import SampleConfig, sample
+from mingpt_ddp.cli.snapshots_manage import ExportConfig, export
+from mingpt_ddp.cli.snapshots_survey import check, look
+from mingpt_ddp.config.config import from_dictconfig, from_mapping
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.data.dataset import Encoded
 from mingpt_ddp.errors import SnapshotError, printable
-from mingpt_ddp.model import build_model
-from mingpt_ddp.sample import SampleConfig, sample
-from mingpt_ddp.snapshots.find import load
+from mingpt_ddp.models import build_model
+from mingpt_ddp.snapshots.buffer import decode, encode
 from mingpt_ddp.snapshots.format import (
     LARGEST_MANIFEST,
     MANIFEST,
@@ -37,12 +39,10 @@ from mingpt_ddp.snapshots.format import (
     manifest_of,
     plain,
 )
-from mingpt_ddp.snapshots.image import decode, encode
-from mingpt_ddp.snapshots.manage import ExportConfig, export
-from mingpt_ddp.snapshots.position import check_state
+from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.state_dict import model_tensors
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.survey import check, look
-from mingpt_ddp.snapshots.tensors import model_tensors
+from mingpt_ddp.snapshots.train_state import check_state
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"
@@ -97,7 +97,7 @@ def limited(*urls: str) -> list[str]:
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
 from mingpt_ddp.errors import UserError
-from mingpt_ddp.sample import SampleConfig, sample
+from mingpt_ddp.cli.sample import SampleConfig, sample
 for url in sys.argv[1:]:
     try:
         sample(SampleConfig(url, max_new_tokens=1), "a")

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from mingpt_ddp.snapshots.image import LARGEST_HEADER, NAMES, Image, decode, encode
+from mingpt_ddp.snapshots.buffer import LARGEST_HEADER, NAMES, Image, decode, encode
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mingpt_ddp.interrupt import SIGNALS, Interrupt
+from mingpt_ddp.distributed.signals import SIGNALS, Interrupt
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mingpt_ddp.errors import AwayError, RunError
-from mingpt_ddp.snapshots import lease as module
-from mingpt_ddp.snapshots.lease import OWNER, Lease
-from mingpt_ddp.storage import Storage, StorageError
+from mingpt_ddp.storage import lease as module
+from mingpt_ddp.storage.lease import OWNER, Lease
+from mingpt_ddp.storage.storage import Storage, StorageError
 
 BEAT_S, DEAD_S, SETTLE_S = 0.05, 0.4, 0.1
 

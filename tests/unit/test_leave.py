@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from mingpt_ddp.leave import TRY_AGAIN, _tell_agent, told
-from mingpt_ddp.place import Place
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.exit import TRY_AGAIN, _tell_agent, told
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
 

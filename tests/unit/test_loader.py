@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from mingpt_ddp.corpus import Corpus, Encoded
+from mingpt_ddp.config.schema import DataConfig, TrainerConfig
+from mingpt_ddp.data.dataloader import BatchPlan, DeviceText, HostText, Loader, plan_batches
+from mingpt_ddp.data.dataset import Corpus, Encoded
 from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.groups import DataConfig, TrainerConfig
-from mingpt_ddp.loader import BatchPlan, DeviceText, HostText, Loader, plan_batches
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12
 TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: windows can be told apart
@@ -124,7 +124,7 @@ def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypat
     """With its number: however many steps are gathered at a time, and for whichever rank before."""
     plan, other = BatchPlan(BATCH, 3, 2), BatchPlan(BATCH, 4, 3)
     alone = make()
-    monkeypatch.setattr("mingpt_ddp.loader.TOGETHER", together)
+    monkeypatch.setattr("mingpt_ddp.data.dataloader.TOGETHER", together)
     loader = make()
     for step in (*range(1, 24), 2):
         for cut, rank in ((plan, 0), (plan, 1), (other, 2)):

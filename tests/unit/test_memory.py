@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from mingpt_ddp import memory
+from mingpt_ddp.distributed import memory
 
 SCRIPT = """
 import resource, torch
-from mingpt_ddp.memory import keep_freed_memory
+from mingpt_ddp.distributed.memory import keep_freed_memory
 keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import metadata as hparams
 
-from mingpt_ddp.config import from_dictconfig
-from mingpt_ddp.metrics import Board, Meter
-from mingpt_ddp.place import Place
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.meters import Board, Meter
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 

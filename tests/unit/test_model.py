@@ -12,8 +12,8 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.groups import GPTConfig, ModernConfig
-from mingpt_ddp.model import build_model
+from mingpt_ddp.config.schema import GPTConfig, ModernConfig
+from mingpt_ddp.models import build_model
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 

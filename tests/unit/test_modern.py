@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp.arithmetic import attend, relu_squared, rms_norm
+from mingpt_ddp.config.schema import ModernConfig
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.groups import ModernConfig
-from mingpt_ddp.model import Modern, build_model
-from mingpt_ddp.model.modern import rotary_table, rotate
+from mingpt_ddp.models import Modern, build_model
+from mingpt_ddp.models.modern import rotary_table, rotate
+from mingpt_ddp.models.ops import attend, relu_squared, rms_norm
 
 CONFIG = ModernConfig("test", "modern", 2, 2, 16, 0.0)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from mingpt_ddp.config.schema import GPTConfig, ModernConfig, MuonConfig
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.groups import GPTConfig, ModernConfig, MuonConfig
-from mingpt_ddp.model import build_model
-from mingpt_ddp.model.modern import Stacked
-from mingpt_ddp.muon import LEAST, Muon, orthogonalise
+from mingpt_ddp.models import build_model
+from mingpt_ddp.models.modern import Stacked
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.tensors import load_optimizer, optimizer_tensors
+from mingpt_ddp.optim.muon import LEAST, Muon, orthogonalise
+from mingpt_ddp.snapshots.state_dict import load_optimizer, optimizer_tensors
 
 MUON = MuonConfig("muon", 0.02, 0.1, "constant", None, 0, 0.0, 0.5, 0.9, 0.3, 0.05, 0.01, (0.9, 0.95), 1e-10)
 MODELS = {

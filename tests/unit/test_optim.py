@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp.groups import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
-from mingpt_ddp.model import build_model
+from mingpt_ddp.config.schema import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer, lr_at
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.

@@ -12,17 +12,17 @@ from multiprocess.ranks import configure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from mingpt_ddp import journal as journals
-from mingpt_ddp import peak
-from mingpt_ddp.config import from_mapping
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
-from mingpt_ddp.history import History
-from mingpt_ddp.journal import Journal
-from mingpt_ddp.metrics import Board
-from mingpt_ddp.model import build_model, flops_per_token
-from mingpt_ddp.peak import Utilisation, matmul_rate
-from mingpt_ddp.place import Place
-from mingpt_ddp.runtime import Runtime
+from mingpt_ddp.metrics import matmul_rate as peak
+from mingpt_ddp.metrics import processor as journals
+from mingpt_ddp.metrics.jsonl import History
+from mingpt_ddp.metrics.matmul_rate import Utilisation, matmul_rate
+from mingpt_ddp.metrics.meters import Board
+from mingpt_ddp.metrics.processor import Journal
+from mingpt_ddp.models import build_model, flops_per_token
 
 CPU = torch.device("cpu")
 

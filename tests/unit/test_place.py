@@ -6,10 +6,10 @@ import pytest
 import torch
 from multiprocess.ranks import configure
 
-from mingpt_ddp.config import from_mapping
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import Place, find_place, worker_variables
+from mingpt_ddp.distributed.runtime import choose_device, refuse_shared_gpus
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.place import Place, find_place, worker_variables
-from mingpt_ddp.runtime import choose_device, refuse_shared_gpus
 
 
 @pytest.fixture

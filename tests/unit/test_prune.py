@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import Config, from_dictconfig
-from mingpt_ddp.history import METRICS
-from mingpt_ddp.prune import FEWEST, MedianRule
+from mingpt_ddp.config.config import Config, from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.metrics.jsonl import METRICS
+from mingpt_ddp.training.pruning import FEWEST, MedianRule
 
 
 class OneRank:

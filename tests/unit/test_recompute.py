@@ -10,10 +10,10 @@ from multiprocess.ranks import configure
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mingpt_ddp.config import from_mapping
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.model import build_model
-from mingpt_ddp.recompute import recompute_blocks
+from mingpt_ddp.models import build_model
+from mingpt_ddp.models.activation_checkpoint import recompute_blocks
 
 B, T, V = 4, 16, 20
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-import mingpt_ddp.model  # noqa: F401  it registers ours
+import mingpt_ddp.models  # noqa: F401  it registers ours
+from mingpt_ddp.config.registry import BUILDERS, run_code
+from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import CodeError
-from mingpt_ddp.groups import GROUPS
-from mingpt_ddp.registry import BUILDERS, run_code
 
 FILE = """
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def test_a_builder_of_another_module(directory):
     """What is registered is the file's, wherever it was made."""
     (directory / "own_parts.py").write_text("def build(config, vocab_size, block_size):\n    return 'parts'\n")
     (directory / "three.py").write_text(
-        "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.groups import *\n"
+        "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.config.schema import *\n"
         + FILE.format(key="three").split("@register")[0]
         + 'register("model", "mine", Mine)(own_parts.build)\n'
     )

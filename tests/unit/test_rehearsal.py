@@ -12,16 +12,16 @@ from multiprocess.ranks import configure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp import registry
-from mingpt_ddp.config import Config, from_mapping
+from mingpt_ddp.config import registry
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.schema import GROUPS, AdamWConfig, ModelConfig
+from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.groups import GROUPS, AdamWConfig, ModelConfig
-from mingpt_ddp.loader import MicroBatch
-from mingpt_ddp.place import Place
 from mingpt_ddp.registry import register
-from mingpt_ddp.rehearsal import rehearse
-from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshots.tensors import load_optimizer, optimizer_tensors
+from mingpt_ddp.snapshots.state_dict import load_optimizer, optimizer_tensors
+from mingpt_ddp.training.preflight import rehearse
 
 V, T = 5, 4
 BATCH = MicroBatch(0, torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)

@@ -18,16 +18,16 @@ from launching import ROOT
 from made_up import made_up
 from tools import call_tool
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.cli import report as tool
+from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.report import __main__ as tool
-from mingpt_ddp.report import report
-from mingpt_ddp.report.command import command_line, hydra_value
-from mingpt_ddp.report.plots import POINTS, shaded, thinned
-from mingpt_ddp.report.runs import best_of, read_jobs, varying
-from mingpt_ddp.report.scales import linear, of_losses, of_values
-from mingpt_ddp.report.values import brief, plain, short_names
+from mingpt_ddp.sweeps.command import command_line, hydra_value
+from mingpt_ddp.sweeps.plots import POINTS, shaded, thinned
+from mingpt_ddp.sweeps.report import report
+from mingpt_ddp.sweeps.runs import best_of, read_jobs, varying
+from mingpt_ddp.sweeps.scales import linear, of_losses, of_values
+from mingpt_ddp.sweeps.values import brief, plain, short_names
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
 
@@ -540,7 +540,7 @@ def test_without_arguments_it_explains_itself(call):
 def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
     made_up(tmp_path / "a")
     script = (
-        "import json, sys; from pathlib import Path; from mingpt_ddp.report import report;"
+        "import json, sys; from pathlib import Path; from mingpt_ddp.sweeps.report import report;"
         f"report([Path({str(tmp_path)!r})], Path({str(tmp_path)!r}) / 'page.html');"
         "print(json.dumps([name for name in ('torch', 'tensorboard', 'numpy') if name in sys.modules]))"
     )

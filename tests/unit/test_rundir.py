@@ -17,16 +17,16 @@ import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.rundir import RunDirectory, difference, fresh_name, read_result, recorded_config
+from mingpt_ddp.storage.run_dir import RunDirectory, difference, fresh_name, read_result, recorded_config
 
 CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mingpt_ddp.rundir import RunDirectory
+from mingpt_ddp.storage.run_dir import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(100)
@@ -173,7 +173,7 @@ def test_starts_that_change_nothing_add_nothing(directory):
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory, monkeypatch):
     told: list[str] = []
     monkeypatch.setattr(
-        logging.getLogger("mingpt_ddp.rundir"), "info", lambda form, *values: told.append(form % values)
+        logging.getLogger("mingpt_ddp.storage.run_dir"), "info", lambda form, *values: told.append(form % values)
     )
     for lr in (1e-3, 2e-3, 2e-3, 1e-3):
         directory.record_start(changed(lr=lr), {})

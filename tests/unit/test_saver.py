@@ -9,17 +9,17 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import Config, from_dictconfig, from_mapping
-from mingpt_ddp.corpus import Encoded
+from mingpt_ddp.config.config import Config, from_dictconfig, from_mapping
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.data.dataset import Encoded
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.model import build_model
+from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.place import Place
-from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.snapshots.position import Position, check_state
-from mingpt_ddp.snapshots.saver import Saver
+from mingpt_ddp.snapshots.manager import Saver
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.train_state import Position, check_state
 
 VOCABULARY = "abcdefgh"
 CORPUS = Encoded(

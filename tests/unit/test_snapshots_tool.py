@@ -13,18 +13,20 @@ from hydra import compose, initialize_config_dir
 from storing import commit
 from tools import call_tool
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import Config, from_dictconfig
-from mingpt_ddp.model import build_model
-from mingpt_ddp.snapshots import __main__ as tool
+from mingpt_ddp.cli import snapshots as tool
+from mingpt_ddp.cli import snapshots_manage as manage
+from mingpt_ddp.cli import snapshots_survey as survey
+from mingpt_ddp.config.config import Config, from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
-from mingpt_ddp.snapshots import lease, manage, survey
+from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.image import decode
-from mingpt_ddp.snapshots.lease import OWNER, Lease
+from mingpt_ddp.snapshots.state_dict import model_tensors
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.tensors import model_tensors
-from mingpt_ddp.storage import Storage
+from mingpt_ddp.storage import lease
+from mingpt_ddp.storage.lease import OWNER, Lease
+from mingpt_ddp.storage.storage import Storage
 
 VOCABULARY = "\n abc"
 

@@ -7,12 +7,12 @@ import torch
 from multiprocess.ranks import configure
 from torch import nn
 
-from mingpt_ddp.config import from_mapping
-from mingpt_ddp.loader import BatchPlan
-from mingpt_ddp.place import Place
-from mingpt_ddp.runtime import Runtime
-from mingpt_ddp.seeds import key_to_seed, seed_everything
-from mingpt_ddp.stepper import Stepper
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.data.dataloader import BatchPlan
+from mingpt_ddp.data.rng import key_to_seed, seed_everything
+from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.training.train_step import Stepper
 
 
 def stepper(model: nn.Module, *overrides: str) -> Stepper:

@@ -16,9 +16,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from mingpt_ddp import remote
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage import Storage, StorageError, check_url, publish
+from mingpt_ddp.storage import remote
+from mingpt_ddp.storage.storage import Storage, StorageError, check_url, publish
 
 
 @pytest.fixture(params=["path", "file://", "memory://"])

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from storing import commit
 
 import mingpt_ddp
+from mingpt_ddp.cli.snapshots_survey import check
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.remote import RemoteFiles
 from mingpt_ddp.snapshots import format as format_module
-from mingpt_ddp.snapshots.find import load
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
     MODEL,
@@ -32,9 +31,10 @@ from mingpt_ddp.snapshots.format import (
     directory_name,
     step_of,
 )
+from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.survey import check
-from mingpt_ddp.storage import Storage
+from mingpt_ddp.storage.remote import RemoteFiles
+from mingpt_ddp.storage.storage import Storage
 
 FILES = [MODEL, OPTIMIZER, STATE, MANIFEST]
 

@@ -15,11 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from mingpt_ddp import jobs, leave, rundir, sweep
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.distributed import exit as leave
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.sweep import Start
+from mingpt_ddp.storage import run_dir as rundir
+from mingpt_ddp.sweeps import jobs, sweep
+from mingpt_ddp.sweeps.sweep import Start
 
 
 @pytest.fixture
@@ -31,7 +33,9 @@ def begin(tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr(leave, "with_user_error", fail)
-    monkeypatch.setattr("mingpt_ddp.search.version", lambda package: "1.4")  # of SQLAlchemy; nothing is written by it
+    monkeypatch.setattr(
+        "mingpt_ddp.sweeps.search.version", lambda package: "1.4"
+    )  # of SQLAlchemy; nothing is written by it
 
     def begin(*words: str) -> DictConfig:
         with initialize_config_dir(str(config_directory()), version_base="1.3"):

@@ -6,8 +6,8 @@ import pytest
 from benchmarking import ROOT, modules
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.composed import config_directory
-from mingpt_ddp.config import from_dictconfig
+from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.hydra_utils import config_directory
 
 
 @pytest.fixture(scope="module")

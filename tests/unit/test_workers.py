@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from mingpt_ddp.leave import FAILURE, TRY_AGAIN, USER_ERROR
-from mingpt_ddp.workers import Ending, _attempts, _environment
+from mingpt_ddp.distributed.exit import FAILURE, TRY_AGAIN, USER_ERROR
+from mingpt_ddp.distributed.launcher import Ending, _attempts, _environment
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Ranks: environment, process group, gradient averaging, watchdog, launcher, signals, exit codes."""

@@ -1,0 +1,1 @@
+"""What is measured while training, and where it is written: console, TensorBoard, JSON lines."""

@@ -1,0 +1,70 @@
+"""The optimizer and the only formula of the learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.schema import AdamWConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.errors import CodeError
+from mingpt_ddp.optim.muon import Muon
+
+
+def lr_at(step: int, config: OptimizerConfig, run_steps: int) -> float:
+    """The learning rate of a step; steps count from 1.
+
+    Linear growth over the warm-up, then the schedule, from `lr` down to `min_lr_ratio * lr` at its last step, and
+    constant after that. wsd is warm-up, stable, decay: Hu et al. 2024, "MiniCPM" (arXiv:2404.06395), the decay linear.
+    """
+    total = config.schedule_steps or run_steps
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    if config.schedule == "cosine":
+        height = 0.5 * (1 + math.cos(math.pi * progress))
+    elif config.schedule == "linear":
+        height = 1 - progress
+    else:
+        height = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices are decayed, vectors (biases, norms) are not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer that `config` describes. The learning rate is set before every step.
+
+    Raises:
+        CodeError: what a user has registered makes no optimizer.
+    """
+    optimizer = BUILDERS["optimizer"][config.name](model, config)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CodeError(f"{config.name} must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    return optimizer
+
+
+def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
+    groups = decay_groups(model, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
+    groups = decay_groups(model, config.weight_decay)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+
+
+BUILDERS["optimizer"].update(adamw=_adamw, muon=Muon, sgd=_sgd)

@@ -1,0 +1,129 @@
+"""One optimizer step: the gradients of this rank's micro-batches, the agreement of all ranks, the update.
+
+It knows no rank and no GPT: a model is anything that turns (x, y) into a mean loss.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
+from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.optim import lr_at
+from mingpt_ddp.optim.muon import Muon
+
+log = logging.getLogger(__name__)
+
+
+class Stepper:
+    """The steps of a run of `steps` steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        loader: Loader,
+        plan: BatchPlan,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps: int,
+    ) -> None:
+        self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
+        self.model, self.optimizer = model, optimizer
+        if isinstance(optimizer, Muon):
+            optimizer.divide(runtime.rank, runtime.world_size)
+        self.parameters = list(model.parameters())
+        self.wrapped = runtime.wrap(model)
+        self.data_s = 0.0  # seconds that the last batch took to fetch
+
+    def settle(self) -> None:
+        """What has to come before the first step and counts in no speed, compiling for one."""
+        self.runtime.at("preparing the first step")
+        begin = time.perf_counter()
+        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
+        self.runtime.settle(self.wrapped, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
+        if self.runtime.compiles:
+            log.info("compiled in %.1f s", time.perf_counter() - begin)
+
+    def gradients(self, step: int) -> Tensor:
+        """Add up the gradients of the step's mean loss; this rank's share of that loss."""
+        self.runtime.begin_step()
+        loss = torch.zeros((), device=self.runtime.device)
+        batch = self._fetch(step)
+        for micro in batch:
+            last = micro is batch[-1]
+            with self.runtime.share_gradients(self.wrapped, last):
+                loss += self._forward_backward(step, micro, shares=last)
+        return loss
+
+    def _fetch(self, step: int) -> list[MicroBatch]:
+        self.runtime.at(f"fetching the batch of step {step}")
+        begin = time.perf_counter()
+        batch = self.loader.step(step, self.plan, self.runtime.rank)
+        self.data_s = time.perf_counter() - begin
+        return batch
+
+    def _forward_backward(self, step: int, micro: MicroBatch, shares: bool) -> Tensor:
+        """This micro-batch's share of the step's mean loss, its gradients added up."""
+        self.runtime.at(f"in the forward pass of step {step}")
+        seed_everything("dropout", self.config.run.seed, step, micro.number)
+        n_micro, world_size = self.plan.n_micro, self.runtime.world_size
+        with self.runtime.autocast():
+            loss = self.wrapped(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
+        self.runtime.at(f"in the backward pass of step {step}", waiting=shares)
+        # DDP takes the mean over the ranks, the step wants the mean over the micro-batches.
+        self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
+        return loss.detach() / n_micro
+
+    def clip(self) -> Tensor:
+        """The norm of the gradients before clipping."""
+        self.runtime.scaler.unscale_(self.optimizer)
+        limit = self.config.trainer.grad_norm_clip
+        if limit is not None:
+            norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        else:
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        return norm.to(self.runtime.device)  # without any gradient torch has zero on the CPU
+
+    def update(self, step: int) -> float:
+        """Change the weights; the learning rate that did."""
+        lr = lr_at(step, self.config.optimizer, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+        seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
+        self.runtime.scaler.step(self.optimizer)
+        self.clear()
+        self.runtime.share_buffers(self.model)
+        return lr
+
+    def clear(self) -> None:
+        """Drop the gradients; at the end of an update, or instead of one."""
+        if self.runtime.scaler.is_enabled():
+            self.runtime.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def diagnose(self, step: int) -> str:
+        """Which rank's loss or parameter went wrong, found by doing the step again. A collective; no weight changes.
+
+        To be called after `clear`.
+        """
+        found = ""
+        for micro in self._fetch(step):
+            with self.runtime.share_gradients(self.wrapped, last=False):
+                loss = self._forward_backward(step, micro, shares=False)
+            if not torch.isfinite(loss):
+                found = f"the loss of micro-batch {micro.number}"
+            for name, parameter in self.model.named_parameters():
+                if not found and parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                    found = f"the gradient of {name} in micro-batch {micro.number}"
+            if found:
+                break
+        self.optimizer.zero_grad(set_to_none=True)
+        culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.gather(found)) if what]
+        return "; ".join(culprits[:3]) or "it did not come again when the step was repeated: suspect the hardware"
