@@ -40,25 +40,25 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
     from mingpt_ddp.torch_internals import time_communication
 
     runtime = trainer.runtime
-    shared = runtime.share_gradients, runtime.gather_later
+    shared = runtime.maybe_no_sync, runtime.group.all_gather_async
     alone = (
         lambda model, last: model.no_sync(),
-        lambda values: lambda: values.repeat(runtime.world_size, 1),
+        lambda values: lambda: values.repeat(runtime.group.world_size, 1),
     )
-    time_communication(trainer.stepper.wrapped, every=1)
+    time_communication(trainer.train_step.wrapped, every=1)
     found: dict[str, list[list[float]]] = {"shared": [], "alone": []}
     step = 0
     for block in range(-1, blocks):  # the first is a warm-up
         for name, (gradients, votes) in {"shared": shared, "alone": alone}.items():
-            runtime.share_gradients, runtime.gather_later = shared
-            runtime.barrier()
-            runtime.share_gradients, runtime.gather_later = gradients, votes
+            runtime.maybe_no_sync, runtime.group.all_gather_async = shared
+            runtime.group.barrier()
+            runtime.maybe_no_sync, runtime.group.all_gather_async = gradients, votes
             began, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step += 1
                 trainer._step(step)
             wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
-            exposed = runtime.communication(trainer.stepper.wrapped)[1]
+            exposed = runtime.comm_times(trainer.train_step.wrapped)[1]
             with torch.no_grad():  # what the ranks have learnt apart is of no use to the next block
                 for parameter in trainer.model.parameters():
                     torch.distributed.broadcast(parameter, src=0)
@@ -74,10 +74,10 @@ def be_worker(plan: dict[str, Any]) -> None:
     from mingpt_ddp.training import trainer
 
     def fit(self: Any) -> Status:
-        self.stepper.settle()
+        self.train_step.warm_up()
         found = measure(self, plan["steps"], plan["blocks"])
-        Path(plan["out"], f"rank{self.runtime.rank}.json").write_text(json.dumps(found))
-        self.runtime.barrier()
+        Path(plan["out"], f"rank{self.runtime.group.rank}.json").write_text(json.dumps(found))
+        self.runtime.group.barrier()
         self.journal.close()
         return Status.PREEMPTED
 

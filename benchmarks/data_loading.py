@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from trainers import MODERN, ON, OURS, SETTINGS, Setting, ours
 
 from mingpt_ddp.config.schema import DataConfig
-from mingpt_ddp.data.dataloader import BatchPlan, Loader
-from mingpt_ddp.data.dataset import Corpus, Vocabulary, prepare
+from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
+from mingpt_ddp.data.dataset import CharTokenizer, TextDataset, prepare
 
-HEADER = ["context", "batch", "Loader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
+HEADER = ["context", "batch", "TokenLoader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
 HEADER += ["share of a training step"]
 WARM_UP = 5  # batches
 BETWEEN = 32  # batches from one look at the clock to the next, which takes a tenth of the time of a batch
@@ -56,12 +56,12 @@ def from_windows(windows: Windows, batch: int) -> Iterator[tuple[Tensor, Tensor]
     return iter(DataLoader(windows, batch_size=batch, sampler=sampler, num_workers=0))
 
 
-def from_loader(corpus: Corpus, context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    loader, plan = Loader(corpus.train, context, None, batch, seed=1), BatchPlan(batch, batch, world_size=1)
+def from_loader(corpus: TextDataset, context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+    loader, plan = TokenLoader(corpus.train, context, None, batch, seed=1), BatchPlan(batch, batch, world_size=1)
     step = 0
     while True:
         step += 1
-        (micro,) = loader.step(step, plan, rank=0)
+        (micro,) = loader.get_batch(step, plan, rank=0)
         yield micro.x, micro.y
 
 
@@ -95,8 +95,8 @@ def main() -> None:
         for setting in (SETTINGS[key] for key in ON["cpu"]):
             context, batch = setting.context, setting.batch
             config = DataConfig("text", str(corpus_path()), None, context, None, 0.9, 1.0, scratch)
-            corpus = Corpus(prepare(config), config)
-            text = Vocabulary(corpus.vocabulary).decode(corpus.train.tolist())
+            corpus = TextDataset(prepare(config), config)
+            text = CharTokenizer(corpus.vocabulary).decode(corpus.train.tolist())
             measure = partial(batches_per_s, shape=(batch, context), seconds=chosen.seconds)
             sources = {
                 "loader": from_loader(corpus, context, batch),

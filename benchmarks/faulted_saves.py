@@ -31,13 +31,19 @@ from faults import Fault, FaultProxy, Rule
 from s3 import SeaweedServer
 
 from mingpt_ddp.snapshots.buffer import encode
-from mingpt_ddp.snapshots.format import Damaged, part_name
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, part_name
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import remote
 
 MIB = 1 << 20
 # A user waits for 60 s and sends parts of 16 MiB. This keeps the proportions, and takes minutes instead of hours.
-LIMITS = {"CALL_S": 1.0, "BUDGET_S": 4.0, "LEAST_BANDWIDTH": 32 * MIB, "FIRST_PAUSE_S": 0.05, "LONGEST_PAUSE_S": 0.5}
+LIMITS = {
+    "REQUEST_TIMEOUT_S": 1.0,
+    "OPERATION_DEADLINE_S": 4.0,
+    "MIN_BANDWIDTH": 32 * MIB,
+    "INITIAL_BACKOFF_S": 0.05,
+    "MAX_BACKOFF_S": 0.5,
+}
 LIMITS["PART"] = 5 * MIB  # no server takes smaller ones
 KINDS = {
     "503": {"fault": Fault.STATUS, "status": 503},
@@ -199,7 +205,7 @@ def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
         return None
     try:
         store.read(step)
-    except Damaged:
+    except CorruptSnapshotError:
         return {}
     return {name: store.storage.read(f"step_{step:08d}/{name}") for name in store.files(step)}
 

@@ -88,17 +88,17 @@ def encode(text: Path) -> dict[str, float]:
 
 def fetch(text: Path) -> dict[str, float]:
     config = data_config(text)
-    from mingpt_ddp.data.dataloader import BatchPlan, Loader
-    from mingpt_ddp.data.dataset import Corpus, prepare
+    from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
+    from mingpt_ddp.data.dataset import TextDataset, prepare
 
-    loader = Loader(Corpus(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1)
+    loader = TokenLoader(TextDataset(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1)
     plan = BatchPlan(BATCH, BATCH, world_size=1)
     begin = time.perf_counter()
-    loader.step(1, plan, rank=0)
+    loader.get_batch(1, plan, rank=0)
     first = time.perf_counter()
     after_first = peak_mb()
     for step in range(2, BATCHES + 2):
-        loader.step(step, plan, rank=0)
+        loader.get_batch(step, plan, rank=0)
     seconds = time.perf_counter() - first
     figures = {"first_batch_s": first - begin, "first_batch_peak_mb": after_first, "windows": loader.windows_per_epoch}
     figures["own_mb_at_end"] = own_mb()

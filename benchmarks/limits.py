@@ -11,7 +11,7 @@ import torch
 from common import ROOT, environment, in_fresh_process
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.metrics.matmul_rate import fastest, matmul_rate
+from mingpt_ddp.metrics.matmul_rate import fastest, measured_matmul_flops
 from mingpt_ddp.models.gpt import GPT
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
@@ -87,7 +87,7 @@ def memory_rate(device: torch.device) -> float:
 def measured_rates() -> tuple[float, float]:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    return matmul_rate(device, torch.float32), memory_rate(device)
+    return measured_matmul_flops(device, torch.float32), memory_rate(device)
 
 
 def describe() -> Machine:

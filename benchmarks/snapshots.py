@@ -4,8 +4,8 @@ GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of st
 Side by side, A, B, A, B in one process:
 
 A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
-B. the package's own Saver: training waits in `begin`, runs the next forward and backward pass, and waits in
-   `wait_for_copy` before it may change the weights. The stall is what those two take. The forward and backward passes
+B. the package's own SnapshotManager: training waits in `begin`, runs the next forward and backward pass, and waits in
+   `wait_for_staging` before it may change the weights. The stall is what those two take. The forward and backward passes
    are timed with and without a copy beside them, because on a CPU both want the same memory.
 
 Then the time from `begin` to the commit (copy, SHA-256, write, sync, manifest), on one rank and with the tensors
@@ -32,17 +32,17 @@ START_S = 25  # of a restart: noticing the failure, starting the processes; a ro
 
 
 def build(root: str) -> tuple[Any, Any, Any, Any]:
-    """Saver, model, optimizer and runtime of this rank, after one step, so that there are moments to save."""
+    """SnapshotManager, model, optimizer and runtime of this rank, after one step, so that there are moments to save."""
     import torch
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.config import from_dictconfig
-    from mingpt_ddp.data.dataset import Encoded
-    from mingpt_ddp.distributed.env import find_place
+    from mingpt_ddp.data.dataset import EncodedText
+    from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.models import build_model
     from mingpt_ddp.optim import build_optimizer
-    from mingpt_ddp.snapshots.manager import Saver
+    from mingpt_ddp.snapshots.manager import SnapshotManager
     from mingpt_ddp.snapshots.store import SnapshotStore
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
@@ -55,21 +55,21 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
     ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = from_dictconfig(compose("config", words))
-    runtime = Runtime(config, find_place())
+    runtime = Runtime(config, read_env())
     model = build_model(config.model, VOCABULARY, config.data.block_size)
     optimizer = build_optimizer(model, config.optimizer)
     tokens = torch.randint(VOCABULARY, (1, 9))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
-    corpus = Encoded("nowhere", "0" * 64, 1, "ab", "uint8", "0" * 64)
-    return Saver(config, runtime, [SnapshotStore(root)], corpus), model, optimizer, runtime
+    corpus = EncodedText("nowhere", "0" * 64, 1, "ab", "uint8", "0" * 64)
+    return SnapshotManager(config, runtime, [SnapshotStore(root)], corpus), model, optimizer, runtime
 
 
 def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
     """Seconds, by repetition."""
     import torch
 
-    from mingpt_ddp.snapshots.train_state import Position
+    from mingpt_ddp.snapshots.train_state import TrainState
 
     saver, model, optimizer, _ = build(f"{root}/ours")
     tokens = torch.randint(VOCABULARY, (MICRO_BATCH, CONTEXT + 1))
@@ -80,21 +80,21 @@ def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
 
     figures: dict[str, list[float]] = {name: [] for name in ("sync", "stall", "alone", "beside", "durable")}
     forward_backward()
-    saver.begin(Position(step=1), model, optimizer, 1)  # takes the memory of the copy, once in a run
-    saver.finish()
+    saver.save(TrainState(step=1), model, optimizer, 1)  # takes the memory of the copy, once in a run
+    saver.wait()
     for step in range(2, repetitions + 2):
         clock = Clock()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{root}/theirs.pt")
         figures["sync"].append(clock.lap())
         forward_backward()
         figures["alone"].append(clock.lap())
-        saver.begin(Position(step=step), model, optimizer, 1)
+        saver.save(TrainState(step=step), model, optimizer, 1)
         stall = clock.lap()
         forward_backward()
         figures["beside"].append(clock.lap())
-        saver.wait_for_copy()
+        saver.wait_for_staging()
         figures["stall"].append(stall + clock.lap())
-        saver.finish()
+        saver.wait()
         figures["durable"].append(saver.durable_s)
         say(f"repetition {step - 1}: " + ", ".join(f"{name} {values[-1]:.3f} s" for name, values in figures.items()))
     return figures
@@ -113,22 +113,22 @@ class Clock:
 
 def be_rank(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
     """Save and restore on one of several ranks; rank 0 hands back (durable, restore) in seconds."""
-    from mingpt_ddp.snapshots.train_state import Position
+    from mingpt_ddp.snapshots.train_state import TrainState
 
     os.environ.update(environment)
     saver, model, optimizer, runtime = build(root)
-    saver.begin(Position(step=1), model, optimizer, 1)
-    saver.finish()
+    saver.save(TrainState(step=1), model, optimizer, 1)
+    saver.wait()
     times = []
     for step in range(2, repetitions + 2):
-        runtime.barrier()
+        runtime.group.barrier()
         clock = Clock()
-        saver.begin(Position(step=step), model, optimizer, 1)
-        saver.finish()
+        saver.save(TrainState(step=step), model, optimizer, 1)
+        saver.wait()
         durable = clock.lap()
-        saver.restore(saver.find(), model, optimizer)
+        saver.restore(saver.load_latest(), model, optimizer)
         times.append((durable, clock.lap()))
-    if runtime.is_main:
+    if runtime.group.is_rank_zero:
         results.put(times)
     runtime.close()
 

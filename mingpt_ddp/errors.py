@@ -46,7 +46,7 @@ class RunError(UserError):
     kind = "run error"
 
 
-class AwayError(UserError):
+class StorageUnavailableError(UserError):
     """A storage does not answer now; the same start may succeed later."""
 
     kind = "storage error"

@@ -37,8 +37,14 @@ SETTINGS = [
     "ddp.timeout_s=15",  # a stopped worker is noticed after 12 s
 ]
 # Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease that a test has the patience for.
-REMOTE = {"CALL_S": 2.0, "BUDGET_S": 6.0, "LEAST_BANDWIDTH": 32 << 20, "FIRST_PAUSE_S": 0.05, "LONGEST_PAUSE_S": 0.5}
-LEASE = {"BEAT_S": 1.0, "DEAD_S": 3.0, "SETTLE_S": 0.3}
+REMOTE = {
+    "REQUEST_TIMEOUT_S": 2.0,
+    "OPERATION_DEADLINE_S": 6.0,
+    "MIN_BANDWIDTH": 32 << 20,
+    "INITIAL_BACKOFF_S": 0.05,
+    "MAX_BACKOFF_S": 0.5,
+}
+LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.3}
 PATIENCE_S = 120.0  # for an attempt to get going
 # The kernel ends the server with the thread that started it: this one stays.
 starter = ThreadPoolExecutor(1, "starter")
@@ -360,7 +366,7 @@ class Chaos:
             elif line.kind == "step":
                 if fresh and report.attempts > 1:
                     cause = self._cause(began)
-                    self._judge(cause, last, resumed, history, committed)
+                    self._maybe_prune(cause, last, resumed, history, committed)
                     report.lost.setdefault(cause, []).append(history - resumed)
                     history, last = resumed, ""
                 fresh = False
@@ -383,7 +389,7 @@ class Chaos:
         causes = [kind for when, kind in self.ended if when < began]
         return causes[-1] if causes else "unknown"
 
-    def _judge(self, cause: str, last: str, resumed: int, history: int, committed: int) -> None:
+    def _maybe_prune(self, cause: str, last: str, resumed: int, history: int, committed: int) -> None:
         if resumed < committed:
             raise Broken(f"after '{cause}': from step {resumed}, although that of step {committed} was committed")
         if resumed > history:

@@ -10,7 +10,7 @@ from launching import TINY, Job, children, wait_for
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run
 
@@ -57,11 +57,11 @@ sys.meta_path.insert(0, Finder())
 
 TELL_SIGNALS = """
 def tell_signals(interrupt):
-    handle = interrupt.Interrupt._handle
+    handle = interrupt.SignalHandler._handle
     def told(self, number, frame):
         handle(self, number, frame)
         touch(f"signal.{RANK}")
-    interrupt.Interrupt._handle = told
+    interrupt.SignalHandler._handle = told
 PATCHES["mingpt_ddp.distributed.signals"] = tell_signals
 """
 
@@ -111,8 +111,8 @@ def weights(run: Path, step: int = STEPS) -> bytes:
 
 def train(values: dict[str, Any]) -> float | None:
     config = from_mapping(values)
-    logs.to_console(find_place())
-    runtime = Runtime(config, find_place())
+    logs.to_console(read_env())
+    runtime = Runtime(config, read_env())
     loss = run(config, runtime, {})
     runtime.close()
     return loss

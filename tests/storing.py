@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from mingpt_ddp.snapshots.buffer import encode
-from mingpt_ddp.snapshots.format import STATE, Snapshot, divide
+from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 
@@ -16,7 +16,7 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
     """
     store.clear(snapshot.step)
     files = {}
-    for share in divide({"model": snapshot.model, "optimizer": snapshot.optimizer}, writers):
+    for share in shard_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}, writers):
         files |= store.put(snapshot.step, {name: encode(tensors) for name, tensors in share.items()})
     files |= store.put(snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()})
     store.commit(snapshot.step, files)

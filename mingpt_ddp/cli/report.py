@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mingpt_ddp.distributed import exit as leave
+from mingpt_ddp.distributed.exit import cli_errors
 from mingpt_ddp.errors import RunError
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    with leave.errors_told():
+    with cli_errors():
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         _report(words)
 

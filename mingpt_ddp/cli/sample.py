@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.config.validation import build, convert, refuse_credentials
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import Place
-from mingpt_ddp.distributed.exit import errors_told
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import cli_errors
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, printable
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
         return
-    logs.to_console(Place())
-    with errors_told():
+    logs.to_console(DistEnv())
+    with cli_errors():
         config = parse(sys.argv[1:])
         prompt = _read_prompt() if config.prompt == "-" else config.prompt
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -129,8 +129,8 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         SnapshotError: there is no snapshot, or none that a model can be made of.
         DataError: the prompt has characters that the model does not know.
     """
-    from mingpt_ddp.config.registry import blaming, run_file
-    from mingpt_ddp.data.dataset import Vocabulary
+    from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
+    from mingpt_ddp.data.dataset import CharTokenizer
     from mingpt_ddp.inference.decoding import choose_precision, prepare
     from mingpt_ddp.inference.generate import generate_text
     from mingpt_ddp.models.ops import choose_device  # torch is needed from here on, not for a mistyped key
@@ -145,12 +145,12 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     trained = described(found.state)
     model = rebuild(trained, found.model)
     try:
-        with blaming():
+        with attribute_errors_to_user_code():
             model.to(device)
             prepare(model, choose_precision(config.precision, model, config.samples), config.samples)
             texts = generate_text(
                 model,
-                Vocabulary(trained.vocabulary),
+                CharTokenizer(trained.vocabulary),
                 prompt,
                 config.max_new_tokens,
                 config.seed,
@@ -220,13 +220,13 @@ def rebuild(trained: Trained, tensors: dict[str, Tensor]) -> nn.Module:
     """
     import torch
 
-    from mingpt_ddp.config.registry import blaming
+    from mingpt_ddp.config.registry import attribute_errors_to_user_code
     from mingpt_ddp.config.schema import GPTConfig
     from mingpt_ddp.models import build_model
     from mingpt_ddp.snapshots.state_dict import load_model
 
     vocab_size = len(trained.vocabulary)
-    with blaming():
+    with attribute_errors_to_user_code():
         config = typed(trained)
         if not isinstance(config, GPTConfig):  # code of the user's, which may compute what no snapshot has
             model = build_model(config, vocab_size, trained.block_size)

@@ -19,10 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mingpt_ddp.cli.sample import values_of
-from mingpt_ddp.config.validation import build, closest
-from mingpt_ddp.distributed import exit as leave
+from mingpt_ddp.config.validation import build, did_you_mean
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import cli_errors
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.storage import check_url
 
@@ -35,8 +35,8 @@ def main() -> None:
     if not words or {"-h", "--help"} & set(words):
         print(__doc__)
         return
-    logs.to_console(Place())
-    with leave.errors_told():
+    logs.to_console(DistEnv())
+    with cli_errors():
         sys.exit(_command(words))
 
 
@@ -48,7 +48,7 @@ def _command(words: list[str]) -> int:
     """
     command, arguments = words[0], words[1:]
     if command not in COMMANDS:
-        meant = closest(command, COMMANDS)
+        meant = did_you_mean(command, COMMANDS)
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
         raise ConfigError(f"{command} is not a command; {hint}")
     if not arguments:

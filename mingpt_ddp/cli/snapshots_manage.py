@@ -21,7 +21,7 @@ from mingpt_ddp.snapshots.load import load, step_in
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.run_dir import RunDirectory
-from mingpt_ddp.storage.storage import Storage, publish, sync_directory
+from mingpt_ddp.storage.storage import Storage, atomic_write, sync_directory
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def prune(config: PruneConfig) -> int:
                 raise SnapshotError(f"there is no whole snapshot at {store.url}, so that nothing is deleted")
             best = look(store, whole[0]).position.get("best_step") if config.keep_best else None
             best = best if isinstance(best, int) else None
-            gone = store.surplus(config.keep_last, best, whole[0])
+            gone = store.expired_steps(config.keep_last, best, whole[0])
             for step in gone:
                 say(f"deleting {store.url}/{directory_name(step)}")
             store.prune(config.keep_last, best, whole[0])
@@ -84,7 +84,7 @@ def _owned(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
 
     Raises:
         RunError: a run is.
-        AwayError: one of the places does not answer.
+        StorageUnavailableError: one of the places does not answer.
     """
     locked: dict[Path, RunDirectory] = {}
     leases: list[Lease] = []  # where the URL says nothing of the run
@@ -101,7 +101,7 @@ def _owned(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         for store in stores:
             place = Path(store.storage.root)
             if store.storage.shared and locked:
-                next(iter(locked.values())).own_snapshots(store.storage)
+                next(iter(locked.values())).lock_snapshots(store.storage)
             elif store.storage.shared:
                 leases.append(Lease(store.storage))
             elif store.storage.local:
@@ -132,7 +132,7 @@ def export(config: ExportConfig) -> int:
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():
-            publish(partial / name, content)
+            atomic_write(partial / name, content)
         os.rename(partial, target)
         sync_directory(target.parent)
     except OSError as error:

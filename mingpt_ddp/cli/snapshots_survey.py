@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.errors import ConfigError, SnapshotError, printable
-from mingpt_ddp.snapshots.format import Damaged, Unfinished, directory_name
-from mingpt_ddp.snapshots.load import places, step_in
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
+from mingpt_ddp.snapshots.load import candidate_stores, step_in
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.storage import Storage, StorageError
 
@@ -47,7 +47,7 @@ def found(url: str) -> list[tuple[SnapshotStore, list[int]]]:
     if named is not None:
         candidates = [(named[0], [named[1]] if named[1] in named[0].steps() else [])]
     else:
-        candidates = [(store, store.steps()) for store in places(url.rstrip("/") or url)]
+        candidates = [(store, store.steps()) for store in candidate_stores(url.rstrip("/") or url)]
     filled = [(store, steps) for store, steps in candidates if steps]
     if not filled:
         raise SnapshotError(f"there are no snapshots at {url}; name a run directory, its snapshots or one of them")
@@ -88,14 +88,14 @@ def look(store: SnapshotStore, step: int) -> Entry:
         StorageError: the storage does not answer.
     """
     try:
-        files, state = store.glance(step)
+        files, state = store.read_metadata(step)
         position = state.get("position") if isinstance(state, dict) else None
         size = sum(file["bytes"] for file in files.values())
         return Entry(step, "whole", size, len(files) + 1, position if isinstance(position, dict) else {})
-    except Damaged as damage:
+    except CorruptSnapshotError as damage:
         directory = Storage(f"{store.url}/{directory_name(step)}")
         sizes = [_size(directory, name) for name in directory.list()]
-        status = "unfinished" if isinstance(damage, Unfinished) else "damaged"
+        status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
         return Entry(step, status, sum(sizes), len(sizes), {})
 
 
@@ -155,14 +155,14 @@ def verify(config: ListConfig) -> int:
         for step in steps:
             problem = check(store, step)
             told = str(problem or "whole")
-            if problem and not isinstance(problem, Unfinished):
+            if problem and not isinstance(problem, IncompleteSnapshotError):
                 damaged += 1
                 told = f"damaged: {told}"
             say(f"{store.url}/{directory_name(step)}: {told}")
     return DAMAGE if damaged else 0
 
 
-def check(store: SnapshotStore, step: int) -> Damaged | None:
+def check(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
     """Read a snapshot; what is wrong with it, or None. Damage is remembered in the store."""
     shown = sys.stderr is not None and sys.stderr.isatty()
     bar = tqdm(
@@ -178,7 +178,7 @@ def check(store: SnapshotStore, step: int) -> Damaged | None:
     try:
         store.verify(step, bar.update)
         return None
-    except Damaged as damage:
+    except CorruptSnapshotError as damage:
         store.damaged.add(step)
         return damage
     finally:

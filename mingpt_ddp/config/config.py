@@ -22,7 +22,7 @@ from mingpt_ddp.config.schema import (
     SnapshotConfig,
     TrainerConfig,
 )
-from mingpt_ddp.config.validation import build, closest
+from mingpt_ddp.config.validation import build, did_you_mean
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
@@ -61,7 +61,7 @@ class Config:
 
     def digest(self, beside: dict[str, str] | None = None) -> str:
         """8 hexadecimal digits of what makes the training, however long it lasts."""
-        text = json.dumps({**made_by(self.to_dict()), **({"beside": beside} if beside else {})}, sort_keys=True)
+        text = json.dumps({**hashed_fields(self.to_dict()), **({"beside": beside} if beside else {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -69,7 +69,7 @@ class Config:
 BESIDE = ("log_every", "eval_every", "sample_every", "prune", "prune_after", "activation_checkpointing")
 
 
-def made_by(values: dict[str, Any]) -> dict[str, Any]:
+def hashed_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Of the plain values of a configuration those that make the training.
 
     Not where the run lives, how long it lasts, how it is distributed or saved, what it displays or when it is pruned.
@@ -93,10 +93,10 @@ def suggest(key: str) -> str:
         return f" of the chosen {key.split('.')[0]}"
     group, _, name = key.partition(".")
     if group in GROUPS:
-        meant = closest(name, [other.split(".")[1] for other in known if other.startswith(f"{group}.")])
+        meant = did_you_mean(name, [other.split(".")[1] for other in known if other.startswith(f"{group}.")])
         return f"; did you mean {group}.{meant}?" if meant else f"; the group {group} is described in conf/{group}"
     same_name = [other for other in sorted(known) if other.endswith(f".{key}")]
-    meant = same_name[0] if same_name else closest(key, [*GROUPS, *known])
+    meant = same_name[0] if same_name else did_you_mean(key, [*GROUPS, *known])
     return f"; did you mean {meant}?" if meant else ""
 
 

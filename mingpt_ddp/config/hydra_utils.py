@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.config import Config, from_mapping, plain, suggest
-from mingpt_ddp.config.registry import blaming, run_code
-from mingpt_ddp.config.validation import closest
+from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
+from mingpt_ddp.config.validation import did_you_mean
 
 # Hydra's plugins that presets use, and the extras of setup.cfg that install them.
 PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
@@ -30,7 +30,7 @@ def config_directory() -> Path:
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")  # a value may follow as a word
 
 
-def flags_first(words: list[str]) -> list[str]:
+def reorder_argv(words: list[str]) -> list[str]:
     """A command line with `key=value` behind all else, in whatever order it was typed: Hydra's parser needs it so."""
     before = ["", *words]
     moved = [i for i, word in enumerate(words) if re.match(r"[^-][^=]*=", word) and before[i] not in VALUED]
@@ -40,7 +40,7 @@ def flags_first(words: list[str]) -> list[str]:
     return flags + [words[i] for i in moved]
 
 
-def typed(cfg: DictConfig, hydra: Any) -> Config:
+def to_config(cfg: DictConfig, hydra: Any) -> Config:
     """The configuration of a run, after running the user's own code that it names.
 
     Args:
@@ -51,18 +51,18 @@ def typed(cfg: DictConfig, hydra: Any) -> Config:
     """
     # The directories in which Hydra looks for YAML files.
     directories = [Path(s.path).absolute() for s in hydra.runtime.config_sources if s.schema == "file"]
-    with blaming():
+    with attribute_errors_to_user_code():
         return from_mapping(run_code(plain(cfg), directories))
 
 
-def sweeping() -> bool:
+def is_multirun() -> bool:
     """Whether this is a job of a sweep."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def job_number() -> int:
     """Counts the jobs of a sweep from 0; in lock-step all ranks do the same job at the same time."""
-    return int(HydraConfig.get().job.num) if sweeping() else 0
+    return int(HydraConfig.get().job.num) if is_multirun() else 0
 
 
 def key_of(word: str) -> str:
@@ -70,7 +70,7 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
-def varying() -> dict[str, str]:
+def swept_overrides() -> dict[str, str]:
     """The overrides of this job that differ from job to job, by key; `sweep.Start` says which do not."""
     hydra = HydraConfig.get()
     constant = set(hydra.job.config.override_dirname.exclude_keys)
@@ -79,10 +79,10 @@ def varying() -> dict[str, str]:
 
 
 def job_label() -> str:
-    return ", ".join("=".join(pair) for pair in varying().items()) or "the only job"
+    return ", ".join("=".join(pair) for pair in swept_overrides().items()) or "the only job"
 
 
-def worker_words() -> list[str]:
+def worker_overrides() -> list[str]:
     """The command line that composes the configuration of this job once more, without a sweep around it."""
     hydra = HydraConfig.get()
     mine = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra.job.config.override_dirname")
@@ -96,7 +96,7 @@ def worker_words() -> list[str]:
     return [*words, *hydra.overrides.task, *kept, "hydra.mode=RUN"]
 
 
-def records(cfg: DictConfig) -> dict[str, str]:
+def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
     """What goes to the run's `.hydra/`, by file name."""
     hydra_config: Any = HydraConfig.instance().cfg
     return {
@@ -131,5 +131,5 @@ def _suggest(key: str, cause: BaseException | None) -> str:
     """What was meant, among the keys of the chosen YAML file if it is one of those: they may be a user's own."""
     group, _, name = key.rpartition(".")
     node = getattr(cause, "parent_node", None)
-    meant = closest(name, map(str, node)) if group and isinstance(node, DictConfig) else None
+    meant = did_you_mean(name, map(str, node)) if group and isinstance(node, DictConfig) else None
     return f"; did you mean {group}.{meant}?" if meant else suggest(key)

@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.schema import GROUPS, DataConfig, Extensible, ModelConfig, OptimizerConfig
+from mingpt_ddp.config.schema import GROUPS, DataConfig, ModelConfig, OptimizerConfig, UserCodeConfig
 from mingpt_ddp.config.validation import check, is_known
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
 __all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register"]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-BASES: dict[str, type[Extensible]] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
+BASES: dict[str, type[UserCodeConfig]] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
 TAKEN = "the name is taken; choose another"
 LONGEST = 500  # characters of what went wrong in a file
 
 
-def register(group: str, name: str, config: type[Extensible]) -> Callable[[Builder], Builder]:
+def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[Builder], Builder]:
     """Make what follows known as `name`: a decorator of a class or function.
 
     Args:
@@ -63,7 +63,7 @@ def register(group: str, name: str, config: type[Extensible]) -> Callable[[Build
     return add
 
 
-Entry: TypeAlias = tuple[str, str, type[Extensible], Callable[..., Any]]  # group, name, keys, builder
+Entry: TypeAlias = tuple[str, str, type[UserCodeConfig], Callable[..., Any]]  # group, name, keys, builder
 
 
 @dataclass
@@ -78,14 +78,14 @@ _files: dict[Path, _File] = {}
 _entries: list[Entry] = []  # registered since the last file was begun
 
 
-def is_own(group: str, name: str) -> bool:
+def is_user_defined(group: str, name: str) -> bool:
     """Whether that is a user's, not one of ours."""
     return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
 
 
-def uses_own_code(config: Config) -> bool:
+def uses_user_code(config: Config) -> bool:
     """Whether the model or the optimizer is a user's."""
-    return is_own("model", config.model.architecture) or is_own("optimizer", config.optimizer.name)
+    return is_user_defined("model", config.model.architecture) or is_user_defined("optimizer", config.optimizer.name)
 
 
 # The files
@@ -160,7 +160,9 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
     _files[path] = _File(digest, [])
     _entries.clear()
     try:
-        with blaming():  # compiled from what was read: no __pycache__ is written beside the user's files
+        with (
+            attribute_errors_to_user_code()
+        ):  # compiled from what was read: no __pycache__ is written beside the user's files
             exec(compile(content, str(path), "exec"), module.__dict__)
     finally:
         _files[path].entries.extend(_entries)
@@ -168,7 +170,7 @@ def run_file(path: Path, key: str, wanted: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def blaming() -> Iterator[None]:
+def attribute_errors_to_user_code() -> Iterator[None]:
     """What goes wrong inside a user's file becomes one line that names it.
 
     Raises:

@@ -35,7 +35,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class Extensible:
+class UserCodeConfig:
     """What the groups have in common to which users add code of their own (mingpt_ddp/config/registry.py)."""
 
     code: str | None = field(default=None, kw_only=True)  # a Python file beside the YAML file that names it
@@ -43,7 +43,7 @@ class Extensible:
 
 
 @dataclass(frozen=True)
-class ModelConfig(Extensible):
+class ModelConfig(UserCodeConfig):
     """What every model has."""
 
     name: str  # a label for directories and logs
@@ -87,7 +87,7 @@ class ModernConfig(TransformerConfig):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(Extensible):
+class OptimizerConfig(UserCodeConfig):
     """What every optimizer has: a learning rate, weight decay and a schedule (mingpt_ddp/optim.py)."""
 
     name: str
@@ -161,7 +161,7 @@ class MuonConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class DataConfig(Extensible):
+class DataConfig(UserCodeConfig):
     """Which text, and how it is cut (mingpt_ddp/data/dataset.py and loader.py)."""
 
     name: str

@@ -26,7 +26,7 @@ def check(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def closest(key: str, known: Iterable[str]) -> str | None:
+def did_you_mean(key: str, known: Iterable[str]) -> str | None:
     """The known word that resembles `key` most, if one does."""
     matches = difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)
     return matches[0] if matches else None
@@ -49,7 +49,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            meant = closest(str(key), fields)
+            meant = did_you_mean(str(key), fields)
             hint = f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(fields)}"
             raise ConfigError(f"{prefix}{key} is not a key; {hint}")
     required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]

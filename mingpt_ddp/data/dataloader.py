@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.schema import TrainerConfig
-from mingpt_ddp.data.rng import key_to_seed, permuted
+from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import ConfigError, DataError
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
-AHEAD = 1 << 13  # positions whose windows are worked out together
-TOGETHER = 1 << 15  # tokens that are gathered together: 2 x 256 KiB of int64, which stay in a core's cache
-RESIDENT = 1 / 8  # of a GPU's memory may hold the text
+SHUFFLE_CHUNK = 1 << 13  # positions whose windows are worked out together
+GATHER_TOKENS = 1 << 15  # tokens that are gathered together: 2 x 256 KiB of int64, which stay in a core's cache
+MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory may hold the text
 # A GPU has few operations for integers without a sign, but for bytes: as these they go there, and are told apart there.
 SIGNED = {"uint8": "uint8", "uint16": "int16", "uint32": "int32"}
 
@@ -45,7 +45,7 @@ class BatchPlan:
     def n_micro(self) -> int:
         return self.batch_size // self.micro_batch_size
 
-    def numbers(self, rank: int) -> range:
+    def indices_for_rank(self, rank: int) -> range:
         """The micro-batches of a rank: number j runs on rank j mod world size."""
         return range(rank, self.n_micro, self.world_size)
 
@@ -78,7 +78,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
     return plan
 
 
-class Loader:
+class TokenLoader:
     """The training text as an endless sequence of steps."""
 
     def __init__(
@@ -111,7 +111,7 @@ class Loader:
         self._plan: tuple[BatchPlan, int] | None = None  # for which, and for which rank,
         self._first, self._steps = 0, list[list[MicroBatch]]()  # these steps are gathered, the first of that number
 
-    def step(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
+    def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """What one rank trains on in a step; steps count from 1."""
         if self._plan != (plan, rank) or not self._first <= step < self._first + len(self._steps):
             self._plan, self._first, self._steps = (plan, rank), step, self._gather(step, plan, rank)
@@ -120,8 +120,8 @@ class Loader:
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
         """This step and some that follow it in its epoch: what a gather costs besides its tokens is shared."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
-        numbers, size = plan.numbers(rank), plan.micro_batch_size
-        count = max(1, TOGETHER // (len(numbers) * size * self.block_size))
+        numbers, size = plan.indices_for_rank(rank), plan.micro_batch_size
+        count = max(1, GATHER_TOKENS // (len(numbers) * size * self.block_size))
         count = min(count, self.steps_per_epoch - index)
         starts = self._starts(epoch, index * self.batch_size, (index + count) * self.batch_size)
         mine = starts.reshape(count, plan.n_micro, size)[:, numbers.start :: plan.world_size]
@@ -134,9 +134,11 @@ class Loader:
         known_epoch, first, starts = self._known
         if epoch != known_epoch or begin < first or end > first + len(starts):
             first = begin
-            stop = min(max(end, begin + AHEAD), self.windows_per_epoch)
-            order = permuted(np.arange(first, stop), self.windows_per_epoch, key_to_seed("order", self.seed, epoch))
-            offset = key_to_seed("offset", self.seed, epoch) % self.stride
+            stop = min(max(end, begin + SHUFFLE_CHUNK), self.windows_per_epoch)
+            order = feistel_permute(
+                np.arange(first, stop), self.windows_per_epoch, derive_seed("order", self.seed, epoch)
+            )
+            offset = derive_seed("offset", self.seed, epoch) % self.stride
             starts = offset + order * self.stride
             self._known = (epoch, first, starts)
         return starts[begin - first : end - first]
@@ -145,7 +147,7 @@ class Loader:
 # The text, and windows of it: x (N, T) int64, and y (N, T), the character after each in x.
 
 
-class HostText:
+class HostTokens:
     """The text in memory, or in a file mapped to it."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
@@ -161,7 +163,7 @@ class HostText:
         return x, y
 
 
-class DeviceText:
+class DeviceTokens:
     """The batches are wanted on a device: in few transfers, for none of which this process waits."""
 
     def __init__(self, tokens: Tokens, length: int, device: torch.device, resident: bool) -> None:
@@ -189,8 +191,8 @@ class DeviceText:
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
 
-def _text(tokens: Tokens, length: int, device: torch.device) -> HostText | DeviceText:
+def _text(tokens: Tokens, length: int, device: torch.device) -> HostTokens | DeviceTokens:
     if device.type == "cpu":
-        return HostText(tokens, length)
+        return HostTokens(tokens, length)
     memory = torch.cuda.get_device_properties(device).total_memory
-    return DeviceText(tokens, length, device, resident=tokens.nbytes <= memory * RESIDENT)
+    return DeviceTokens(tokens, length, device, resident=tokens.nbytes <= memory * MAX_RESIDENT_FRACTION)

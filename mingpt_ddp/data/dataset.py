@@ -29,9 +29,9 @@ import numpy as np
 
 from mingpt_ddp.config.schema import DataConfig
 from mingpt_ddp.config.validation import build
-from mingpt_ddp.data.reader import Pieces
+from mingpt_ddp.data.reader import TextIteratorIO
 from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.storage.storage import publish, sync_directory
+from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
@@ -40,7 +40,7 @@ CODE_POINTS = 0x110000
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """An encoded text on disk, as plain values that can travel between ranks."""
 
     directory: str
@@ -51,10 +51,10 @@ class Encoded:
     tokens_sha256: str  # of tokens.bin
 
 
-class Corpus:
+class TextDataset:
     """The encoded text, split into a training and a validation part; neither looks into the other."""
 
-    def __init__(self, encoded: Encoded, config: DataConfig) -> None:
+    def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
         """
         Raises:
             DataError: a part is too short for one window, or for one prediction in the validation part.
@@ -74,7 +74,7 @@ class Corpus:
             raise DataError(f"the validation text has {len(self.val)} characters, too few; lower data.train_split")
 
 
-class Vocabulary:
+class CharTokenizer:
     """Characters to tokens and back."""
 
     def __init__(self, characters: str) -> None:
@@ -96,7 +96,7 @@ class Vocabulary:
         return "".join(self.characters[t] for t in tokens)
 
 
-def prepare(config: DataConfig) -> Encoded:
+def prepare(config: DataConfig) -> EncodedText:
     """Fetch and encode the text, or find it in the cache.
 
     Raises:
@@ -110,7 +110,7 @@ def prepare(config: DataConfig) -> Encoded:
     if found is not None:
         return found
     try:
-        with _alone(cache):
+        with _exclusive_lock(cache):
             return _find(directory, sha256) or _encode(open_text, directory, sha256, config.path)
     except OSError as error:
         raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}") from error
@@ -119,7 +119,7 @@ def prepare(config: DataConfig) -> Encoded:
 def _opener(config: DataConfig, cache: Path) -> Callable[[], io.BufferedReader]:
     """How to open the file's bytes, as often as needed; remote files are fetched into the cache first."""
     if config.reader is not None:
-        return lambda: io.BufferedReader(Pieces(config), CHUNK_BYTES)
+        return lambda: io.BufferedReader(TextIteratorIO(config), CHUNK_BYTES)
     if config.path == BUILTIN:
         content = python_docs().encode()
         return lambda: io.BufferedReader(io.BytesIO(content))
@@ -194,11 +194,11 @@ def _digest(open_text: Callable[[], io.BufferedReader], config: DataConfig) -> s
     return sha256
 
 
-def _find(directory: Path, sha256: str) -> Encoded | None:
+def _find(directory: Path, sha256: str) -> EncodedText | None:
     """The cached encoding, if it is whole."""
     try:
         meta = json.loads((directory / "meta.json").read_text())
-        encoded = build(Encoded, {"directory": str(directory), **meta}, "")
+        encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
         size = (directory / "tokens.bin").stat().st_size
         whole = encoded.sha256 == sha256 and encoded.dtype == _dtype(len(encoded.vocabulary))
         whole = whole and size == encoded.length * np.dtype(encoded.dtype).itemsize
@@ -243,7 +243,7 @@ def _characters(open_text: Callable[[], io.BufferedReader], path: str) -> Iterat
                 return
 
 
-def _encode(open_text: Callable[[], io.BufferedReader], directory: Path, sha256: str, path: str) -> Encoded:
+def _encode(open_text: Callable[[], io.BufferedReader], directory: Path, sha256: str, path: str) -> EncodedText:
     seen = np.zeros(CODE_POINTS, dtype=bool)
     length = 0
     for codes in _characters(open_text, path):
@@ -269,9 +269,9 @@ def _encode(open_text: Callable[[], io.BufferedReader], directory: Path, sha256:
         if _sha256(open_text) != sha256:
             raise DataError(f"data.path={path} changed while it was read; run again")
         tokens_sha256 = _sha256(partial(_open, building / "tokens.bin"))
-        encoded = Encoded(str(directory), sha256, length, vocabulary, dtype, tokens_sha256)
+        encoded = EncodedText(str(directory), sha256, length, vocabulary, dtype, tokens_sha256)
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
-        publish(building / "meta.json", json.dumps(meta).encode())
+        atomic_write(building / "meta.json", json.dumps(meta).encode())
         shutil.rmtree(directory, ignore_errors=True)  # it may be there, damaged
         os.replace(building, directory)
         sync_directory(directory.parent)
@@ -281,7 +281,7 @@ def _encode(open_text: Callable[[], io.BufferedReader], directory: Path, sha256:
 
 
 @contextlib.contextmanager
-def _alone(cache: Path) -> Iterator[None]:
+def _exclusive_lock(cache: Path) -> Iterator[None]:
     """One process at a time encodes; the others find its work."""
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".lock", "w") as lock:

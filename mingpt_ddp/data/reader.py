@@ -6,14 +6,14 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from mingpt_ddp.config.registry import BUILDERS, blaming
+from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.config.schema import DataConfig
 from mingpt_ddp.errors import DataError
 
 _END = object()
 
 
-class Pieces(io.RawIOBase):
+class TextIteratorIO(io.RawIOBase):
     """The pieces of text that a user's reader yields, as a file of UTF-8 that is never whole in memory."""
 
     def __init__(self, config: DataConfig) -> None:
@@ -43,7 +43,7 @@ class Pieces(io.RawIOBase):
         return len(part)
 
     def _next(self) -> Any:
-        with blaming():
+        with attribute_errors_to_user_code():
             try:
                 if self._pieces is None:
                     self._pieces = iter(BUILDERS["data"][str(self.config.reader)](self.config))

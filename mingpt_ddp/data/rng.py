@@ -12,7 +12,7 @@ Ints = np.ndarray[Any, np.dtype[Any]]
 ROUNDS = 6
 
 
-def key_to_seed(*keys: int | str) -> int:
+def derive_seed(*keys: int | str) -> int:
     """A 63-bit seed from what it is for and some numbers; any other keys give an unrelated seed."""
     digest = hashlib.blake2b(",".join(map(str, keys)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -20,13 +20,13 @@ def key_to_seed(*keys: int | str) -> int:
 
 def seed_everything(*keys: int | str) -> None:
     """Make torch's global generators, on the CPU and on every GPU in use, a function of the keys."""
-    seed = key_to_seed(*keys)
+    seed = derive_seed(*keys)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # torch.manual_seed would note down a stack trace for a GPU that is not in use
         torch.cuda.manual_seed_all(seed)
 
 
-def permuted(positions: Ints, n: int, key: int) -> Ints:
+def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
     """Where a keyed permutation of 0 .. n - 1 sends each position; needs no memory beyond its result.
 
     A Feistel network over the next even number of bits, walked again from every value that falls outside (Black and
@@ -37,7 +37,7 @@ def permuted(positions: Ints, n: int, key: int) -> Ints:
         positions: integers in 0 .. n - 1, any shape.
     """
     half = np.uint64(max(1, (max(n - 1, 1).bit_length() + 1) // 2))
-    keys = [np.uint64(key_to_seed("round", key, number)) for number in range(ROUNDS)]
+    keys = [np.uint64(derive_seed("round", key, number)) for number in range(ROUNDS)]
     values = _encipher(positions.astype(np.uint64), half, keys)
     while (outside := values >= n).any():
         values[outside] = _encipher(values[outside], half, keys)

@@ -1,1 +1,1 @@
-"""Ranks: environment, process group, gradient averaging, watchdog, launcher, signals, exit codes."""
+"""ProcessGroup: environment, process group, gradient averaging, watchdog, launcher, signals, exit codes."""

@@ -26,7 +26,7 @@ COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "cla
 OLDEST_GPU = (7, 0)  # compute capability for which Triton makes code
 
 
-def compiles(config: Config, device: torch.device) -> bool:
+def should_compile(config: Config, device: torch.device) -> bool:
     """Whether the run is compiled. auto: on a GPU, our own models, where there is what it takes.
 
     On a CPU it makes a step 10% faster at best, and costs half a minute.
@@ -58,7 +58,7 @@ def _missing(device: torch.device) -> str | None:
     return None
 
 
-def compiled(model: nn.Module, config: Config) -> nn.Module:
+def compile_model(model: nn.Module, config: Config) -> nn.Module:
     """The model, to be compiled when it is first called; `model` itself stays eager."""
     mode = "reduce-overhead" if config.trainer.compile == "cuda_graphs" else None
     return cast(nn.Module, torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=BACKEND))
@@ -69,12 +69,12 @@ def check_compiles(model: nn.Module, config: Config, x: Tensor, y: Tensor) -> No
     Raises:
         ConfigError: torch cannot make one graph of the model.
     """
-    with one_line(config):
+    with report_compile_errors(config):
         torch.compile(model, fullgraph=True, dynamic=False, backend="eager")(x, y)
 
 
 @contextlib.contextmanager
-def one_line(config: Config) -> Iterator[None]:
+def report_compile_errors(config: Config) -> Iterator[None]:
     """
     Raises:
         ConfigError: compiling fails.

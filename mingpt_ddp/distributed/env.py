@@ -15,60 +15,60 @@ from mingpt_ddp.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class DistEnv:
     """This process among the ranks of the job."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    agent: bool = False  # the parent holds the store, and starts this process again when it dies
-    master: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
-    alone: bool = True  # nobody has set RANK and its relatives
-    worker: bool = False  # whoever set them has started this process as one of several on this machine
-    siblings: bool = False  # the parent has given all of those the same environment, and so the same GPUs
+    has_agent: bool = False  # the parent holds the store, and starts this process again when it dies
+    master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
+    is_standalone: bool = True  # nobody has set RANK and its relatives
+    has_local_rank: bool = False  # whoever set them has started this process as one of several on this machine
+    shares_devices: bool = False  # the parent has given all of those the same environment, and so the same GPUs
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_zero(self) -> bool:
         return self.rank == 0
 
 
-def find_place() -> Place:
+def read_env() -> DistEnv:
     """Read RANK and its relatives, as torchrun or the user's own script sets them.
 
     Raises:
         ConfigError: some of them are missing or contradict each other.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return Place()
+        return DistEnv()
     needed = ["RANK", "WORLD_SIZE"]
     if os.environ.get("WORLD_SIZE") and _number("WORLD_SIZE") > 1:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     for name in needed:
         if not os.environ.get(name):
             raise ConfigError(f"{name} is not set, but others of {', '.join(needed)} are; set all of them or none")
-    place = Place(
+    env = DistEnv(
         rank=_number("RANK"),
         local_rank=_number("LOCAL_RANK", 0),
         world_size=_number("WORLD_SIZE"),
-        agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        master=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
-        alone=False,
-        worker="LOCAL_RANK" in os.environ,
-        siblings="TORCHELASTIC_RUN_ID" in os.environ,
+        has_agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        master_address=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
+        is_standalone=False,
+        has_local_rank="LOCAL_RANK" in os.environ,
+        shares_devices="TORCHELASTIC_RUN_ID" in os.environ,
     )
-    if not 0 <= place.master[1] < 1 << 16:
-        raise ConfigError(f"MASTER_PORT={place.master[1]} must lie below 65536")
-    if not 0 <= place.rank < place.world_size:
-        raise ConfigError(f"RANK={place.rank} must lie in 0 .. WORLD_SIZE - 1 = {place.world_size - 1}")
-    return place
+    if not 0 <= env.master_address[1] < 1 << 16:
+        raise ConfigError(f"MASTER_PORT={env.master_address[1]} must lie below 65536")
+    if not 0 <= env.rank < env.world_size:
+        raise ConfigError(f"RANK={env.rank} must lie in 0 .. WORLD_SIZE - 1 = {env.world_size - 1}")
+    return env
 
 
-def place_or_default() -> Place:
+def read_env_or_default() -> DistEnv:
     """Where this process stands, or that of a single one if that cannot be told."""
     try:
-        return find_place()
+        return read_env()
     except ConfigError:
-        return Place()
+        return DistEnv()
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -78,13 +78,13 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def under_agent(port: int, world_size: int) -> Place:
+def local_agent_env(port: int, world_size: int) -> DistEnv:
     """The first of `world_size` ranks on this machine, whose parent holds a store at `port`."""
-    return Place(world_size=world_size, agent=True, master=("localhost", port))
+    return DistEnv(world_size=world_size, has_agent=True, master_address=("localhost", port))
 
 
-def worker_variables(first: Place, index: int, local_world_size: int) -> dict[str, str]:
-    """What tells worker number `index` of a machine its place, as torchrun would.
+def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[str, str]:
+    """What tells worker number `index` of a machine its env, as torchrun would.
 
     Args:
         first: the place of the machine's first worker.
@@ -94,15 +94,15 @@ def worker_variables(first: Place, index: int, local_world_size: int) -> dict[st
         "LOCAL_RANK": index,
         "WORLD_SIZE": first.world_size,
         "LOCAL_WORLD_SIZE": local_world_size,
-        "MASTER_ADDR": first.master[0],
-        "MASTER_PORT": first.master[1],
+        "MASTER_ADDR": first.master_address[0],
+        "MASTER_PORT": first.master_address[1],
         "TORCHELASTIC_RUN_ID": "none",  # it has a parent, which it must not outlive
-        "TORCHELASTIC_USE_AGENT_STORE": first.agent,
+        "TORCHELASTIC_USE_AGENT_STORE": first.has_agent,
     }
     return {name: str(value) for name, value in variables.items()}
 
 
-def started_at() -> float:
+def process_start_time() -> float:
     """When this process began, in seconds since 1970."""
     try:
         return os.stat("/proc/self").st_ctime

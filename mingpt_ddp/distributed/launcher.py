@@ -16,8 +16,8 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed.env import Place, under_agent, worker_variables
-from mingpt_ddp.distributed.exit import FAILURE, TRY_AGAIN, USER_ERROR
+from mingpt_ddp.distributed.env import DistEnv, local_agent_env, worker_environ
+from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.storage.status import Status
@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 # What an agent hands on to its workers.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-OTHERS_S = 3.0  # for which the store of a run on several machines stays, so that all can learn what went wrong
+STORE_LINGER_S = 3.0  # for which the store of a run on several machines stays, so that all can learn what went wrong
 
 
 @dataclass(frozen=True)
-class Ending:
+class WorkerExit:
     """How the workers ended."""
 
     code: int = 0  # the exit code of the first that failed, negative for the signal that ended it; 0: none has
@@ -39,7 +39,7 @@ class Ending:
 
 
 def train_on_workers(
-    config: Config, place: Place, directory: Path, words: Sequence[str], main: Callable[[], None]
+    config: Config, env: DistEnv, directory: Path, words: Sequence[str], main: Callable[[], None]
 ) -> tuple[int, bool]:
     """Be the parent of `ddp.nproc_per_node` workers until they have trained.
 
@@ -59,21 +59,21 @@ def train_on_workers(
     from mingpt_ddp.distributed.runtime import choose_device
 
     n = config.ddp.nproc_per_node or 0
-    by_hand = not place.alone
-    world_size = place.world_size if by_hand else n
-    if place.rank + n > world_size:
-        raise ConfigError(f"RANK={place.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={place.rank + n} or more")
-    choose_device(config.trainer, config.ddp, Place(local_rank=n - 1, siblings=True))
+    is_manual = not env.is_standalone
+    world_size = env.world_size if is_manual else n
+    if env.rank + n > world_size:
+        raise ConfigError(f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more")
+    choose_device(config.trainer, config.ddp, DistEnv(local_rank=n - 1, shares_devices=True))
     plan_batches(config.trainer, world_size)
-    start = _spawn if by_hand or config.ddp.launcher == "spawn" else _elastic
-    with _environment(n, local=place.alone):
-        code, told = _attempts(lambda: start(config, place, words, main), config.ddp.max_restarts, directory)
-        if by_hand and place.is_main and code:
-            time.sleep(OTHERS_S)
+    start = _spawn if is_manual or config.ddp.launcher == "spawn" else _elastic
+    with _environment(n, local=env.is_standalone):
+        code, told = _run_with_restarts(lambda: start(config, env, words, main), config.ddp.max_restarts, directory)
+        if is_manual and env.is_rank_zero and code:
+            time.sleep(STORE_LINGER_S)
     return code, told
 
 
-def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path) -> tuple[int, bool]:
+def _run_with_restarts(attempt: Callable[[], WorkerExit], max_restarts: int, directory: Path) -> tuple[int, bool]:
     """As `train_on_workers`, after restarts where there is hope."""
     before = read_result(directory)
     for restart in range(max_restarts + 1):
@@ -88,7 +88,7 @@ def _attempts(attempt: Callable[[], Ending], max_restarts: int, directory: Path)
             log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)
         if ending.code in (0, USER_ERROR):  # an error of the user's would come again
             return ending.code, False
-    return USER_ERROR if ending.code == TRY_AGAIN else FAILURE, False
+    return USER_ERROR if ending.code == EX_TEMPFAIL else FAILURE, False
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def _environment(workers: int, local: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[[], None]) -> Ending:
+def _elastic(config: Config, env: DistEnv, words: Sequence[str], main: Callable[[], None]) -> WorkerExit:
     """One attempt under torch's elastic agent; restarts are ours, so that an error of the user's is final.
 
     The rendezvous is torch's "static", for which one node needs no state; its "c10d" unpickles what stands in the
@@ -139,23 +139,23 @@ def _elastic(config: Config, place: Place, words: Sequence[str], main: Callable[
         elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *words)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return Ending(failure.exitcode, rank)
+        return WorkerExit(failure.exitcode, rank)
     except SignalException as stop:
-        return Ending(signal=stop.sigval)
-    return Ending()
+        return WorkerExit(signal=stop.sigval)
+    return WorkerExit()
 
 
-def _spawn(config: Config, place: Place, words: Sequence[str], main: Callable[[], None]) -> Ending:
+def _spawn(config: Config, env: DistEnv, words: Sequence[str], main: Callable[[], None]) -> WorkerExit:
     """One attempt of processes started by torch.multiprocessing, which may be a part of the ranks only."""
     from torch import multiprocessing
 
     logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # the workers tell what went wrong
     n = config.ddp.nproc_per_node or 0
-    first, store = _with_store(config, place)
-    variables = [worker_variables(first, index, n) for index in range(n)]
+    first, store = _with_store(config, env)
+    variables = [worker_environ(first, index, n) for index in range(n)]
     got = 0
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward_signal(number: int, frame: FrameType | None) -> None:
         nonlocal got
         got = number
         for process in multiprocessing.active_children():
@@ -163,36 +163,36 @@ def _spawn(config: Config, place: Place, words: Sequence[str], main: Callable[[]
                 os.kill(process.pid, number)
 
     for number in SIGNALS:
-        signal.signal(number, hand_on)
+        signal.signal(number, forward_signal)
     arguments = (os.getpid(), variables, list(words), main)
     started = multiprocessing.start_processes(_worker, arguments, nprocs=n, join=False, start_method="spawn")
     if got:  # some were not there yet
-        hand_on(got, None)
+        forward_signal(got, None)
     try:
         while not started.join():
             pass
     except multiprocessing.ProcessExitedException as failure:
-        return Ending(failure.exit_code, place.rank + failure.error_index, got)
+        return WorkerExit(failure.exit_code, env.rank + failure.error_index, got)
     except multiprocessing.ProcessRaisedException as failure:
-        return Ending(FAILURE, place.rank + failure.error_index, got)
+        return WorkerExit(FAILURE, env.rank + failure.error_index, got)
     finally:
         del store  # it lasts as long as the attempt
-    return Ending(signal=got if place.alone else 0)  # not every machine can read the run's result
+    return WorkerExit(signal=got if env.is_standalone else 0)  # not every machine can read the run's result
 
 
-def _with_store(config: Config, place: Place) -> tuple[Place, Any]:
+def _with_store(config: Config, env: DistEnv) -> tuple[DistEnv, Any]:
     """The place of the first worker, and the store for its attempt if this process is the only parent.
 
     With parents on several machines the first of them has a store that outlives attempts: they end at different times.
     """
     from mingpt_ddp.distributed.rendezvous import connect, loopback_store
 
-    if place.alone:
+    if env.is_standalone:
         store = loopback_store()
-        return under_agent(store.port, config.ddp.nproc_per_node or 0), store
-    if place.is_main:
-        connect(place, 0, config.ddp.timeout_s)
-    return replace(place, agent=True), None
+        return local_agent_env(store.port, config.ddp.nproc_per_node or 0), store
+    if env.is_rank_zero:
+        connect(env, 0, config.ddp.timeout_s)
+    return replace(env, has_agent=True), None
 
 
 def _worker(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError, printable
 
 ROOT = "mingpt_ddp"
@@ -20,9 +20,9 @@ tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which 
 class Console(logging.Handler):
     """Lines on standard error, above the progress bar where there is one."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(logging.INFO if place.is_main else logging.ERROR)
-        prefix = "" if place.is_main else f"[rank {place.rank}] "
+    def __init__(self, env: DistEnv) -> None:
+        super().__init__(logging.INFO if env.is_rank_zero else logging.ERROR)
+        prefix = "" if env.is_rank_zero else f"[rank {env.rank}] "
         self.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -34,22 +34,22 @@ class Console(logging.Handler):
             sys.stderr.flush()
 
 
-def to_console(place: Place) -> None:
+def to_console(env: DistEnv) -> None:
     """Rank 0 shows what happens, the others only their errors."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(logging.INFO)
     logger.propagate = False
     close()
-    logger.addHandler(Console(place))
+    logger.addHandler(Console(env))
 
 
-def to_file(directory: Path, place: Place) -> None:
+def to_file(directory: Path, env: DistEnv) -> None:
     """From now on everything goes to `main.rank<N>.log` as well.
 
     Raises:
         RunError: it cannot be written.
     """
-    path = directory / f"main.rank{place.rank}.log"
+    path = directory / f"main.rank{env.rank}.log"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # a pipe would be waited for
@@ -72,8 +72,8 @@ def close() -> None:
 class Progress:
     """A bar over the steps on rank 0's terminal; elsewhere nothing, there the log lines tell."""
 
-    def __init__(self, place: Place, done: int, total: int) -> None:
-        self.shown = place.is_main and sys.stderr is not None and sys.stderr.isatty()
+    def __init__(self, env: DistEnv, done: int, total: int) -> None:
+        self.shown = env.is_rank_zero and sys.stderr is not None and sys.stderr.isatty()
         self._bar = tqdm(
             total=total,
             initial=done,

@@ -21,7 +21,7 @@ from typing import TypeVar, cast
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ POLL_S = 0.02
 FATAL = "fatal"
 
 
-def connect(place: Place, job: int, timeout_s: float) -> Store:
+def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
     """A client of the job's key-value store; rank 0 hosts it where no elastic agent does.
 
     Args:
@@ -38,8 +38,8 @@ def connect(place: Place, job: int, timeout_s: float) -> Store:
     Raises:
         RunError: nobody answers within `timeout_s` seconds.
     """
-    host, port = place.master
-    hosts_it = place.is_main and not place.agent
+    host, port = env.master_address
+    hosts_it = env.is_rank_zero and not env.has_agent
     try:
         timeout = timedelta(seconds=timeout_s)
         if not hosts_it:
@@ -51,7 +51,7 @@ def connect(place: Place, job: int, timeout_s: float) -> Store:
         return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RunError(f"rank {place.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
+        raise RunError(f"rank {env.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
 
 
 def _await_host(host: str, port: int, timeout_s: float) -> None:
@@ -104,7 +104,7 @@ def loopback_store(host: str = "localhost", port: int = 0, timeout: timedelta = 
     )
 
 
-def within(limit_s: float, work: Callable[[], T]) -> T:
+def call_with_timeout(limit_s: float, work: Callable[[], T]) -> T:
     """What `work` returns; behind a cut cable a store does not answer, and does not give up either.
 
     Raises:
@@ -129,23 +129,23 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
     return cast(T, answer)
 
 
-def tell_once(store: Store, message: str, parent: str) -> bool:
+def claim_error_report(store: Store, message: str, parent: str) -> bool:
     """Whether this is the first rank and attempt below a parent to tell of an error that every attempt would meet."""
     store.set(FATAL, message)
     return store.add(f"told/{parent}", 1) == 1
 
 
-def stop_if_fatal(store: Store) -> None:
+def raise_if_fatal(store: Store) -> None:
     """An agent restarts its workers whatever they died of; after an error that all attempts would meet, leave at once.
 
     Raises:
         RunError: what the earlier attempt told.
     """
     if store.check([FATAL]):
-        raise RunError(_peek(store, FATAL).partition(": ")[2])  # it says what kind of error it is itself
+        raise RunError(_get_or_empty(store, FATAL).partition(": ")[2])  # it says what kind of error it is itself
 
 
-def meet(store: Store, place: Place, timeout_s: float) -> Store:
+def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
     """Wait for the other ranks of this attempt; the store returned is theirs alone.
 
     Raises:
@@ -153,22 +153,24 @@ def meet(store: Store, place: Place, timeout_s: float) -> Store:
     """
     own = uuid.uuid4().hex
     deadline = time.monotonic() + timeout_s
-    attempt = _lead(store, place, own, deadline) if place.is_main else _follow(store, place.rank, own, deadline)
+    attempt = (
+        _coordinate(store, env, own, deadline) if env.is_rank_zero else _participate(store, env.rank, own, deadline)
+    )
     return PrefixStore(f"attempt/{attempt}", store)
 
 
-def _lead(store: Store, place: Place, own: str, deadline: float) -> str:
+def _coordinate(store: Store, env: DistEnv, own: str, deadline: float) -> str:
     """Rank 0: propose the ids at hand again and again until every rank has confirmed one and the same proposal."""
     store.set("hello/0", own)
-    others = range(1, place.world_size)
+    others = range(1, env.world_size)
     proposed: dict[str, str] = {}
     attempt = ""
     while True:
-        ids = {str(rank): _peek(store, f"hello/{rank}") for rank in others}
+        ids = {str(rank): _get_or_empty(store, f"hello/{rank}") for rank in others}
         if all(ids.values()) and ids != proposed:
             attempt, proposed = uuid.uuid4().hex, ids
             store.set("attempt", json.dumps({"attempt": attempt, "ids": ids}))
-        confirmed = [rank for rank in others if attempt and _peek(store, f"confirm/{attempt}/{rank}")]
+        confirmed = [rank for rank in others if attempt and _get_or_empty(store, f"confirm/{attempt}/{rank}")]
         if len(confirmed) == len(others):
             store.set(f"go/{attempt}", "1")
             return attempt
@@ -176,29 +178,29 @@ def _lead(store: Store, place: Place, own: str, deadline: float) -> str:
         _pause(store, 0, own, deadline, f"rank {', '.join(map(str, absent))} did not appear in time; start all ranks")
 
 
-def _follow(store: Store, rank: int, own: str, deadline: float) -> str:
+def _participate(store: Store, rank: int, own: str, deadline: float) -> str:
     """Any other rank: confirm every proposal that holds the own id; the one that rank 0 starts is the attempt."""
     store.set(f"hello/{rank}", own)
     while True:
-        proposal = json.loads(_peek(store, "attempt") or "{}")
+        proposal = json.loads(_get_or_empty(store, "attempt") or "{}")
         if proposal and proposal["ids"].get(str(rank)) == own:
             attempt: str = proposal["attempt"]
             store.set(f"confirm/{attempt}/{rank}", "1")
-            if _peek(store, f"go/{attempt}"):
+            if _get_or_empty(store, f"go/{attempt}"):
                 return attempt
         _pause(store, rank, own, deadline, f"rank {rank} waited, but the ranks did not all appear in time; start them")
 
 
-def _peek(store: Store, key: str) -> str:
+def _get_or_empty(store: Store, key: str) -> str:
     """The value of a key, or an empty string where it has none yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _pause(store: Store, rank: int, own: str, deadline: float, complaint: str) -> None:
     """Wait for a moment, unless the time is over or another rank has told what stops all of them."""
-    stop_if_fatal(store)
+    raise_if_fatal(store)
     if time.monotonic() > deadline:
-        if _peek(store, f"hello/{rank}") != own:  # not before: a process cut off may find its successor here
+        if _get_or_empty(store, f"hello/{rank}") != own:  # not before: a process cut off may find its successor here
             raise RunError(f"another process has RANK={rank} too; give every process a rank of its own")
         raise RunError(f"{complaint}, or give them longer with ddp.timeout_s")
     time.sleep(POLL_S)

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
-from mingpt_ddp.distributed.comm_hooks import SETTLING, Hook, make_hook
-from mingpt_ddp.distributed.compile import compiled, compiles, one_line
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.comm_hooks import WARMUP_PASSES, CommHook, make_hook
+from mingpt_ddp.distributed.compile import compile_model, report_compile_errors, should_compile
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.memory import installed_memory, keep_freed_memory
-from mingpt_ddp.distributed.process_group import Ranks
-from mingpt_ddp.distributed.shared_memory import meet
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.shared_memory import connect_local_ranks
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import ops as arithmetic
 from mingpt_ddp.models.ops import DTYPES, choose_precision
@@ -30,7 +30,7 @@ from mingpt_ddp.torch_internals import communication_times, cut_graph_at_buckets
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
 
 
-def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch.device:
+def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch.device:
     """The device of this rank, after checking that the configuration can run on this machine.
 
     Raises:
@@ -46,13 +46,13 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, place: Place) -> torch
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if gpus == 1 and not place.siblings:  # a scheduler may show every process a GPU of its own
+    if gpus == 1 and not env.shares_devices:  # a scheduler may show every process a GPU of its own
         return torch.device("cuda", 0)
-    if place.local_rank >= gpus:
+    if env.local_rank >= gpus:
         raise ConfigError(
-            f"local rank {place.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU"
+            f"local rank {env.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU"
         )
-    return torch.device("cuda", place.local_rank)
+    return torch.device("cuda", env.local_rank)
 
 
 def refuse_shared_gpus(gpus: list[str]) -> None:
@@ -72,18 +72,18 @@ def refuse_shared_gpus(gpus: list[str]) -> None:
             )
 
 
-class Runtime(Ranks):
+class Runtime:
     """What one rank computes on, and how it talks to the others."""
 
-    def __init__(self, config: Config, place: Place, job: int = 0) -> None:
+    def __init__(self, config: Config, env: DistEnv, job: int = 0) -> None:
         """Join the process group of this attempt.
 
         Args:
             job: the number of the job in a sweep; every job has a process group of its own.
         """
-        self.config, self.ddp, self.hook = config, config.ddp, Hook()
-        self.device = choose_device(config.trainer, config.ddp, place)
-        self.compiles = compiles(config, self.device)
+        self.config, self.ddp, self.hook = config, config.ddp, CommHook()
+        self.device = choose_device(config.trainer, config.ddp, env)
+        self.compiles = should_compile(config, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.precision = choose_precision(config.trainer.precision, self.device)
@@ -92,17 +92,17 @@ class Runtime(Ranks):
         if self.device.type == "cuda":
             torch.cuda.init()  # from here on its generator is seeded with the others
             torch.cuda.set_device(self.device)
-        super().__init__(place, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
+        self.group = ProcessGroup(env, _backend(config.ddp.backend, self.device), config.ddp.timeout_s, job)
         if self.device.type == "cuda" and config.ddp.backend in ("auto", "nccl"):
-            refuse_shared_gpus(self.gather(str(torch.cuda.get_device_properties(self.device).uuid)))
-        if self.device.type == "cpu" and config.ddp.backend == "auto" and self.world_size > 1:
-            self.neighbours = meet(self.rank, self.gather, config.ddp.timeout_s)
+            refuse_shared_gpus(self.group.all_gather(str(torch.cuda.get_device_properties(self.device).uuid)))
+        if self.device.type == "cpu" and config.ddp.backend == "auto" and self.group.world_size > 1:
+            self.group.shared_memory = connect_local_ranks(self.group.rank, self.group.all_gather, config.ddp.timeout_s)
 
     def close(self) -> None:
-        super().close()
-        self.forget()
+        self.group.close()
+        self.release()
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Leave nothing to the next job of this process."""
         gc.collect()
         if self.compiles:
@@ -115,12 +115,12 @@ class Runtime(Ranks):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model for training: compiled, and behind DistributedDataParallel, its weights those of rank 0."""
-        if self.world_size > 1 and self.ddp.sync_batchnorm:
+        if self.group.world_size > 1 and self.ddp.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         eager = model
         if self.compiles:
-            model = compiled(model, self.config)
-        if self.world_size == 1:
+            model = compile_model(model, self.config)
+        if self.group.world_size == 1:
             return model
         wrapped = DDP(
             model,
@@ -134,13 +134,13 @@ class Runtime(Ranks):
             # A graph with activation checkpointing cannot be cut; outside of DDP the compiler finds no single graph.
             cut_graph_at_buckets(wrapped, not self.config.trainer.activation_checkpointing)
         time_communication(wrapped, SAMPLED_STEPS)
-        hook = make_hook(self.ddp, self.neighbours, eager)
+        hook = make_hook(self.ddp, self.group.shared_memory, eager)
         if hook is not None:
             self.hook = hook
-            wrapped.register_comm_hook(None, lambda state, bucket: hook.answer(bucket))
+            wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
         return wrapped
 
-    def settle(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+    def warm_up(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
         """Throw-away backward passes, so that the sums of a resumed run have the order of an uninterrupted one.
 
         DDP regroups its buckets after the first backward, and three or more ranks add up another grouping in another
@@ -149,12 +149,12 @@ class Runtime(Ranks):
         Raises:
             ConfigError: it cannot be compiled.
         """
-        if self.world_size == 1 and not self.compiles:
+        if self.group.world_size == 1 and not self.compiles:
             return
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        with one_line(self.config) if self.compiles else nullcontext():
-            for _ in range(SETTLING + self.compiles):
-                self.barrier()
+        with report_compile_errors(self.config) if self.compiles else nullcontext():
+            for _ in range(WARMUP_PASSES + self.compiles):
+                self.group.barrier()
                 self.begin_step()
                 with self.autocast():
                     loss = model(x, y)
@@ -169,13 +169,13 @@ class Runtime(Ranks):
         if self.config.trainer.compile == "cuda_graphs":
             torch.compiler.cudagraph_mark_step_begin()
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Give all ranks what rank 0's forward passes have made of the buffers, which each snapshot has once."""
-        if self.world_size > 1:
+        if self.group.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def communication(self, model: nn.Module) -> tuple[float, float]:
+    def comm_times(self, model: nn.Module) -> tuple[float, float]:
         """Seconds of the latest sampled step: reducing gradients, and the part of it that no computation hid."""
         if not isinstance(model, DDP):
             return 0.0, 0.0
@@ -194,7 +194,7 @@ class Runtime(Ranks):
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def share_gradients(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    def maybe_no_sync(self, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Gradients are reduced in a rank's last backward of a step only."""
         return nullcontext() if last or not isinstance(model, DDP) else model.no_sync()
 
@@ -234,7 +234,7 @@ def _set_determinism(deterministic: bool) -> None:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients, and back to what it was."""
     was_training = model.training
     model.eval()

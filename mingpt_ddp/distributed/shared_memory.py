@@ -1,4 +1,4 @@
-"""Ranks on one machine tell each other things through sockets and memory that they share.
+"""ProcessGroup on one machine tell each other things through sockets and memory that they share.
 
 A gloo collective between two processes of one machine goes through the kernel's TCP stack and a thread on each side:
 for a few megabytes that costs ten times the CPU time of copying and adding them, and for a few bytes a thousand times.
@@ -24,7 +24,7 @@ from torch import Tensor
 SHORT_LIVED = "/dev/shm"  # where the sockets' names are: on Linux a directory that no two machines share
 
 
-class Neighbours:
+class SharedMemoryGroup:
     """The connections of one rank to all others."""
 
     def __init__(self, rank: int, sockets: dict[int, socket.socket], timeout_s: float) -> None:
@@ -34,7 +34,7 @@ class Neighbours:
         """
         self.rank, self.world_size, self.timeout_s = rank, len(sockets) + 1, timeout_s
         self._sockets = sockets
-        self._owed = 0  # bytes that every other rank sends before those that are asked for next
+        self._unread_bytes = 0  # bytes that every other rank sends before those that are asked for next
         for connection in sockets.values():
             connection.settimeout(timeout_s)
 
@@ -42,30 +42,30 @@ class Neighbours:
         for connection in self._sockets.values():
             connection.close()
 
-    def tell(self, message: bytes) -> None:
+    def send_all(self, message: bytes) -> None:
         """Send a short message to all others; returns at once."""
         for rank, connection in self._sockets.items():
-            with self._telling(rank):
+            with self._naming(rank):
                 connection.sendall(message)
 
-    def hear(self, size: int) -> dict[int, bytes]:
+    def recv_all(self, size: int) -> dict[int, bytes]:
         """The next message, of `size` bytes, from every other rank.
 
         Raises:
             DistNetworkError: a rank is gone or silent.
         """
-        skip, self._owed = self._owed, 0
+        skip, self._unread_bytes = self._unread_bytes, 0
         return {rank: self._receive(rank, skip + size)[skip:] for rank in self._sockets}
 
-    def leave_unread(self, message: bytes) -> None:
+    def signal_all(self, message: bytes) -> None:
         """Tell all others something that all of them tell as well, and of which only the arrival matters later."""
-        self.tell(message)
-        self._owed += len(message)
+        self.send_all(message)
+        self._unread_bytes += len(message)
 
     def _receive(self, rank: int, size: int) -> bytes:
         content = b""
         while len(content) < size:
-            with self._telling(rank):
+            with self._naming(rank):
                 part = self._sockets[rank].recv(size - len(content))
             if not part:
                 raise dist.DistNetworkError(f"rank {rank} has closed its connection")
@@ -73,7 +73,7 @@ class Neighbours:
         return content
 
     @contextlib.contextmanager
-    def _telling(self, rank: int) -> Iterator[None]:
+    def _naming(self, rank: int) -> Iterator[None]:
         """Say which rank it was."""
         try:
             yield
@@ -90,7 +90,7 @@ class Neighbours:
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [own])
         for rank, connection in self._sockets.items():
-            with self._telling(rank):
+            with self._naming(rank):
                 _, handles, _, _ = socket.recv_fds(connection, 1, 1)
             if not handles:
                 raise dist.DistNetworkError(f"rank {rank} has closed its connection")
@@ -101,7 +101,7 @@ class Neighbours:
         return tensors
 
 
-def meet(rank: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> Neighbours | None:
+def connect_local_ranks(rank: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> SharedMemoryGroup | None:
     """Connect to all other ranks; None where they are not all on this machine. A collective.
 
     Args:
@@ -127,7 +127,7 @@ def meet(rank: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> Nei
             connection.settimeout(timeout_s)
             sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
         gather(None)  # before the names go, all have met
-        return Neighbours(rank, dict(sorted(sockets.items())), timeout_s)
+        return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
 
 
 def _directory() -> str | None:

@@ -14,16 +14,16 @@ log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class Interrupt:
+class SignalHandler:
     """While `heeded` someone looks at `asked` at every step; else a signal ends the process at once."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None  # the name of the first signal
+        self.signal_name: str | None = None  # the name of the first signal
         self.at = 0.0  # time.monotonic() when it came
-        self.heeded = False
-        self.leave: Callable[[int], None] = lambda number: os._exit(128 + number)
-        self.stalled: Callable[[str], None] = lambda reason: os._exit(1)  # a rank has: see `watch`
-        self.pointless: Callable[[], bool] = lambda: False  # nobody could answer: another rank has failed
+        self.deferred = False
+        self.exit: Callable[[int], None] = lambda number: os._exit(128 + number)
+        self.on_hang: Callable[[str], None] = lambda reason: os._exit(1)  # a rank has: see `watch`
+        self.peer_failed: Callable[[], bool] = lambda: False  # nobody could answer: another rank has failed
 
     def install(self) -> None:
         """From now on this process handles the signals; only its main thread may call this."""
@@ -32,13 +32,15 @@ class Interrupt:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        leaving = self.asked is not None  # a scheduler tells all processes, and then the launcher tells its workers
+        leaving = (
+            self.signal_name is not None
+        )  # a scheduler tells all processes, and then the launcher tells its workers
         again = leaving and number == signal.SIGINT
-        if again or not (self.heeded or leaving) or self.pointless():
-            self.leave(number)
-        if self.asked is None:
-            self.asked, self.at = name, time.monotonic()
+        if again or not (self.deferred or leaving) or self.peer_failed():
+            self.exit(number)
+        if self.signal_name is None:
+            self.signal_name, self.at = name, time.monotonic()
 
     def elapsed(self) -> float:
         """Seconds since the signal came; 0 where none did."""
-        return time.monotonic() - self.at if self.asked is not None else 0.0
+        return time.monotonic() - self.at if self.signal_name is not None else 0.0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import Decoder, StepDecoder
+from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
 from mingpt_ddp.models import ops as arithmetic
 from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear, pack_linear_fp16
@@ -30,10 +30,10 @@ WARM_UP = 3  # steps before one is recorded, in which libraries allocate what th
 
 
 def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
-    """What `precision=auto` stands for: 16 bits where the hardware is fast at it and the model is a `Decoder`."""
+    """What `precision=auto` stands for: 16 bits where the hardware is fast at it and the model is a `SupportsKVCache`."""
     if wanted != "auto":
         return wanted
-    if not isinstance(model, Decoder):
+    if not isinstance(model, SupportsKVCache):
         return "fp32"
     device = next(model.parameters()).device
     fast = arithmetic.choose_precision("auto", device)
@@ -125,10 +125,10 @@ class PackedLinear(nn.Linear):
     __call__ = forward
 
 
-class RecordedStep:
+class CUDAGraphDecodeStep:
     """A step of a model on a GPU, launched whole."""
 
-    def __init__(self, model: StepDecoder, cache: Any, batch: int, device: torch.device) -> None:
+    def __init__(self, model: SupportsCUDAGraphDecode, cache: Any, batch: int, device: torch.device) -> None:
         """Record it. What the cache has at its first position is overwritten meanwhile."""
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.dataset import Vocabulary
-from mingpt_ddp.inference.decoding import RecordedStep
-from mingpt_ddp.models import Decoder, StepDecoder
+from mingpt_ddp.data.dataset import CharTokenizer
+from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
+from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
 
-COLDEST = 1e-30  # temperature; below it fp32 has too few digits, and all but the likeliest is impossible long before
+MIN_TEMPERATURE = (
+    1e-30  # temperature; below it fp32 has too few digits, and all but the likeliest is impossible long before
+)
 
 
 @torch.inference_mode()
@@ -28,13 +30,13 @@ def generate(
 
     A character is chosen after a window of the text. The first window is the prompt, and each next one is longer by the
     character that was chosen, until it fills the context, block_size characters. The window behind a full one has the
-    newest `kept(block_size)` characters, half of the context, and grows again. So every character of a long text is
+    newest `context_after_shift(block_size)` characters, half of the context, and grows again. So every character of a long text is
     chosen after at least so many, and a model with a cache reads a whole window only where it begins anew: no character
     is read more than twice. (A window that moved by one character a time would have to be read for each, for all that
     is in it would move to another position.)
 
     Args:
-        model: a `LanguageModel`, as `build_model` makes it, and a `Decoder` if it has a cache; without one the windows
+        model: a `LanguageModel`, as `build_model` makes it, and a `SupportsKVCache` if it has a cache; without one the windows
             are the same, and so is the text.
         tokens: (B, T) the prompt, T >= 1; what exceeds the context is cut off at its start.
         temperature: divides the scores; 0 takes the likeliest character.
@@ -50,14 +52,14 @@ def generate(
     length = min(tokens.shape[1], block_size)
     text[:, :length] = tokens[:, -block_size:]
     try:
-        reader = _Reader(model, len(tokens))
+        reader = DecodeSession(model, len(tokens))
         fresh = True
         for _ in range(max_new_tokens):
-            new = choose(reader.scores(text[:, :length], fresh), temperature, top_k, top_p, generator)
+            new = sample_token(reader.scores(text[:, :length], fresh), temperature, top_k, top_p, generator)
             yield new
             fresh = length == block_size
             if fresh:
-                length = kept(block_size)
+                length = context_after_shift(block_size)
                 text[:, : length - 1] = text[:, block_size - length + 1 :].clone()
             else:
                 length += 1
@@ -66,21 +68,21 @@ def generate(
         model.train(was_training)
 
 
-def kept(block_size: int) -> int:
+def context_after_shift(block_size: int) -> int:
     """How many characters the window behind a full one has, the newest among them."""
     return max(1, block_size // 2)
 
 
-class _Reader:
+class DecodeSession:
     """The scores behind a window, by a cache where the model has one."""
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model, self.recorded = model, None
-        if isinstance(model, Decoder):
+        if isinstance(model, SupportsKVCache):
             weight = next(model.parameters())
             self.cache = model.new_cache(batch, weight.dtype)
-            if weight.is_cuda and isinstance(model, StepDecoder):
-                self.recorded = RecordedStep(model, self.cache, batch, weight.device)
+            if weight.is_cuda and isinstance(model, SupportsCUDAGraphDecode):
+                self.recorded = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 
     def scores(self, window: Tensor, fresh: bool) -> Tensor:
         """Logits (B, V) behind a window (B, T), valid until the next call.
@@ -89,7 +91,7 @@ class _Reader:
             fresh: it has another beginning than that before; otherwise it has one more character.
         """
         position = window.shape[1] - 1
-        if not isinstance(self.model, Decoder):
+        if not isinstance(self.model, SupportsKVCache):
             logits: Tensor = self.model(window)[:, -1]
             return logits
         if fresh:
@@ -99,14 +101,14 @@ class _Reader:
         return self.model.decode(window[:, -1:], self.cache, position)
 
 
-def choose(
+def sample_token(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
     """One character per row of the logits (B, V), as indices (B,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, COLDEST)  # at most 0: no overflow
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, MIN_TEMPERATURE)  # at most 0: no overflow
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -119,7 +121,7 @@ def choose(
 
 def generate_text(
     model: nn.Module,
-    vocabulary: Vocabulary,
+    vocabulary: CharTokenizer,
     prompt: str,
     max_new_tokens: int,
     seed: int,

@@ -22,7 +22,7 @@ LONGEST_LINE = 1 << 20  # bytes
 LARGEST = 1 << 28  # bytes of the file: two million lines
 
 
-class History:
+class JSONLLogger:
     """Appends to the file, each line as a whole; a disk that is full costs lines, not the run."""
 
     def __init__(self, path: Path | None) -> None:
@@ -85,7 +85,7 @@ def _append_line(path: Path, line: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Records:
+class MetricsHistory:
     """What counts of a history: what was measured on the way that led to the last step."""
 
     rows: list[dict[str, Any]]  # the records with a measurement, by step; the values are numbers, or None for NaN
@@ -99,7 +99,7 @@ class Records:
         return [(row["step"], float(row[key])) for row in self.rows if row.get(key) is not None]
 
 
-def read_history(path: Path) -> Records:
+def read_history(path: Path) -> MetricsHistory:
     """The records of the file at `path`.
 
     Those of steps that were made again are left out, and a line that its writer did not finish: the last one, or one
@@ -109,7 +109,7 @@ def read_history(path: Path) -> Records:
         DataError: another line is not a record, or there is more than a run writes; the message names the line.
         OSError: the file cannot be read, or is no regular file.
     """
-    return _sift(_lines(path))
+    return _drop_superseded(_lines(path))
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
@@ -141,7 +141,7 @@ def _is_number(value: Any) -> bool:
     return value is None or (type(value) in (int, float) and abs(value) < 1e300)
 
 
-def _sift(records: Iterable[dict[str, Any]]) -> Records:
+def _drop_superseded(records: Iterable[dict[str, Any]]) -> MetricsHistory:
     rows: list[dict[str, Any]] = []
     starts = faults = rollbacks = 0
     began = math.inf
@@ -158,4 +158,4 @@ def _sift(records: Iterable[dict[str, Any]]) -> Records:
             complete = True
         else:
             rows.append(record)
-    return Records(sorted(rows, key=lambda row: row["step"]), starts, faults, rollbacks, began)
+    return MetricsHistory(sorted(rows, key=lambda row: row["step"]), starts, faults, rollbacks, began)

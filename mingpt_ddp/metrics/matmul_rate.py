@@ -13,7 +13,7 @@ ENOUGH_S = 0.004  # a product that takes this long keeps a device busy
 PATIENCE_S = 0.03  # for measuring one size
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the best product of two square matrices, with torch's present settings and number of threads.
 
     Takes about 0.2 seconds and draws nothing from torch's global generators.
@@ -53,7 +53,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Utilisation:
+class MatmulUtilization:
     """The share of this rank's peak that training uses (MFU: Chowdhery et al. 2022, "PaLM", arXiv:2204.02311)."""
 
     def __init__(self, flops_per_token: float | None, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class Utilisation:
         """Find the peak out, the first time."""
         if self._flops is None or self._peak is not None:
             return
-        self._peak = matmul_rate(self._device, self._dtype)
+        self._peak = measured_matmul_flops(self._device, self._dtype)
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)  # those matrices are not the run's
 

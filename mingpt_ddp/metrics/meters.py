@@ -21,14 +21,14 @@ NATS_PER_BIT = math.log(2)
 
 
 @dataclass(frozen=True)
-class Readings:
+class TrainMetrics:
     """Means over the steps since the last log step."""
 
     loss: float  # nats per character, over all ranks
     grad_norm: float  # of the last step, before clipping
     tokens_per_s: float  # over all ranks
     step_s: float  # seconds per step of this rank
-    data_s: float  # of it, fetching the batch
+    data_time_s: float  # of it, fetching the batch
     peak_memory: int  # bytes, of this rank
 
 
@@ -47,14 +47,14 @@ class Meter:
         self._steps, self._data_s = 0, 0.0
         self._since = time.perf_counter()
 
-    def record(self, loss: Tensor, grad_norm: Tensor, data_s: float) -> None:
+    def record(self, loss: Tensor, grad_norm: Tensor, data_time_s: float) -> None:
         """
         Args:
             loss: this rank's share of the step's mean loss; the shares of all ranks add up to it.
         """
         self._loss_sum += loss
         self._grad_norm = grad_norm
-        self._data_s += data_s
+        self._data_s += data_time_s
         self._steps += 1
         self._steps_of_loss += 1
 
@@ -62,16 +62,16 @@ class Meter:
         """Leave out time that was not spent on steps."""
         self._since += seconds
 
-    def read(self) -> Readings:
+    def read(self) -> TrainMetrics:
         """A collective: all ranks call it at the same step. Starts anew."""
         loss_sum, steps = self.state()
         elapsed = max(time.perf_counter() - self._since, 1e-9)
-        readings = Readings(
+        readings = TrainMetrics(
             loss=loss_sum / max(1, steps),
             grad_norm=self.grad_norm(),
             tokens_per_s=self._steps * self.tokens_per_step / elapsed,
             step_s=elapsed / max(1, self._steps),
-            data_s=self._data_s / max(1, self._steps),
+            data_time_s=self._data_s / max(1, self._steps),
             peak_memory=self.runtime.peak_memory(),
         )
         self._loss_sum.zero_()
@@ -90,18 +90,18 @@ class Meter:
 
     def state(self) -> tuple[float, int]:
         """A collective: the sum of the losses since the last reading over all ranks, and of how many steps."""
-        return float(self.runtime.sum(self._loss_sum.cpu().reshape(1).clone())), self._steps_of_loss
+        return float(self.runtime.group.all_reduce(self._loss_sum.cpu().reshape(1).clone())), self._steps_of_loss
 
     def load_state(self, loss_sum: float, steps: int) -> None:
         """Continue an interval that a snapshot cut in two."""
-        self._loss_sum.fill_(loss_sum if self.runtime.is_main else 0.0)
+        self._loss_sum.fill_(loss_sum if self.runtime.group.is_rank_zero else 0.0)
         self._steps_of_loss = steps
 
 
 HPARAMS = ".hparams"  # the end of the name of an event file that has nothing else
 
 
-class Board:
+class TensorBoardLogger:
     """This rank's TensorBoard directory. What concerns the whole run stands in rank 0's alone."""
 
     def __init__(self, directory: Path, first_step: int, is_main: bool) -> None:

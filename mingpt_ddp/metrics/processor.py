@@ -13,23 +13,23 @@ from torch import nn
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.logging import Progress
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.jsonl import History
-from mingpt_ddp.metrics.matmul_rate import Utilisation
-from mingpt_ddp.metrics.meters import NATS_PER_BIT, Board, Meter, Readings
+from mingpt_ddp.metrics.jsonl import JSONLLogger
+from mingpt_ddp.metrics.matmul_rate import MatmulUtilization
+from mingpt_ddp.metrics.meters import NATS_PER_BIT, Meter, TensorBoardLogger, TrainMetrics
 
 log = logging.getLogger(__name__)
 
 
-class Journal:
+class MetricsProcessor:
     """The journal of a run of `steps` steps, of which `done` are."""
 
     def __init__(
         self,
         config: Config,
         runtime: Runtime,
-        board: Board,
-        history: History,
-        utilisation: Utilisation,
+        board: TensorBoardLogger,
+        history: JSONLLogger,
+        utilization: MatmulUtilization,
         done: int,
         steps: int,
         begun_at: float,
@@ -39,12 +39,12 @@ class Journal:
             begun_at: when this start of the run began, in seconds since 1970.
         """
         self.config, self.runtime, self.steps = config, runtime, steps
-        self.board, self.history, self.utilisation = board, history, utilisation
+        self.board, self.history, self.utilization = board, history, utilization
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
-        self.progress = Progress(runtime.place, done, steps)
+        self.progress = Progress(runtime.group.env, done, steps)
         self._done: int | None = done  # None: everything is ready
         self._begun_at: float | None = begun_at  # None: the first step is done
-        history.start(done, runtime.world_size)
+        history.start(done, runtime.group.world_size)
 
     def step_done(self) -> None:
         """One more of them."""
@@ -60,7 +60,7 @@ class Journal:
         begin = time.perf_counter()
         self.board.open()
         self.board.text(self._done + 1, "config", yaml.safe_dump(self.config.to_dict(), sort_keys=False))
-        self.utilisation.measure()
+        self.utilization.measure()
         self.meter.pause(time.perf_counter() - begin)
         self._done = None
 
@@ -69,14 +69,14 @@ class Journal:
         self.board.go_back(step + 1)
         self.history.go_back(step)
 
-    def steps_taken(self, step: int, lr: float, model: nn.Module, goodput: float) -> Readings | None:
+    def log_train(self, step: int, lr: float, model: nn.Module, goodput: float) -> TrainMetrics | None:
         """Of the steps since the last time; None where all of them were left out. A collective."""
         if self.meter.is_empty:
             return None
         readings = self.meter.read()
         self._ready()
-        mfu = self.utilisation.share(readings.tokens_per_s / self.runtime.world_size)
-        communication, exposed = self.runtime.communication(model)
+        mfu = self.utilization.share(readings.tokens_per_s / self.runtime.group.world_size)
+        communication, exposed = self.runtime.comm_times(model)
         self.board.scalars(
             step,
             {
@@ -85,7 +85,7 @@ class Journal:
                 "train/grad_norm": readings.grad_norm,
                 "speed/tokens_per_s": readings.tokens_per_s,
                 "speed/step_ms": readings.step_s * 1e3,
-                "speed/data_ms": readings.data_s * 1e3,
+                "speed/data_ms": readings.data_time_s * 1e3,
                 "speed/communication_ms": communication * 1e3,
                 "speed/communication_exposed_ms": exposed * 1e3,
                 "memory/peak_mib": readings.peak_memory / 2**20,
@@ -105,13 +105,13 @@ class Journal:
         )
         return readings
 
-    def validated(self, step: int, loss: float) -> None:
+    def log_validation(self, step: int, loss: float) -> None:
         self._ready()
         self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
         self.history.evaluated(step, loss)
         log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)
 
-    def sampled(self, step: int, text: str | None) -> None:
+    def log_sample(self, step: int, text: str | None) -> None:
         """
         Args:
             text: None on the ranks that have none.

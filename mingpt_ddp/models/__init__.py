@@ -39,7 +39,7 @@ class LanguageModel(Protocol):
 
 
 @runtime_checkable
-class Decoder(Protocol):
+class SupportsKVCache(Protocol):
     """What a model may have besides, so that sampling need not read the whole context for every character."""
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Any:
@@ -53,7 +53,7 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class StepDecoder(Decoder, Protocol):
+class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
     """What a decoder may have besides: a step that a GPU records once and repeats for every character (CUDA graph).
 
     `model.cache` has the parts for it.
@@ -71,7 +71,7 @@ class StepDecoder(Decoder, Protocol):
 
 
 @runtime_checkable
-class Counted(Protocol):
+class SupportsFlopsCount(Protocol):
     """What a model may have besides, so that MFU is logged."""
 
     def flops_per_token(self) -> float:
@@ -84,7 +84,7 @@ def flops_per_token(model: nn.Module) -> float | None:
     Raises:
         CodeError: what a user's model says is no count.
     """
-    if not isinstance(model, Counted):
+    if not isinstance(model, SupportsFlopsCount):
         return None
     count = model.flops_per_token()
     if not isinstance(count, (int, float)) or not 0 < count < math.inf:
@@ -114,6 +114,6 @@ def count_parameters(model: nn.Module) -> int:
 
 
 __all__ = [
-    *("GPT", "Counted", "Decoder", "LanguageModel", "Modern", "StepDecoder"),
+    *("GPT", "SupportsFlopsCount", "SupportsKVCache", "LanguageModel", "Modern", "SupportsCUDAGraphDecode"),
     *("build_model", "count_parameters", "flops_per_token"),
 ]

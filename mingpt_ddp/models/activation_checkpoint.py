@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mingpt_ddp.errors import ConfigError
 
 
-def recompute_blocks(model: nn.Module) -> None:
+def apply_activation_checkpointing(model: nn.Module) -> None:
     """From now on only the input of each of `model.blocks` is kept, and the backward pass works out the rest anew.
 
     Dropout is drawn as it was, so that gradients are the same bit for bit. Nothing changes where there are no

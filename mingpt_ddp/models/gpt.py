@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.models.kv_cache import KVCache, Start, rows
-from mingpt_ddp.models.ops import attend, dropout
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache, rows
+from mingpt_ddp.models.ops import causal_attention, dropout
 
 
 class Attention(nn.Module):
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, start: Start = 0) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         B, T, C = x.shape
         q, k, v = (
             self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4).unbind()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         if cache is not None:
             y = cache.attend(q, k, v, start)
         else:
-            y = attend(q, k, v, self.dropout if self.training else 0.0)
+            y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return dropout(y, self.dropout, self.training)
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, start: Start = 0) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         x = x + self.attention(self.norm_1(x), cache, start)
         hidden = F.gelu(self.up(self.norm_2(x)), approximate=self.approximate)  # (B, T, 4C)
         return x + dropout(self.down(hidden), self.dropout, self.training)
@@ -98,7 +98,7 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def _hidden(self, tokens: Tensor, cache: list[KVCache] | None = None, start: Start = 0) -> Tensor:
+    def _hidden(self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0) -> Tensor:
         T = tokens.shape[1]
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
         return [KVCache(shape, dtype, self.token_embedding.weight.device) for _ in range(c.n_layer)]
 
-    def decode(self, tokens: Tensor, cache: list[KVCache], start: Start) -> Tensor:
+    def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
         """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` cached positions."""
         return self._logits(self._hidden(tokens, cache, start)[:, -1])
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mingpt_ddp.models.ops import attend
+from mingpt_ddp.models.ops import causal_attention
 
-Start = (
+CachePosition = (
     int | Tensor
 )  # how many positions lie before the new ones; a tensor on the device, of shape (), in a captured step
 
@@ -27,7 +27,7 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: a captured step multiplies what is masked
         self.values = torch.zeros_like(self.keys)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: Start) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: CachePosition) -> Tensor:
         """Keep the new keys and values, and look at them and at the older ones.
 
         Args:
@@ -47,9 +47,9 @@ class KVCache:
         stop = start + T
         self.keys.narrow(2, start, T).copy_(k)
         self.values.narrow(2, start, T).copy_(v)
-        return attend(q, self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop))
+        return causal_attention(q, self.keys.narrow(2, 0, stop), self.values.narrow(2, 0, stop))
 
 
-def rows(table: Tensor, start: Start, T: int) -> Tensor:
+def rows(table: Tensor, start: CachePosition, T: int) -> Tensor:
     """The rows (T, ...) of a table by position (block_size, ...) that belong to the positions from `start` on."""
     return table[start : start + T] if isinstance(start, int) else table.index_select(0, start.view(1))

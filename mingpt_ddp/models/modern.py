@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import ModernConfig
-from mingpt_ddp.models.kv_cache import KVCache, Start, rows
-from mingpt_ddp.models.ops import attend, compute_dtype, dropout, relu_squared, rms_norm
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache, rows
+from mingpt_ddp.models.ops import causal_attention, compute_dtype, dropout, relu_squared, rms_norm
 
 
 class Stacked(nn.Linear):
@@ -34,7 +34,7 @@ class Smear(nn.Module):
         super().__init__()
         self.share = nn.Parameter(torch.empty(n_embd))
 
-    def forward(self, x: Tensor, last: Tensor | None, start: Start) -> Tensor:
+    def forward(self, x: Tensor, last: Tensor | None, start: CachePosition) -> Tensor:
         """
         Args:
             x: (B, T, C).
@@ -75,7 +75,7 @@ class Attention(nn.Module):
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(
-        self, x: Tensor, rotary: Tensor, first: Tensor | None, cache: LayerCache | None, start: Start
+        self, x: Tensor, rotary: Tensor, first: Tensor | None, cache: LayerCache | None, start: CachePosition
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         if cache is not None:
             y = cache.attend(q, k, v, start)
         else:
-            y = attend(q, k, v, self.dropout if self.training else 0.0)
+            y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.proj(y.transpose(1, 2).reshape(B, T, C)), first
 
 
@@ -139,7 +139,7 @@ class Block(nn.Module):
         rotary: Tensor,
         first: Tensor | None,
         cache: LayerCache | None = None,
-        start: Start = 0,
+        start: CachePosition = 0,
     ) -> tuple[Tensor, Tensor]:
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
         last_1, last_2 = (None, None) if cache is None else cache.last.unbind()
@@ -200,7 +200,7 @@ class Modern(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-    def _hidden(self, tokens: Tensor, cache: Cache | None = None, start: Start = 0) -> Tensor:
+    def _hidden(self, tokens: Tensor, cache: Cache | None = None, start: CachePosition = 0) -> Tensor:
         """(B, T, C) behind the last block, normalised."""
         T, D = tokens.shape[1], self.config.n_embd // self.config.n_head
         if isinstance(start, int) and start + T > self.block_size:
@@ -221,7 +221,7 @@ class Modern(nn.Module):
         last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
         return Cache(layers, last, rotary_table(self.block_size, D, device, dtype))
 
-    def decode(self, tokens: Tensor, cache: Cache, start: Start) -> Tensor:
+    def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
         """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` cached positions."""
         logits: Tensor = self.head(self._hidden(tokens, cache, start)[:, -1])
         return logits

@@ -50,7 +50,7 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Causal attention: the last query belongs to the last key, and each sees its own position and all before.
 
     On a GPU that is one fused kernel. On a CPU the backward of that kernel is slow in bf16, so plain products of

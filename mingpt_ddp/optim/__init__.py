@@ -14,7 +14,7 @@ from mingpt_ddp.errors import CodeError
 from mingpt_ddp.optim.muon import Muon
 
 
-def lr_at(step: int, config: OptimizerConfig, run_steps: int) -> float:
+def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """The learning rate of a step; steps count from 1.
 
     Linear growth over the warm-up, then the schedule, from `lr` down to `min_lr_ratio * lr` at its last step, and

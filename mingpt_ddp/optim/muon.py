@@ -26,10 +26,10 @@ POLYNOMIALS = (
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
-WORTH_DIVIDING = 1 << 17  # numbers in all matrices: for fewer the exchange takes as long as the work
+MIN_NUMEL_TO_SHARD = 1 << 17  # numbers in all matrices: for fewer the exchange takes as long as the work
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
+def polar_express(matrices: Tensor) -> Tensor:
     """The same singular vectors, with singular values near 1.
 
     Args:
@@ -85,7 +85,7 @@ class Muon(torch.optim.AdamW):
         }  # of each matrix
         leave_overflow_to_scaler(self)  # AdamW's kernel would skip a step by itself, Muon would not
 
-    def divide(self, rank: int, world_size: int) -> None:
+    def shard_across_ranks(self, rank: int, world_size: int) -> None:
         """From now on all ranks take each step together, with the same gradients, and share the work."""
         self.rank, self.world_size = rank, world_size
 
@@ -110,22 +110,22 @@ class Muon(torch.optim.AdamW):
             torch.cat([directions[i].view(-1, rows, columns).to(dtype) for i in members])
             for (rows, columns), members in by_shape.items()
         ]
-        for ((rows, columns), members), stack in zip(by_shape.items(), self._orthogonalise(stacks), strict=True):
+        for ((rows, columns), members), stack in zip(by_shape.items(), self._polar_express(stacks), strict=True):
             changed = [parameters[i].view(-1, rows, columns) for i in members]
             updates = stack.to(changed[0].dtype).split([len(matrices) for matrices in changed])
             for_each("add_", changed, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
 
-    def _orthogonalise(self, stacks: list[Tensor]) -> list[Tensor]:
+    def _polar_express(self, stacks: list[Tensor]) -> list[Tensor]:
         """All matrices of all stacks; each rank takes its share of every stack where there is enough to do."""
-        world_size = self.world_size if sum(stack.numel() for stack in stacks) >= WORTH_DIVIDING else 1
+        world_size = self.world_size if sum(stack.numel() for stack in stacks) >= MIN_NUMEL_TO_SHARD else 1
         if world_size == 1:
-            return [orthogonalise(stack) for stack in stacks]
+            return [polar_express(stack) for stack in stacks]
         shares = [-(-len(stack) // world_size) for stack in stacks]
         own = []
         for stack, share in zip(stacks, shares, strict=True):
             part = stack[self.rank * share : (self.rank + 1) * share]
             missing = stack.new_zeros(share - len(part), *stack.shape[1:])  # all ranks send the same number
-            own.append(torch.cat([orthogonalise(part), missing]).flatten())
+            own.append(torch.cat([polar_express(part), missing]).flatten())
         sent = torch.cat(own)
         received = sent.new_empty(world_size, len(sent))
         dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # gloo knows no bf16

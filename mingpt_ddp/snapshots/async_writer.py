@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import UserError
-from mingpt_ddp.snapshots.buffer import Image
+from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.format import STATE
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -29,7 +29,7 @@ Tensors = dict[str, dict[str, Tensor]]  # by file and name
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveResult:
     """What became of a snapshot: the same on every rank, but for the seconds."""
 
     step: int
@@ -39,46 +39,46 @@ class Outcome:
     fatal: Exception | None = None  # why the run cannot go on
 
 
-class Keeper:
+class StagingBuffers:
     """Host memory for one copy of this rank's share of the state, used again by every snapshot."""
 
     def __init__(self) -> None:
-        self._images: dict[str, Image] = {}
+        self._images: dict[str, SafetensorsBuffer] = {}
 
-    def images(self, tensors: Tensors) -> dict[str, Image]:
+    def images(self, tensors: Tensors) -> dict[str, SafetensorsBuffer]:
         """An image for every file, with room for these tensors."""
         if tensors.keys() != self._images.keys() or not all(self._images[n].fits(t) for n, t in tensors.items()):
             self._images.clear()  # first give back, then take
-            self._images = {name: Image(named) for name, named in tensors.items()}
+            self._images = {name: SafetensorsBuffer(named) for name, named in tensors.items()}
         return self._images
 
 
-class Save(threading.Thread):
+class AsyncSave(threading.Thread):
     """Copy, write, commit. Every rank has one of them for the same step; they work in step with each other."""
 
     def __init__(
         self,
         runtime: Runtime,
         stores: list[SnapshotStore],
-        keeper: Keeper,
+        keeper: StagingBuffers,
         step: int,
         tensors: Tensors,
         state: bytes,
-        tidy: Callable[[SnapshotStore], None],
+        apply_retention: Callable[[SnapshotStore], None],
     ) -> None:
         """
         Args:
             stores: where to write; each is tried when the one before has failed.
             tensors: this rank's files. They may change when `copied` is set.
             state: the content of state.json.
-            tidy: what rank 0 does with a store after a commit.
+            apply_retention: what rank 0 does with a store after a commit.
         """
         super().__init__(name=f"snapshot of step {step}", daemon=True)
         self.runtime, self.stores, self.keeper = runtime, stores, keeper
-        self.step, self.tensors, self.state, self.tidy = step, tensors, state, tidy
-        self.copied = threading.Event()
+        self.step, self.tensors, self.state, self.apply_retention = step, tensors, state, apply_retention
+        self.staging_done = threading.Event()
         self.began = time.monotonic()
-        self.outcome: Outcome | None = None
+        self.outcome: SaveResult | None = None
         self._contents: dict[str, memoryview | bytes] = {}
         device = runtime.device
         self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -86,7 +86,7 @@ class Save(threading.Thread):
     def run(self) -> None:
         problem = place = fatal = None
         try:
-            self.runtime.together(self._copy)
+            self.runtime.group.run_on_all_ranks(self._copy)
             for store in self.stores:
                 try:
                     self._write(store)
@@ -100,12 +100,12 @@ class Save(threading.Thread):
             if not isinstance(error, UserError):
                 log.info("the snapshot of step %d failed", self.step, exc_info=error, extra={"file_only": True})
         finally:
-            self.copied.set()
-            self.outcome = Outcome(self.step, time.monotonic() - self.began, place, problem, fatal)
+            self.staging_done.set()
+            self.outcome = SaveResult(self.step, time.monotonic() - self.began, place, problem, fatal)
 
     def _clean_up(self, store: SnapshotStore) -> None:
         """A disk that is full needs what the failure left; an object store that is away would only be waited for."""
-        if self.runtime.is_main and store.storage.local:
+        if self.runtime.group.is_rank_zero and store.storage.local:
             with contextlib.suppress(OSError):
                 store.clear(self.step)
 
@@ -122,24 +122,24 @@ class Save(threading.Thread):
                 self._fill(images)
             stream.synchronize()
         self.tensors = {}
-        self.copied.set()
+        self.staging_done.set()
         self._contents = {name: image.content for name, image in images.items()}
-        if self.runtime.is_main:
+        if self.runtime.group.is_rank_zero:
             self._contents[STATE] = self.state
 
-    def _fill(self, images: dict[str, Image]) -> None:
+    def _fill(self, images: dict[str, SafetensorsBuffer]) -> None:
         for name, image in images.items():
             image.fill(self.tensors[name])
 
     def _write(self, store: SnapshotStore) -> None:
         """Only when all ranks have done one stage does the next begin; an error of one is an error of all."""
-        main = self.runtime.is_main
-        self.runtime.together(lambda: store.clear(self.step) if main else None)
-        parts = self.runtime.together(lambda: store.put(self.step, self._contents))
+        main = self.runtime.group.is_rank_zero
+        self.runtime.group.run_on_all_ranks(lambda: store.clear(self.step) if main else None)
+        parts = self.runtime.group.run_on_all_ranks(lambda: store.put(self.step, self._contents))
         files = {name: file for part in parts for name, file in sorted(part.items())}
-        self.runtime.together(lambda: store.commit(self.step, files) if main else None)
+        self.runtime.group.run_on_all_ranks(lambda: store.commit(self.step, files) if main else None)
         if main:
             try:
-                self.tidy(store)
+                self.apply_retention(store)
             except Exception as error:  # the new one is there all the same
                 log.warning("cannot delete older snapshots at %s: %s", store.url, error)

@@ -29,7 +29,7 @@ NAMES = {
 }
 
 
-class Image:
+class SafetensorsBuffer:
     """The file that holds certain tensors, to be filled with their values again and again."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -73,7 +73,7 @@ class Image:
 
 def encode(tensors: Mapping[str, Tensor]) -> memoryview:
     """The bytes of a safetensors file."""
-    image = Image(tensors)
+    image = SafetensorsBuffer(tensors)
     image.fill(tensors)
     return image.content
 

@@ -32,11 +32,11 @@ DEEPEST = 20  # JSON within JSON
 SMALLEST_PART = 1 << 24  # bytes: dividing less than this costs more in files than it gains
 
 
-class Damaged(Exception):
+class CorruptSnapshotError(Exception):
     """This snapshot is not what was written."""
 
 
-class Unfinished(Damaged):
+class IncompleteSnapshotError(CorruptSnapshotError):
     """It was never committed."""
 
 
@@ -64,7 +64,7 @@ def part_name(kind: str, part: int, parts: int) -> str:
     return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors"
 
 
-def divide(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[dict[str, dict[str, Tensor]]]:
+def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[dict[str, dict[str, Tensor]]]:
     """The files of each writer, as equal in bytes as whole tensors can be; the same on every rank.
 
     Args:
@@ -89,11 +89,11 @@ def files_of(manifest: bytes, step: int) -> Files:
     """What the manifest of a step lists.
 
     Raises:
-        Damaged: it is not byte for byte as we write it.
+        CorruptSnapshotError: it is not byte for byte as we write it.
         SnapshotError: it is of a newer format.
     """
     try:
-        values = plain(manifest)
+        values = strict_json_loads(manifest)
         version, files = values["format"], values.get("files")
         newer = isinstance(version, int) and version > FORMAT
         if newer and manifest != manifest_of(values.get("step"), files, version):
@@ -101,9 +101,9 @@ def files_of(manifest: bytes, step: int) -> Files:
         sound = values["step"] == step and manifest_of(step, files) == manifest
         sound &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{MANIFEST} is damaged") from error
+        raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
     if not sound or not _is_complete(files) or files[STATE]["bytes"] > SMALL:
-        raise Damaged(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
+        raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
     return files
 
 
@@ -113,7 +113,7 @@ def _is_complete(files: Files) -> bool:
     return files.keys() == {STATE, *(part_name(kind, i, parts) for kind in KINDS for i in range(parts))}
 
 
-def plain(content: bytes) -> Any:
+def strict_json_loads(content: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-from mingpt_ddp.errors import AwayError, SnapshotError
-from mingpt_ddp.snapshots.format import KINDS, LARGEST_CONFIG, Damaged, Snapshot, step_of
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
+from mingpt_ddp.snapshots.format import KINDS, LARGEST_CONFIG, CorruptSnapshotError, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.safe_yaml import load_yaml
 from mingpt_ddp.storage.storage import Storage
@@ -14,7 +14,7 @@ from mingpt_ddp.storage.storage import Storage
 log = logging.getLogger(__name__)
 
 
-def places(url: str) -> Iterator[SnapshotStore]:
+def candidate_stores(url: str) -> Iterator[SnapshotStore]:
     """Where the snapshots of a run directory may be, or of a directory of snapshots.
 
     Raises:
@@ -48,14 +48,14 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
     if named is not None:
         try:
             return named[0].read(named[1], kinds)
-        except Damaged as damage:
+        except CorruptSnapshotError as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
     found: Snapshot | None = None
     try:
-        for store in places(url):
+        for store in candidate_stores(url):
             if found is None or max(store.steps(), default=0) > found.step:
-                found = max(found, store.newest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
-    except (AwayError, SnapshotError) as error:
+                found = max(found, store.read_latest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
+    except (StorageUnavailableError, SnapshotError) as error:
         if found is None:
             raise
         log.warning("%s", error)

@@ -14,22 +14,22 @@ from typing import Any
 from torch import Tensor
 
 from mingpt_ddp.distributed.memory import installed_memory
-from mingpt_ddp.errors import AwayError, SnapshotError
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import (
     KINDS,
     LARGEST_MANIFEST,
     MANIFEST,
     STATE,
-    Damaged,
+    CorruptSnapshotError,
     Files,
+    IncompleteSnapshotError,
     Snapshot,
-    Unfinished,
     directory_name,
     files_of,
     manifest_of,
-    plain,
     step_of,
+    strict_json_loads,
 )
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.storage import Storage, StorageError
@@ -52,13 +52,13 @@ class SnapshotStore:
         """The steps that have a directory, whole or not, in ascending order.
 
         Raises:
-            AwayError, SnapshotError: the place cannot be read.
+            StorageUnavailableError, SnapshotError: the place cannot be read.
         """
         try:
             names = self.storage.list()
         except Exception as error:  # every protocol fails in its own way
             reason = " ".join(str(error).split()) or type(error).__name__
-            kind = AwayError if isinstance(error, StorageError) else SnapshotError
+            kind = StorageUnavailableError if isinstance(error, StorageError) else SnapshotError
             raise kind(f"cannot look for snapshots at {self.url}: {reason[:300]}") from error
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
@@ -123,8 +123,8 @@ class SnapshotStore:
             kinds: which tensors are wanted; there are none of the others.
 
         Raises:
-            Damaged: it is not whole.
-            AwayError: the storage does not answer.
+            CorruptSnapshotError: it is not whole.
+            StorageUnavailableError: the storage does not answer.
             SnapshotError: the snapshot is of a newer format.
         """
         try:
@@ -132,22 +132,22 @@ class SnapshotStore:
             files = {name: file for name, file in self.files(step).items() if name.startswith(wanted)}
             # As bytes and as tensors, some of them at the same time.
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():
-                raise Damaged("it is larger than the memory of this machine")
+                raise CorruptSnapshotError("it is larger than the memory of this machine")
             with self._pool() as pool:
                 read = pool.map(lambda name: self._verified(step, name, files[name]), files)
                 contents = dict(zip(files, read, strict=True))
         except StorageError as error:  # that says nothing about the snapshot
-            raise AwayError(f"cannot read the snapshot of step {step}: {error}") from error
+            raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:
-            raise Damaged("it is larger than the memory of this machine") from error
+            raise CorruptSnapshotError("it is larger than the memory of this machine") from error
         try:
-            state = plain(contents.pop(STATE))
+            state = strict_json_loads(contents.pop(STATE))
             tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
             for name in list(contents):  # a file goes when its tensors are there
                 tensors[re.split("[.-]", name)[0]].update(decode(contents.pop(name)))
             return Snapshot(step, tensors["model"], tensors["optimizer"], state)
         except (ValueError, RecursionError, MemoryError) as error:  # as in the manifest, but nothing that we wrote
-            raise Damaged(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
+            raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
 
     def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
         """Compare every byte with the manifest, a piece at a time, however large the snapshot is.
@@ -159,7 +159,7 @@ class SnapshotStore:
             What the manifest lists.
 
         Raises:
-            Damaged: it is not whole.
+            CorruptSnapshotError: it is not whole.
             StorageError: the storage does not answer.
         """
         files = self.files(step)
@@ -167,17 +167,17 @@ class SnapshotStore:
             self._check_size(step, name, expected)
             digest = hashlib.sha256()
             with _reading(name):
-                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}", known=expected["bytes"]):
+                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}", expected_size=expected["bytes"]):
                     digest.update(chunk)
                     progress(len(chunk))
             self._check_digest(name, digest.hexdigest(), expected)
         return files
 
-    def glance(self, step: int) -> tuple[Files, Any]:
+    def read_metadata(self, step: int) -> tuple[Files, Any]:
         """What the manifest lists, and the state; of the tensors only the sizes are compared.
 
         Raises:
-            Damaged: that much shows that it is not whole.
+            CorruptSnapshotError: that much shows that it is not whole.
             StorageError: the storage does not answer.
         """
         files = self.files(step)
@@ -185,65 +185,65 @@ class SnapshotStore:
             if name != STATE:
                 self._check_size(step, name, expected)
         try:
-            return files, plain(self._verified(step, STATE, files[STATE]))
+            return files, strict_json_loads(self._verified(step, STATE, files[STATE]))
         except (ValueError, RecursionError) as error:
-            raise Damaged(f"{STATE} cannot be parsed") from error
+            raise CorruptSnapshotError(f"{STATE} cannot be parsed") from error
 
     def files(self, step: int) -> Files:
         """What the manifest lists.
 
         Raises:
-            Unfinished: there is none.
-            Damaged: it is not as we write it.
+            IncompleteSnapshotError: there is none.
+            CorruptSnapshotError: it is not as we write it.
             StorageError: the storage does not answer.
         """
         path = f"{directory_name(step)}/{MANIFEST}"
         size = self._size(path)
         if size is None:  # also where it is a pipe, which could be read for ever
-            raise Unfinished("it was never finished")
+            raise IncompleteSnapshotError("it was never finished")
         with _reading(MANIFEST):
-            content = self.storage.read(path, limit=LARGEST_MANIFEST, known=size)
+            content = self.storage.read(path, limit=LARGEST_MANIFEST, expected_size=size)
         return files_of(content, step)
 
     def _verified(self, step: int, name: str, expected: dict[str, Any]) -> bytes:
         self._check_size(step, name, expected)
         with _reading(name):
-            content = self.storage.read(f"{directory_name(step)}/{name}", known=expected["bytes"])
+            content = self.storage.read(f"{directory_name(step)}/{name}", expected_size=expected["bytes"])
         self._check_digest(name, hashlib.sha256(content).hexdigest(), expected)
         return content
 
     def _check_size(self, step: int, name: str, expected: dict[str, Any]) -> None:
         if self._size(f"{directory_name(step)}/{name}") != expected["bytes"]:
-            raise Damaged(f"{name} is missing or has another size")
+            raise CorruptSnapshotError(f"{name} is missing or has another size")
 
     @staticmethod
     def _check_digest(name: str, digest: str, expected: dict[str, Any]) -> None:
         if digest != expected["sha256"]:
-            raise Damaged(f"{name} has other content than was written")
+            raise CorruptSnapshotError(f"{name} has other content than was written")
 
-    def newest(self, kinds: Sequence[str] = KINDS) -> Snapshot | None:
+    def read_latest(self, kinds: Sequence[str] = KINDS) -> Snapshot | None:
         """The newest whole snapshot; each damaged one that is newer is reported in one line.
 
         Args:
             kinds: which tensors are wanted.
 
         Raises:
-            AwayError: the storage does not answer.
+            StorageUnavailableError: the storage does not answer.
             SnapshotError: all that were committed are damaged.
         """
         for step in reversed(self.steps()):
             try:
                 return self.read(step, kinds)
-            except Unfinished:
+            except IncompleteSnapshotError:
                 log.info("%s/%s was never finished and is ignored", self.url, directory_name(step))
-            except Damaged as damage:
+            except CorruptSnapshotError as damage:
                 self.damaged.add(step)
                 log.warning("damaged snapshot %s/%s is ignored: %s", self.url, directory_name(step), damage)
         if self.damaged:
             raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
 
-    def surplus(self, keep_last: int, best: int | None, newest: int) -> list[int]:
+    def expired_steps(self, keep_last: int, best: int | None, newest: int) -> list[int]:
         """All but the last `keep_last` committed snapshots up to `newest` and the `best` one.
 
         Directories beyond `newest` belong to a future that this run left behind by resuming from an older snapshot;
@@ -256,7 +256,7 @@ class SnapshotStore:
 
     def prune(self, keep_last: int, best: int | None, newest: int) -> list[int]:
         """Delete what is `surplus`; which went."""
-        gone = self.surplus(keep_last, best, newest)
+        gone = self.expired_steps(keep_last, best, newest)
         for step in gone:
             self._remove(step)
         return gone
@@ -270,4 +270,4 @@ def _reading(name: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        raise Damaged(f"{name} cannot be read: {error}") from error
+        raise CorruptSnapshotError(f"{name} cannot be read: {error}") from error

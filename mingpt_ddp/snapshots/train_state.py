@@ -7,12 +7,12 @@ from typing import Any
 
 from mingpt_ddp.config.config import WHERE, Config, UnknownCode, from_mapping
 from mingpt_ddp.config.validation import build
-from mingpt_ddp.data.dataset import Encoded
+from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import ConfigError, SnapshotError
 
 
 @dataclass
-class Position:
+class TrainState:
     """How far the run is, and what it has found. The data position and all random numbers follow from the step."""
 
     step: int = 0  # optimizer steps done
@@ -26,16 +26,16 @@ class Position:
     loss_sum: float = 0.0  # of the log interval that is under way
     loss_steps: int = 0
     stall_seconds: float = 0.0  # of those, waiting for snapshots
-    lost_seconds: float = 0.0  # starting, and work that a kill undid, of all attempts
+    wasted_seconds: float = 0.0  # starting, and work that a kill undid, of all attempts
     saved_at: float = 0.0  # seconds since 1970, when this was put down
-    loss_average: float | None = None  # what the guard against spikes compares with
-    sick_in_a_row: int = 0  # the latest steps that were left out
-    passed_over: list[int] = field(default_factory=list)  # steps that are not to be trained, after going back
+    loss_ema: float | None = None  # what the guard against spikes compares with
+    consecutive_skips: int = 0  # the latest steps that were left out
+    skipped_steps: list[int] = field(default_factory=list)  # steps that are not to be trained, after going back
 
     @property
     def goodput(self) -> float:
         """The share of the processes' time that became lasting progress, 0 to 1."""
-        return (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.lost_seconds, 1e-9)
+        return (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
 
 
 def identity(config: dict[str, Any], corpus_sha256: str) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def identity(config: dict[str, Any], corpus_sha256: str) -> dict[str, Any]:
     return values | {"data.path (the text's SHA-256)": corpus_sha256[:16]}
 
 
-def check_state(step: int, state: Any, config: Config, corpus: Encoded) -> None:
+def check_state(step: int, state: Any, config: Config, corpus: EncodedText) -> None:
     """
     Raises:
         SnapshotError: the snapshot belongs to another model, text or order of the data, or is not one of ours.
     """
     try:
         stored = _typed(state["config"])
-        position = build(Position, state["position"], "position")
+        position = build(TrainState, state["position"], "position")
         sound = position.step == step and stored["trainer"]["batch_size"] % state["micro_batch_size"] == 0
         old = identity(stored, state["corpus"]["sha256"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:

@@ -15,15 +15,15 @@ import time
 import uuid
 from typing import Any
 
-from mingpt_ddp.errors import AwayError, RunError
+from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage.storage import Storage
 
 log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
-BEAT_S = 5.0  # between two counts
-DEAD_S = 60.0  # without a count, which may take as long as a request that has to be repeated
-SETTLE_S = 1.0  # after which the last of several that took the place at the same time has it
+HEARTBEAT_INTERVAL_S = 5.0  # between two counts
+LEASE_TTL_S = 60.0  # without a count, which may take as long as a request that has to be repeated
+TAKEOVER_GRACE_S = 1.0  # after which the last of several that took the place at the same time has it
 SMALL = 1 << 16  # bytes
 
 
@@ -31,14 +31,14 @@ class Lease:
     """The right to write below a URL, for as long as this process counts."""
 
     def __init__(self, storage: Storage, dead: str | None = None) -> None:
-        """Become the owner; takes DEAD_S seconds where an earlier owner may be alive.
+        """Become the owner; takes LEASE_TTL_S seconds where an earlier owner may be alive.
 
         Args:
             dead: the id of an earlier owner that is known to be.
 
         Raises:
             RunError: the owner is alive.
-            AwayError: the storage does not answer.
+            StorageUnavailableError: the storage does not answer.
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
@@ -48,34 +48,36 @@ class Lease:
         try:
             self._take(dead)
         except OSError as error:
-            raise AwayError(f"cannot use {storage.url}: {error}") from error
-        self._counting = threading.Thread(target=self._count, name="lease", daemon=True)
+            raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
+        self._counting = threading.Thread(target=self._heartbeat_loop, name="lease", daemon=True)
         self._counting.start()
 
     def _take(self, dead: str | None) -> None:
         owner = self._read()
-        if owner is None and self.storage.create(OWNER, self._record()):
+        if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
         owner = owner or self._read()
         if owner is not None and owner.get("id") != dead:
-            self._await_death(owner)
+            self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
-        time.sleep(SETTLE_S)
+        time.sleep(TAKEOVER_GRACE_S)
         taken = self._read()
         if taken is None or taken.get("id") != self.id:
             raise self._refusal(taken or {})
 
-    def _await_death(self, owner: dict[str, Any]) -> None:
-        log.info("%s belongs to %s; waiting %.0f s for a sign of life", self.storage.url, _who(owner), DEAD_S)
+    def _wait_until_stale(self, owner: dict[str, Any]) -> None:
+        log.info("%s belongs to %s; waiting %.0f s for a sign of life", self.storage.url, _who(owner), LEASE_TTL_S)
         still, seen = 0.0, time.monotonic()
-        while still < DEAD_S:
-            time.sleep(BEAT_S / 4)
+        while still < LEASE_TTL_S:
+            time.sleep(HEARTBEAT_INTERVAL_S / 4)
             now = self._read()
             if now is None:
                 return
             if now != owner:
                 raise self._refusal(now)
-            still += min(time.monotonic() - seen, BEAT_S / 2)  # a storage that does not answer shows nothing
+            still += min(
+                time.monotonic() - seen, HEARTBEAT_INTERVAL_S / 2
+            )  # a storage that does not answer shows nothing
             seen = time.monotonic()
 
     def _refusal(self, owner: dict[str, Any]) -> RunError:
@@ -97,8 +99,8 @@ class Lease:
             record = None
         return record if isinstance(record, dict) else {}
 
-    def _count(self) -> None:
-        while not self._stopped.wait(BEAT_S) and self._lost_to is None:
+    def _heartbeat_loop(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_INTERVAL_S) and self._lost_to is None:
             try:
                 self.check()
                 self._beat += 1
@@ -126,7 +128,7 @@ class Lease:
         self._stopped.set()
         leaving = threading.Thread(target=self._leave, name="lease", daemon=True)
         leaving.start()
-        leaving.join(BEAT_S)
+        leaving.join(HEARTBEAT_INTERVAL_S)
 
     def _leave(self) -> None:
         self._counting.join()

@@ -23,10 +23,12 @@ import fsspec.asyn
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CALL_S = 30.0  # limit of one request in seconds, apart from the bytes it moves
-BUDGET_S = 60.0  # limit of one operation in seconds with all that it tries again, apart from the bytes it moves
-LEAST_BANDWIDTH = 1 << 20  # bytes per second, of all requests together: with less, limits are exceeded
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0  # before a request is tried again; doubled each time
+REQUEST_TIMEOUT_S = 30.0  # limit of one request in seconds, apart from the bytes it moves
+OPERATION_DEADLINE_S = (
+    60.0  # limit of one operation in seconds with all that it tries again, apart from the bytes it moves
+)
+MIN_BANDWIDTH = 1 << 20  # bytes per second, of all requests together: with less, limits are exceeded
+INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0  # before a request is tried again; doubled each time
 PART = 1 << 24  # bytes: larger files are moved in parts of this size, and a fault costs one part
 PARALLEL = 4  # parts at the same time, so this many are in memory
 
@@ -41,7 +43,7 @@ _PASSING_CODES = {
 _PASSING_STATUS = {408, 409, 425, 429}
 _LASTING_STATUS = {501, 507}  # not implemented; full
 _LASTING = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-# Neither package may be there, so that their errors are known by name.
+# Neither package may be there, so that their errors are expected_size by name.
 _PASSING_NAMES = {
     *("aiohttp.client_exceptions.ClientError", "botocore.parsers.ResponseParserError"),
     *(f"botocore.exceptions.{name}" for name in ("ConnectionError", "HTTPClientError", "IncompleteReadError")),
@@ -53,7 +55,7 @@ class StorageError(OSError):
     """A store does not do what it was asked, also when asked again. The message is one line without credentials."""
 
 
-def answer(error: BaseException) -> tuple[int | None, str | None]:
+def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
     """The HTTP status and the store's own error code behind an exception, where there are any."""
     cause: BaseException | None = error
     while cause is not None:
@@ -65,9 +67,9 @@ def answer(error: BaseException) -> tuple[int | None, str | None]:
     return next((number for number in numbers if isinstance(number, int)), None), None
 
 
-def passes(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed a moment later."""
-    status, code = answer(error)
+    status, code = http_status_and_code(error)
     if status is not None:
         passing = status >= 500 or status in _PASSING_STATUS or code in _PASSING_CODES
         return passing and status not in _LASTING_STATUS
@@ -78,7 +80,7 @@ def passes(error: Exception) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" in _PASSING_NAMES for kind in type(error).__mro__)
 
 
-def public(text: str) -> str:
+def redact(text: str) -> str:
     """One line of 300 characters or less, without the passwords and signatures that a URL may carry."""
     text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(text.split()))
     return re.sub(r"\?[\w%.-]+=[^\s\"']*", "?***", text)[:300]
@@ -87,11 +89,11 @@ def public(text: str) -> str:
 def describe(error: BaseException) -> str:
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
         return "no answer in time"
-    name = answer(error)[1] or type(error).__name__
+    name = http_status_and_code(error)[1] or type(error).__name__
     return f"{name}: {getattr(error, 'strerror', None) or error}"
 
 
-class Attempts:
+class RetryPolicy:
     """Tries requests again for as long as whoever started the operation lets it run."""
 
     def __init__(self) -> None:
@@ -99,18 +101,18 @@ class Attempts:
 
     async def __call__(self, request: Callable[[], Awaitable[T]], size: int = 0) -> T:
         """The result of a request that moves `size` bytes."""
-        pause = FIRST_PAUSE_S
+        pause = INITIAL_BACKOFF_S
         while True:
             try:
-                return await asyncio.wait_for(request(), CALL_S + PARALLEL * size / LEAST_BANDWIDTH)
+                return await asyncio.wait_for(request(), REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH)
             except Exception as error:  # every filesystem fails in its own way
-                if not passes(error):
+                if not is_transient(error):
                     raise
                 # One line an operation: all parts of a large file fail together.
-                log.log(logging.DEBUG if self.last else logging.INFO, "trying again: %s", public(describe(error)))
+                log.log(logging.DEBUG if self.last else logging.INFO, "trying again: %s", redact(describe(error)))
                 self.last = error
             await asyncio.sleep(pause * _jitter.uniform(0.5, 1))
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            pause = min(2 * pause, MAX_BACKOFF_S)
 
 
 async def in_parallel(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
@@ -143,7 +145,7 @@ class RemoteFiles:
         self._until = math.inf  # time.monotonic() after which nothing is tried any more
         self._running: set[asyncio.Future[Any]] = set()
 
-    def hurry(self, seconds: float) -> None:
+    def set_deadline(self, seconds: float) -> None:
         """Give up whatever is not done by then, now and later."""
         self._until = time.monotonic() + seconds
         self.loop.call_soon_threadsafe(self.loop.call_later, seconds, self._give_up)
@@ -152,21 +154,21 @@ class RemoteFiles:
         for operation in self._running:
             operation.cancel()
 
-    def read(self, path: str, limit: int | None = None, known: int | None = None) -> bytes:
-        size = self._info(path)["size"] if known is None else known
+    def read(self, path: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
+        size = self._info(path)["size"] if expected_size is None else expected_size
         if size is None:  # some web servers do not tell
             content: bytes = self._request("read", "cat_file", path, end=limit)
             return content
         size = size if limit is None else min(size, limit)
         parts = [(start, min(start + PART, size)) for start in range(0, size, PART)]
 
-        async def ranges(attempt: Attempts) -> list[bytes]:
+        async def ranges(attempt: RetryPolicy) -> list[bytes]:
             return await in_parallel([partial(self._range, attempt, path, *part) for part in parts])
 
         return b"".join(self._run("read", path, ranges, size))
 
-    def chunks(self, path: str, step: int, known: int | None = None) -> Iterator[bytes]:
-        size = self._info(path)["size"] if known is None else known
+    def chunks(self, path: str, step: int, expected_size: int | None = None) -> Iterator[bytes]:
+        size = self._info(path)["size"] if expected_size is None else expected_size
         for start in range(0, size, step):
             end = min(start + step, size)
             yield self._run("read", path, partial(self._range, path=path, start=start, end=end), end - start)
@@ -174,13 +176,13 @@ class RemoteFiles:
     def write(self, path: str, content: memoryview) -> None:
         self._run("write", path, lambda attempt: self._write(attempt, path, content), len(content))
 
-    def create(self, path: str, content: memoryview) -> bool:
+    def put_if_absent(self, path: str, content: memoryview) -> bool:
         if self.size(path) is not None:
             return False
 
-        async def operation(attempt: Attempts) -> bool:
+        async def operation(attempt: RetryPolicy) -> bool:
             try:
-                await attempt(lambda: self._create(path, content), len(content))
+                await attempt(lambda: self._put_if_absent(path, content), len(content))
             except FileExistsError:
                 # It may be ours, of a request whose answer was lost: also HTTP clients send a PUT a second time.
                 return await attempt(lambda: self._call("cat_file", path)) == content
@@ -218,10 +220,10 @@ class RemoteFiles:
         """An operation that is one request and moves few bytes."""
         return self._run(what, path, lambda attempt: attempt(lambda: self._call(method, path, **kwargs)))
 
-    def _run(self, what: str, path: str, operation: Callable[[Attempts], Awaitable[T]], size: int = 0) -> T:
+    def _run(self, what: str, path: str, operation: Callable[[RetryPolicy], Awaitable[T]], size: int = 0) -> T:
         """Run an operation that moves `size` bytes to its end, or to the end of its budget."""
-        attempt = Attempts()
-        budget = min(BUDGET_S + size / LEAST_BANDWIDTH, max(0.0, self._until - time.monotonic()))
+        attempt = RetryPolicy()
+        budget = min(OPERATION_DEADLINE_S + size / MIN_BANDWIDTH, max(0.0, self._until - time.monotonic()))
 
         async def bounded() -> T:
             running = asyncio.ensure_future(operation(attempt))
@@ -235,14 +237,17 @@ class RemoteFiles:
 
         try:
             # The limit out here is for a loop that does not run any more; what follows a failure takes some time too.
-            result: T = fsspec.asyn.sync(self.loop, bounded, timeout=budget + 2 * CALL_S)
+            result: T = fsspec.asyn.sync(self.loop, bounded, timeout=budget + 2 * REQUEST_TIMEOUT_S)
         except Exception as error:
-            if isinstance(error, (FileNotFoundError, NotADirectoryError)) and answer(error)[1] != "NoSuchBucket":
+            if (
+                isinstance(error, (FileNotFoundError, NotADirectoryError))
+                and http_status_and_code(error)[1] != "NoSuchBucket"
+            ):
                 raise
             timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError, fsspec.FSTimeoutError))
             cause = describe((timed_out and attempt.last) or error)
             tried = f" (tried for {budget:.0f} s)" if timed_out else ""
-            raise StorageError(public(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
+            raise StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
         return result
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -250,7 +255,7 @@ class RemoteFiles:
             return await getattr(self.fs, f"_{method}")(*args, **kwargs)
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
 
-    async def _range(self, attempt: Attempts, path: str, start: int, end: int) -> bytes:
+    async def _range(self, attempt: RetryPolicy, path: str, start: int, end: int) -> bytes:
         async def request() -> bytes:
             content: bytes = await self._call("cat_file", path, start=start, end=end)
             if len(content) != end - start:
@@ -259,10 +264,10 @@ class RemoteFiles:
 
         return await attempt(request, end - start)
 
-    async def _write(self, attempt: Attempts, path: str, content: memoryview) -> None:
+    async def _write(self, attempt: RetryPolicy, path: str, content: memoryview) -> None:
         await attempt(lambda: self._call("pipe_file", path, bytes(content)), len(content))
 
-    async def _create(self, path: str, content: memoryview) -> None:
+    async def _put_if_absent(self, path: str, content: memoryview) -> None:
         """
         Raises:
             FileExistsError: there is a file already.
@@ -271,7 +276,7 @@ class RemoteFiles:
         exclusive = {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
         await self._call("pipe_file", path, bytes(content), **exclusive)
 
-    async def _delete(self, attempt: Attempts, path: str) -> None:
+    async def _delete(self, attempt: RetryPolicy, path: str) -> None:
         async def request() -> None:
             if await self._call("exists", path):
                 await self._call("rm", path, recursive=True)

@@ -18,10 +18,10 @@ from typing import IO, Any
 import yaml
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.errors import AwayError, RunError
+from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.safe_yaml import load_yaml
-from mingpt_ddp.storage.storage import Storage, publish, read_regular
+from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ def run_directory(config: Config) -> Path:
     return Path(config.run.root) / config.run_name()
 
 
-def renamed(config: Config, name: str) -> Config:
+def with_run_name(config: Config, name: str) -> Config:
     return replace(config, run=replace(config.run, name=name))
 
 
-def fresh_name(config: Config) -> str:
+def next_free_name(config: Config) -> str:
     """The first of the run's name, `name-2`, `name-3` ... that no directory has yet."""
     first = candidate = run_directory(config)
     number = 1
@@ -60,14 +60,14 @@ class RunDirectory:
             RunError: another process group owns it, or it cannot be written.
         """
         self.path = path
-        self._lock = hold(path, wait_s)
+        self._lock = acquire_lock(path, wait_s)
         for pattern in HALF_WRITTEN:  # by an owner who was killed
             for left in path.glob(pattern):
                 left.unlink(missing_ok=True)
         self._others: list[IO[str]] = []
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
 
-    def own_snapshots(self, place: Storage) -> None:
+    def lock_snapshots(self, place: Storage) -> None:
         """Own a place outside the run directory, that other runs could use as well.
 
         Raises:
@@ -81,11 +81,11 @@ class RunDirectory:
             try:  # the last owner of this directory is dead: the directory is ours
                 dead = record.read_text() if record.exists() else None
                 self.leases[place.url] = Lease(place, dead)
-                publish(record, self.leases[place.url].id.encode())
+                atomic_write(record, self.leases[place.url].id.encode())
             except OSError as error:
-                raise AwayError(f"cannot use {place.url}: {error}") from error
+                raise StorageUnavailableError(f"cannot use {place.url}: {error}") from error
 
-    def last_sign(self) -> float:
+    def last_log_time(self) -> float:
         """When the last attempt wrote to its log, in seconds since 1970; 0 if there was none."""
         try:
             return (self.path / "main.rank0.log").stat().st_mtime
@@ -112,7 +112,7 @@ class RunDirectory:
             number = max([1, *_later_configs(self.path)]) + 1
             _record(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False))
 
-    def forget_result(self) -> None:
+    def clear_result(self) -> None:
         """The run goes on: how it once ended is no longer true."""
         try:
             (self.path / RESULT).unlink(missing_ok=True)
@@ -125,7 +125,7 @@ class RunDirectory:
 
 def _record(path: Path, content: str) -> None:
     try:
-        publish(path, content.encode())
+        atomic_write(path, content.encode())
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; mend this and run again") from error
 
@@ -154,7 +154,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
     return None
 
 
-def hold(directory: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
+def acquire_lock(directory: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
     """Create a directory below run.root where needed and own it for as long as the file returned is open.
 
     Raises:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mingpt_ddp.storage import remote
-from mingpt_ddp.storage.remote import Attempts, RemoteFiles, answer, describe, in_parallel, public
+from mingpt_ddp.storage.remote import RemoteFiles, RetryPolicy, describe, http_status_and_code, in_parallel, redact
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +21,13 @@ class S3Files(RemoteFiles):
 
     def __init__(self, fs: Any, url: str) -> None:
         super().__init__(fs, url)
-        fs.retries = 1  # `Attempts` does it, within the budget
+        fs.retries = 1  # `RetryPolicy` does it, within the budget
 
     def _place(self, path: str) -> dict[str, str]:
         bucket, key, _ = self.fs.split_path(path)
         return {"Bucket": bucket, "Key": key}
 
-    async def _write(self, attempt: Attempts, path: str, content: memoryview) -> None:
+    async def _write(self, attempt: RetryPolicy, path: str, content: memoryview) -> None:
         if len(content) <= remote.PART:
             body = bytes(content)
             await attempt(lambda: self.fs._call_s3("put_object", **self._place(path), Body=body), len(body))
@@ -35,12 +35,12 @@ class S3Files(RemoteFiles):
         try:
             await self._upload(attempt, path, content)
         except FileNotFoundError as error:
-            if answer(error)[1] != "NoSuchUpload":
+            if http_status_and_code(error)[1] != "NoSuchUpload":
                 raise
             # The store lost it, or has completed it and the answer was lost: a second upload is right in both cases.
             await self._upload(attempt, path, content)
 
-    async def _upload(self, attempt: Attempts, path: str, content: memoryview) -> None:
+    async def _upload(self, attempt: RetryPolicy, path: str, content: memoryview) -> None:
         """Send a large object part by part; without the last request nobody sees any of it."""
         call, place = self.fs._call_s3, self._place(path)
         size = max(remote.PART, -(-len(content) // MAX_PARTS))
@@ -61,27 +61,27 @@ class S3Files(RemoteFiles):
 
     async def _abort(self, bucket: str, uploads: Sequence[tuple[str, str]]) -> None:
         """Drop the parts of uploads that nobody will complete, as far as that is possible now; `delete` tries again."""
-        attempt = Attempts()
+        attempt = RetryPolicy()
         for key, upload in uploads:
             request = partial(self.fs._call_s3, "abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload)
             try:
-                await asyncio.wait_for(attempt(request), remote.CALL_S)
+                await asyncio.wait_for(attempt(request), remote.REQUEST_TIMEOUT_S)
             except Exception as error:
-                log.debug("an unfinished upload stays: %s", public(describe(error)))
+                log.debug("an unfinished upload stays: %s", redact(describe(error)))
 
-    async def _create(self, path: str, content: memoryview) -> None:
+    async def _put_if_absent(self, path: str, content: memoryview) -> None:
         put = partial(self.fs._call_s3, "put_object", **self._place(path), Body=bytes(content))
         try:
             await put(IfNoneMatch="*")
         except OSError as error:
-            status, code = answer(error)
+            status, code = http_status_and_code(error)
             if status == 412 or code == "PreconditionFailed":
                 raise FileExistsError(path) from error
             if status != 501:
                 raise
             await put()  # a store without conditional writes
 
-    async def _delete(self, attempt: Attempts, path: str) -> None:
+    async def _delete(self, attempt: RetryPolicy, path: str) -> None:
         """One request for each object: that for many at once reports no failure."""
         names = await attempt(lambda: self.fs._find(path))
         requests = [partial(self.fs._call_s3, "delete_object", **self._place(name)) for name in names]
@@ -93,7 +93,7 @@ class S3Files(RemoteFiles):
             request = partial(self.fs._call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=key)
             listed = (await attempt(request)).get("Uploads", [])
         except Exception as error:  # it takes a permission that not everybody has
-            log.debug("cannot look for unfinished uploads: %s", public(describe(error)))
+            log.debug("cannot look for unfinished uploads: %s", redact(describe(error)))
             return
         below = [(upload["Key"], upload["UploadId"]) for upload in listed]
         await self._abort(bucket, [(name, upload) for name, upload in below if f"{name}/".startswith(f"{key}/")])

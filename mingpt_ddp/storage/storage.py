@@ -22,10 +22,10 @@ from mingpt_ddp.storage.s3 import S3Files
 __all__ = [
     "Storage",
     "StorageError",
+    "atomic_create",
     "check_url",
     "open_regular",
-    "publish",
-    "publish_new",
+    "atomic_write",
     "read_regular",
     "sync_directory",
 ]
@@ -86,27 +86,27 @@ class Storage:
             raise ValueError(f"{name!r} is not a name below {self.url}")
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
-    def read(self, name: str, limit: int | None = None, known: int | None = None) -> bytes:
+    def read(self, name: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
         """The whole file, or its first `limit` bytes.
 
         Args:
-            known: bytes of the file, as `size` has just told: a remote storage is not asked again.
+            expected_size: bytes of the file, as `size` has just told: a remote storage is not asked again.
 
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._files.read(self._at(name), limit, known)
+        return self._files.read(self._at(name), limit, expected_size)
 
-    def chunks(self, name: str, size: int = 1 << 23, known: int | None = None) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
         """The file in pieces of `size` bytes, of which one is in memory at a time; an empty file has none.
 
         Args:
-            known: as of `read`.
+            expected_size: as of `read`.
 
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._files.chunks(self._at(name), size, known)
+        return self._files.chunks(self._at(name), size, expected_size)
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
         """Publish a file whole or not at all; on a local disk it has reached the disk when this returns.
@@ -115,19 +115,19 @@ class Storage:
         """
         self._files.write(self._at(name), memoryview(content).cast("B"))
 
-    def create(self, name: str, content: bytes | bytearray | memoryview) -> bool:
+    def put_if_absent(self, name: str, content: bytes | bytearray | memoryview) -> bool:
         """Publish a file unless there is one of this name; whether this call did.
 
         Of several processes that try, one succeeds. Filesystems that cannot refuse to overwrite are asked first, which
         leaves a moment for a race. Where `shared`, contents must differ between callers, by a random word for example:
         it is how a call whose request was carried out without an answer knows its own file.
         """
-        return self._files.create(self._at(name), memoryview(content).cast("B"))
+        return self._files.put_if_absent(self._at(name), memoryview(content).cast("B"))
 
-    def hurry(self, seconds: float) -> None:
+    def set_deadline(self, seconds: float) -> None:
         """From then on a remote storage is not waited for any more: what is not done fails."""
         if isinstance(self._files, RemoteFiles):
-            self._files.hurry(seconds)
+            self._files.set_deadline(seconds)
 
     def size(self, name: str) -> int | None:
         """Bytes of the file, or None where there is none."""
@@ -149,20 +149,20 @@ class Storage:
 class LocalFiles:
     """The files of this machine, by path."""
 
-    def read(self, path: str, limit: int | None, known: int | None) -> bytes:
+    def read(self, path: str, limit: int | None, expected_size: int | None) -> bytes:
         with open_regular(Path(path)) as file:
-            return file.read(min((most for most in (limit, known) if most is not None), default=-1))
+            return file.read(min((most for most in (limit, expected_size) if most is not None), default=-1))
 
-    def chunks(self, path: str, size: int, known: int | None) -> Iterator[bytes]:
+    def chunks(self, path: str, size: int, expected_size: int | None) -> Iterator[bytes]:
         with open_regular(Path(path)) as file:
             while chunk := file.read(size):
                 yield chunk
 
     def write(self, path: str, content: memoryview) -> None:
-        publish(Path(path), content)
+        atomic_write(Path(path), content)
 
-    def create(self, path: str, content: memoryview) -> bool:
-        return publish_new(Path(path), content)
+    def put_if_absent(self, path: str, content: memoryview) -> bool:
+        return atomic_create(Path(path), content)
 
     def size(self, path: str) -> int | None:
         try:
@@ -210,13 +210,13 @@ def read_regular(path: Path, limit: int) -> bytes:
     return content
 
 
-def publish(path: Path, content: bytes | bytearray | memoryview) -> None:
+def atomic_write(path: Path, content: bytes | bytearray | memoryview) -> None:
     """Write a local file atomically: readers see the old content or the new, also after a power failure."""
     with _beside(path, content) as partial:
         os.replace(partial, path)
 
 
-def publish_new(path: Path, content: bytes | bytearray | memoryview) -> bool:
+def atomic_create(path: Path, content: bytes | bytearray | memoryview) -> bool:
     """As `publish`, but an existing file stays as it is; whether this call made the file."""
     with _beside(path, content) as partial:
         try:

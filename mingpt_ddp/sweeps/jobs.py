@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import TypeAlias
 
-from mingpt_ddp.config.config import LIMITS, Config, made_by
-from mingpt_ddp.storage.run_dir import read_result, recorded_config, renamed, run_directory
+from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
+from mingpt_ddp.storage.run_dir import read_result, recorded_config, run_directory, with_run_name
 from mingpt_ddp.storage.status import Status
 
 Known: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is done
@@ -17,7 +17,7 @@ Known: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its va
 
 def look_up(config: Config, varying: dict[str, str]) -> Known:
     name = name_job(config, varying)
-    return name, _objective(run_directory(renamed(config, name)), config)
+    return name, _objective(run_directory(with_run_name(config, name)), config)
 
 
 def name_job(config: Config, varying: dict[str, str]) -> str:
@@ -39,7 +39,7 @@ def name_job(config: Config, varying: dict[str, str]) -> str:
 
 def _in_digest(config: Config) -> set[str]:
     """The keys and groups whose values a configuration's digest covers."""
-    made = made_by(config.to_dict())
+    made = hashed_fields(config.to_dict())
     del made["seed"]
     keys = {f"{group}.{key}" for group, values in made.items() for key in values}
     return {*keys, "model", "optimizer", "data", "run.seed"}
@@ -57,7 +57,7 @@ def _objective(directory: Path, config: Config) -> float | None:
         # What had no such limit went on to the other one; a smaller one was reached on the way.
         limits = [(recorded["trainer"][key], wanted["trainer"][key]) for key in LIMITS]
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
-        same = made_by(recorded) == made_by(wanted) and reached
+        same = hashed_fields(recorded) == hashed_fields(wanted) and reached
         known = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
         return float(result["val_loss"]) if ended and same and known else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else

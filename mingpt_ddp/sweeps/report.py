@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage.storage import publish
+from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.sweeps.page import page as page_of
 from mingpt_ddp.sweeps.runs import read_jobs, varying
 from mingpt_ddp.sweeps.table import table
@@ -33,7 +33,7 @@ def report(directories: list[Path], page: Path | None) -> str:
         names = [directory.resolve().name for directory in directories]
         title = ", ".join(names) if len(names) <= MOST else f"{', '.join(names[:MOST])} and {len(names) - MOST} more"
         try:
-            publish(page, page_of(title, jobs, keys).encode())
+            atomic_write(page, page_of(title, jobs, keys).encode())
         except OSError as error:
             print(text, flush=True)
             raise RunError(f"cannot write {page}: {error.strerror}") from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import DataError, RunError
-from mingpt_ddp.metrics.jsonl import METRICS, Records, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.storage.safe_yaml import load_yaml
 from mingpt_ddp.storage.storage import open_regular, read_regular
 from mingpt_ddp.sweeps.values import Value, identity, number, plain
@@ -36,7 +36,7 @@ class Job:
     status: str  # as result.json has it: complete, preempted, pruned ...; else running, stopped or unfinished
     config: dict[str, Value]  # of the last start, by dotted key
     result: dict[str, Any]
-    history: Records
+    history: MetricsHistory
     notes: list[str]  # what could not be read
 
     @cached_property
@@ -143,7 +143,7 @@ def _read(path: Path, name: str) -> Job:
     later = [number for file in path.glob("config.*.yaml") if (number := re.fullmatch(r"config\.(\d+)", file.stem))]
     newest = max(later, key=lambda match: int(match[1]), default=None)
     config = _load(path / f"{newest[0] if newest else 'config'}.yaml", notes)
-    history = Records([], 0, 0, 0)
+    history = MetricsHistory([], 0, 0, 0)
     try:
         history = read_history(path / METRICS)
     except FileNotFoundError:

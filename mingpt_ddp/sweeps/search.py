@@ -15,7 +15,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError, RunError
 
 PATIENCE_S = 60  # for somebody else who reads the study
@@ -60,7 +60,7 @@ def quiet() -> None:
     logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
 
 
-def study_of(config: DictConfig, place: Place) -> Path | None:
+def study_of(config: DictConfig, env: DistEnv) -> Path | None:
     """The file of the study, where this process is the one that writes it; others are told to write none.
 
     Raises:
@@ -78,7 +78,7 @@ def study_of(config: DictConfig, place: Place) -> Path | None:
                 f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
                 "install what constraints.txt says for the extra sweep"
             )
-    if not place.is_main:
+    if not env.is_rank_zero:
         config.hydra.sweeper.storage = None
         return None
     if not file[2]:

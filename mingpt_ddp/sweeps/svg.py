@@ -1,4 +1,4 @@
-"""Pieces of HTML and SVG, escaped: names and values are data, whatever they look like."""
+"""TextIteratorIO of HTML and SVG, escaped: names and values are data, whatever they look like."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from mingpt_ddp.config import hydra_utils as composed
+from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed import exit as leave
-from mingpt_ddp.distributed.env import Place, find_place, place_or_default
+from mingpt_ddp.distributed.env import DistEnv, read_env, read_env_or_default
+from mingpt_ddp.distributed.exit import FAILURE, exit_process, exit_user_error
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
-from mingpt_ddp.storage.run_dir import hold, renamed, run_directory
+from mingpt_ddp.storage.run_dir import acquire_lock, run_directory, with_run_name
 from mingpt_ddp.sweeps import search
 from mingpt_ddp.sweeps.jobs import Known, look_up
 
@@ -55,26 +55,26 @@ class Sweep:
         Args:
             first: calls a function on rank 0 and hands its value to all ranks.
         """
-        name, done = first(lambda: look_up(config, composed.varying()))
-        config = renamed(config, name)
+        name, done = first(lambda: look_up(config, hydra_utils.swept_overrides()))
+        config = with_run_name(config, name)
         if done is not None:
             self.before += run_directory(config) not in self.jobs
             self.trained(config)
             log.info("%s: done before, validation loss %.4f", run_directory(config), done)
             return config, done
         of = f" of {self.planned}" if self.planned else ""
-        log.info("job %d%s: %s", composed.job_number() + 1, of, composed.job_label())
+        log.info("job %d%s: %s", hydra_utils.job_number() + 1, of, hydra_utils.job_label())
         return config, None
 
     def trained(self, config: Config) -> None:
         self.jobs.append(run_directory(config))
 
     def fails(self, message: str, code: int) -> JobError:
-        self.failed.append(composed.job_label())
-        self.code = leave.FAILURE if leave.FAILURE in (self.code, code) else code
+        self.failed.append(hydra_utils.job_label())
+        self.code = FAILURE if FAILURE in (self.code, code) else code
         if self.tells or not self.launcher:
             log.error("%s", message)
-        return JobError(f"{composed.job_label()} has failed")
+        return JobError(f"{hydra_utils.job_label()} has failed")
 
     @property
     def elsewhere(self) -> bool:
@@ -122,15 +122,15 @@ class Sweep:
         except RunError as error:  # not one job has got so far, or this machine does not see them
             log.warning("%s", error)
         if self.elsewhere:
-            leave.leave(f"job error: {self.failed[0]}" if self.failed else None, leave.FAILURE if self.failed else 0)
+            exit_process(f"job error: {self.failed[0]}" if self.failed else None, FAILURE if self.failed else 0)
         count = len(self.jobs) + len(self.failed)
         log.info("sweep: %d jobs, %d of them done before, %d failed", count, self.before, len(self.failed))
         if not self.failed:
             return
         told = JobError(f"{len(self.failed)} of {count} failed: {'; '.join(self.failed)}; the same command tries again")
-        if self.code == leave.FAILURE:
-            leave.leave(str(told), self.code)
-        leave.with_user_error(told, place_or_default(), job=0)  # an agent need not try it once more
+        if self.code == FAILURE:
+            exit_process(str(told), self.code)
+        exit_user_error(told, read_env_or_default(), job=0)  # an agent need not try it once more
 
 
 current = Sweep()  # Hydra makes the callback and calls the jobs: they meet here
@@ -142,24 +142,24 @@ class Start(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         try:
             random.seed(0)  # a shuffled sweep has the same order on every rank, and when it is continued
-            place = find_place()
-            words, first = _check(config, place)
-            _begin(config, place, words, first)
+            env = read_env()
+            words, first = _check(config, env)
+            _begin(config, env, words, first)
         except UserError as error:
-            leave.with_user_error(error, place_or_default(), job=0)
+            exit_user_error(error, read_env_or_default(), job=0)
         except Exception as error:  # Hydra would only warn, and sweep unchecked
-            leave.with_user_error(ConfigError(composed.explain(error)), place_or_default(), job=0)
+            exit_user_error(ConfigError(hydra_utils.explain(error)), read_env_or_default(), job=0)
 
 
-def _check(config: DictConfig, place: Place) -> tuple[list[Override], Config]:
+def _check(config: DictConfig, env: DistEnv) -> tuple[list[Override], Config]:
     """The words of the sweep, and the configuration of its first job.
 
     Raises:
         ConfigError: what cannot be swept.
     """
-    _check_launch(config, place)
+    _check_launch(config, env)
     words = _words(config)
-    first = _check_jobs(config.hydra, words, place)
+    first = _check_jobs(config.hydra, words, env)
     if search.is_search(config):
         search.check_search(config)
     if first.trainer.prune != "none" and first.run.name is None:
@@ -167,19 +167,19 @@ def _check(config: DictConfig, place: Place) -> tuple[list[Override], Config]:
     return words, first
 
 
-def _begin(config: DictConfig, place: Place, words: list[Override], first: Config) -> None:
+def _begin(config: DictConfig, env: DistEnv, words: list[Override], first: Config) -> None:
     """Tell Hydra what is ours to say, and own the directory."""
     global current
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # where Ray is the launcher: no reports to its makers
     directory = Path(first.run.root, first.run.name or "")
     with read_write(config), open_dict(config):
-        constant = [composed.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
+        constant = [hydra_utils.key_of(str(word.input_line)) for word in words if not word.is_sweep_override()]
         excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
         config.hydra.overrides.hydra.append(excluded)
         config.hydra.sweep.dir = str(directory)
-        study = search.study_of(config, place)
-    own = first.run.name is not None and place.is_main
-    current = Sweep(place.is_main, directory, hold(directory) if own else None)
+        study = search.study_of(config, env)
+    own = first.run.name is not None and env.is_rank_zero
+    current = Sweep(env.is_rank_zero, directory, acquire_lock(directory) if own else None)
     current.launcher = str(config.hydra.launcher._target_)
     grid = math.prod(len(_values(word)) for word in words)
     current.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
@@ -191,7 +191,7 @@ def _begin(config: DictConfig, place: Place, words: list[Override], first: Confi
         search.quiet()
 
 
-def _check_launch(config: DictConfig, place: Place) -> None:
+def _check_launch(config: DictConfig, env: DistEnv) -> None:
     """What of Hydra's own keys no sweep here can have."""
     if config.hydra.job.chdir:
         raise ConfigError("hydra.job.chdir=true would move the jobs away from run.root; leave it out")
@@ -222,7 +222,7 @@ def _words(config: DictConfig) -> list[Override]:
     return parsed
 
 
-def _check_jobs(hydra: DictConfig, words: list[Override], place: Place) -> Config:
+def _check_jobs(hydra: DictConfig, words: list[Override], env: DistEnv) -> Config:
     """Each key's values (of many the first and the last) beside the first of the others; the configuration of those.
 
     Raises:
@@ -235,10 +235,10 @@ def _check_jobs(hydra: DictConfig, words: list[Override], place: Place) -> Confi
     configs = []
     for job in jobs:
         try:
-            configs.append(composed.typed(compose(hydra.job.config_name, job), hydra))
+            configs.append(hydra_utils.to_config(compose(hydra.job.config_name, job), hydra))
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigError(composed.explain(error)) from error
-    if any(config.ddp.nproc_per_node for config in configs) and not (place.alone or place.worker):
+            raise ConfigError(hydra_utils.explain(error)) from error
+    if any(config.ddp.nproc_per_node for config in configs) and not (env.is_standalone or env.has_local_rank):
         raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
     if any((other.run.root, other.run.name) != (configs[0].run.root, configs[0].run.name) for other in configs):
         raise ConfigError("run.root and run.name must be the same for all jobs of a sweep; they name its directory")

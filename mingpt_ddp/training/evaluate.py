@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.distributed.runtime import Runtime, evaluating
+from mingpt_ddp.distributed.runtime import Runtime, eval_mode
 
 TOKENS_PER_BATCH = 4096
 
@@ -30,16 +30,18 @@ class Evaluator:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         stopped = False
-        with evaluating(model):
+        with eval_mode(model):
             for number, (x, y) in enumerate(self._batches()):
                 if stopped := stop():
                     break
-                if number % self.runtime.world_size == self.runtime.rank:
-                    self.runtime.at("evaluating")
+                if number % self.runtime.group.world_size == self.runtime.group.rank:
+                    self.runtime.group.set_activity("evaluating")
                     x, y = self.runtime.to_device(x), self.runtime.to_device(y)
                     with self.runtime.autocast():
                         total += model(x, y).double() * y.numel()
-        sums = self.runtime.sum(torch.stack([total.cpu(), torch.tensor(float(stopped), dtype=torch.float64)]))
+        sums = self.runtime.group.all_reduce(
+            torch.stack([total.cpu(), torch.tensor(float(stopped), dtype=torch.float64)])
+        )
         return None if sums[1] else float(sums[0]) / (len(self.tokens) - 1)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:

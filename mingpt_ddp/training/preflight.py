@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import blaming, is_own
+from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.compile import check_compiles
-from mingpt_ddp.distributed.runtime import Runtime, evaluating
+from mingpt_ddp.distributed.runtime import Runtime, eval_mode
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import build_model, count_parameters, flops_per_token
-from mingpt_ddp.models.activation_checkpoint import recompute_blocks
+from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.state_dict import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
 
@@ -35,9 +35,9 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
     Raises:
         ConfigError: the parameters and their gradients alone are more than there is.
     """
-    if is_own("model", config.model.architecture):  # nobody knows what it takes to make one
+    if is_user_defined("model", config.model.architecture):  # nobody knows what it takes to make one
         return
-    memory = min(runtime.gather(runtime.memory()))
+    memory = min(runtime.group.all_gather(runtime.memory()))
     with torch.device("meta"):  # nothing is allocated
         model = build_model(config.model, vocab_size, config.data.block_size)
     count = count_parameters(model)
@@ -49,7 +49,7 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
         )
 
 
-def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatch) -> None:
+def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatch) -> None:
     """Train two steps, put the state down, train a third; then the same third step from what was put down.
 
     Raises:
@@ -57,8 +57,8 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
         ConfigError: a parameter without a gradient, for which the ranks would wait.
     """
     x, y = (runtime.to_device(part[:ROWS, :LENGTH].contiguous()) for part in (batch.x, batch.y))
-    with blaming():
-        first = _Copy(config, runtime, vocab_size)
+    with attribute_errors_to_user_code():
+        first = _Trial(config, runtime, vocab_size)
         flops_per_token(first.model)
         check_savable(first.model, first.optimizer)
         first.check_scores(x[:, :1])  # as sampling begins
@@ -68,12 +68,12 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
         fresh = first.digest()
         first.step(1, x, y)
         check_savable(first.model, first.optimizer)
-        _check_gradients(first.unused, config, runtime.world_size)
+        _check_gradients(first.unused, config, runtime.group.world_size)
         first.step(2, x, y)
         saved = first.state()
         loss, end = first.step(3, x, y), first.digest()
         del first
-        second = _Copy(config, runtime, vocab_size)
+        second = _Trial(config, runtime, vocab_size)
         if fresh != second.digest():
             raise CodeError(f"the model {config.model.architecture} {_OTHER.format('first weights depend')}")
         load_model(second.model, saved[0])
@@ -84,7 +84,7 @@ def rehearse(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatc
                 raise CodeError(f"the model {config.model.architecture} {_OTHER.format('loss depends')}")
             if end != second.digest():
                 raise CodeError(f"the optimizer {config.optimizer.name} {_OTHER.format('step depends')}")
-        second.check_meaning(x, y)
+        second.check_is_causal_lm(x, y)
 
 
 _OTHER = (
@@ -93,7 +93,7 @@ _OTHER = (
 )
 
 
-class _Copy:
+class _Trial:
     """The model and the optimizer of the run, as every start makes them."""
 
     def __init__(self, config: Config, runtime: Runtime, vocab_size: int) -> None:
@@ -101,20 +101,20 @@ class _Copy:
         seed_everything("weights", config.run.seed)
         self.model: nn.Module = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
         if config.trainer.activation_checkpointing:
-            recompute_blocks(self.model)
+            apply_activation_checkpointing(self.model)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.unused: list[str] = []  # parameters without a gradient in the last step
 
     def check_scores(self, x: Tensor) -> None:
-        with evaluating(self.model), self.runtime.autocast():
+        with eval_mode(self.model), self.runtime.autocast():
             scores = self.model(x)
         self._check_shape("model(tokens)", scores, (*x.shape, self.vocab_size))
 
-    def check_meaning(self, x: Tensor, y: Tensor) -> None:
+    def check_is_causal_lm(self, x: Tensor, y: Tensor) -> None:
         """That the losses of two models can be compared; after some steps, as first outputs are often zero."""
         other = x.clone()
         other[:, -1] = (x[:, -1] + 1) % self.vocab_size
-        with evaluating(self.model):
+        with eval_mode(self.model):
             scores, loss = self.model(x), self.model(x, y)
             again, later = self.model(x).float(), self.model(other).float()
             alone = torch.cat([self.model(row).float() for row in x.split(1)])

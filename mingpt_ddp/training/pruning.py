@@ -1,6 +1,6 @@
 """Jobs of a sweep that do worse than most end early.
 
-The median stopping rule of Golovin et al., "Google Vizier: A Service for Black-Box Optimization", 2017.
+The median stopping pruner of Golovin et al., "Google Vizier: A Service for Black-Box Optimization", 2017.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.metrics.jsonl import METRICS, Records, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 
 log = logging.getLogger(__name__)
 
 FEWEST = 5  # jobs to compare with
 
 
-class MedianRule:
+class MedianPruner:
     """Compares a job with those that began before it, whose directories stand beside its own.
 
     They are the same when a sweep is continued: which jobs are pruned does not depend on where it was killed.
@@ -34,9 +34,9 @@ class MedianRule:
         in_group = "/" in config.run_name()  # else there are unrelated runs beside it
         self.applies = config.trainer.prune == "median" and in_group
         self.after, self.runtime, self.directory = config.trainer.prune_after, runtime, directory
-        self._read: dict[Path, tuple[tuple[int, int], Records]] = {}
+        self._read: dict[Path, tuple[tuple[int, int], MetricsHistory]] = {}
 
-    def stops(self, step: int, lowest: float) -> bool:
+    def should_prune(self, step: int, lowest: float) -> bool:
         """Whether the job is to end behind `step`. A collective.
 
         Args:
@@ -44,7 +44,7 @@ class MedianRule:
         """
         if not self.applies or step < self.after:
             return False
-        median = self.runtime.first(lambda: self._median(step))
+        median = self.runtime.group.run_on_rank_zero(lambda: self._median(step))
         if median is None or lowest <= median:
             return False
         log.info(
@@ -65,7 +65,7 @@ class MedianRule:
                     lowest.append(min(loss for measured, loss in losses if measured <= step))
         return statistics.median(lowest) if len(lowest) >= FEWEST else None
 
-    def _records(self, directory: Path) -> Records | None:
+    def _records(self, directory: Path) -> MetricsHistory | None:
         """A job's history, read anew if it has grown."""
         path = directory / METRICS
         with contextlib.suppress(OSError, DataError):

@@ -13,35 +13,35 @@ from typing import Any
 from torch import nn
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import uses_own_code
-from mingpt_ddp.data.dataloader import Loader, plan_batches
-from mingpt_ddp.data.dataset import Corpus, Encoded, Vocabulary, prepare
-from mingpt_ddp.data.rng import key_to_seed, seed_everything
+from mingpt_ddp.config.registry import uses_user_code
+from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
+from mingpt_ddp.data.dataset import CharTokenizer, EncodedText, TextDataset, prepare
+from mingpt_ddp.data.rng import derive_seed, seed_everything
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import started_at
+from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.signals import Interrupt
-from mingpt_ddp.distributed.watchdog import Watch
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import generate_text
-from mingpt_ddp.metrics.jsonl import METRICS, History
-from mingpt_ddp.metrics.matmul_rate import Utilisation
-from mingpt_ddp.metrics.meters import NATS_PER_BIT, Board
-from mingpt_ddp.metrics.processor import Journal
+from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
+from mingpt_ddp.metrics.matmul_rate import MatmulUtilization
+from mingpt_ddp.metrics.meters import NATS_PER_BIT, TensorBoardLogger
+from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.models import build_model, count_parameters, flops_per_token
-from mingpt_ddp.models.activation_checkpoint import recompute_blocks
+from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.load import load, places
-from mingpt_ddp.snapshots.manager import Saver
+from mingpt_ddp.snapshots.load import candidate_stores, load
+from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.train_state import Position, check_state
+from mingpt_ddp.snapshots.train_state import TrainState, check_state
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, difference, recorded_config, run_directory
 from mingpt_ddp.storage.status import Status
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training.evaluate import Evaluator
-from mingpt_ddp.training.preflight import check_fits, rehearse
-from mingpt_ddp.training.pruning import MedianRule
-from mingpt_ddp.training.train_step import Stepper
+from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
+from mingpt_ddp.training.pruning import MedianPruner
+from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainer import Trainer, count_steps
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def run(
     config: Config,
     runtime: Runtime,
     hydra_files: dict[str, str],
-    interrupt: Interrupt | None = None,
+    interrupt: SignalHandler | None = None,
     begun_at: float | None = None,
 ) -> float | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
@@ -67,12 +67,12 @@ def run(
     Returns:
         The last validation loss in nats per character, or None where a signal has ended the run early.
     """
-    interrupt, begun_at = interrupt or Interrupt(), begun_at or started_at()
+    interrupt, begun_at = interrupt or SignalHandler(), begun_at or process_start_time()
     # Whatever can be refused is refused here, before anything is written.
     _check_same(runtime, config)
-    encoded = Encoded(**runtime.first(lambda: asdict(prepare(config.data)), per_node=True))
-    corpus = Corpus(encoded, config.data)
-    loader = Loader(
+    encoded = EncodedText(**runtime.group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
+    corpus = TextDataset(encoded, config.data)
+    loader = TokenLoader(
         corpus.train,
         config.data.block_size,
         config.data.stride,
@@ -80,50 +80,58 @@ def run(
         config.run.seed,
         runtime.device,
     )
-    plan = plan_batches(config.trainer, runtime.world_size)
+    plan = plan_batches(config.trainer, runtime.group.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
-    runtime.first(lambda: _check_resume(config, encoded, runtime.world_size))
+    runtime.group.run_on_rank_zero(lambda: _check_resume(config, encoded, runtime.group.world_size))
     check_fits(config, runtime, corpus.vocab_size)
-    if uses_own_code(config):
-        runtime.first(lambda: rehearse(config, runtime, corpus.vocab_size, loader.step(1, plan, 0)[0]))
+    if uses_user_code(config):
+        runtime.group.run_on_rank_zero(
+            lambda: check_resumes_exactly(config, runtime, corpus.vocab_size, loader.get_batch(1, plan, 0)[0])
+        )
 
     with contextlib.ExitStack() as held:
         owner, directory = _own_directory(config, runtime, held)
-        last_sign = owner.last_sign() if owner else 0.0
-        logs.to_file(directory, runtime.place)
+        last_log_time = owner.last_log_time() if owner else 0.0
+        logs.to_file(directory, runtime.group.env)
         saver = _saver(config, runtime, owner, directory, encoded)
-        found = saver.find()
+        found = saver.load_latest()
 
         seed_everything("weights", config.run.seed)
         model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
         if config.trainer.activation_checkpointing:
-            recompute_blocks(model)
+            apply_activation_checkpointing(model)
         optimizer = build_optimizer(model, config.optimizer)
-        position = saver.restore(found, model, optimizer) if found else Position(world_size=runtime.world_size)
+        position = saver.restore(found, model, optimizer) if found else TrainState(world_size=runtime.group.world_size)
         evaluator = Evaluator(corpus.val, config.data.block_size, runtime)
-        sample = partial(_sample, model, Vocabulary(corpus.vocabulary), config.run.seed, runtime.is_main)
+        sample = partial(_sample, model, CharTokenizer(corpus.vocabulary), config.run.seed, runtime.group.is_rank_zero)
         _introduce(config, runtime, corpus, model, directory, position.step, steps)
 
         ended = position.step > steps or (position.step == steps and position.val_step == steps)
         if not ended:
-            plan = plan_batches(config.trainer, runtime.world_size, found.state["micro_batch_size"] if found else None)
+            plan = plan_batches(
+                config.trainer, runtime.group.world_size, found.state["micro_batch_size"] if found else None
+            )
         if owner and not (ended and recorded_config(directory)):  # what has nothing left to do stays what it was
             owner.record_start(config.to_dict(), hydra_files)
         if not ended:
-            position.world_size = runtime.world_size
-            undone = max(0.0, last_sign - position.saved_at) if position.saved_at else 0.0
-            position.lost_seconds += undone + time.time() - begun_at
-            stepper = Stepper(config, runtime, loader, plan, model, optimizer, steps)
-            board = Board(
-                directory / "tensorboard" / f"rank{runtime.rank}", first_step=position.step + 1, is_main=runtime.is_main
+            position.world_size = runtime.group.world_size
+            undone = max(0.0, last_log_time - position.saved_at) if position.saved_at else 0.0
+            position.wasted_seconds += undone + time.time() - begun_at
+            train_step = TrainStep(config, runtime, loader, plan, model, optimizer, steps)
+            board = TensorBoardLogger(
+                directory / "tensorboard" / f"rank{runtime.group.rank}",
+                first_step=position.step + 1,
+                is_main=runtime.group.is_rank_zero,
             )
-            history = History(directory / METRICS if runtime.is_main else None)
-            utilisation = Utilisation(flops_per_token(model), runtime.device, runtime.dtype)
-            journal = Journal(config, runtime, board, history, utilisation, position.step, steps, begun_at)
-            rule = MedianRule(config, runtime, directory)
-            trainer = Trainer(config, runtime, stepper, evaluator, saver, journal, position, sample, rule, interrupt)
+            history = JSONLLogger(directory / METRICS if runtime.group.is_rank_zero else None)
+            utilization = MatmulUtilization(flops_per_token(model), runtime.device, runtime.dtype)
+            metrics = MetricsProcessor(config, runtime, board, history, utilization, position.step, steps, begun_at)
+            pruner = MedianPruner(config, runtime, directory)
+            trainer = Trainer(
+                config, runtime, train_step, evaluator, saver, metrics, position, sample, pruner, interrupt
+            )
             if owner:
-                owner.forget_result()
+                owner.clear_result()
             status = _fit(trainer, runtime, interrupt)
         else:
             status = Status.COMPLETE
@@ -159,34 +167,40 @@ def _own_directory(config: Config, runtime: Runtime, held: contextlib.ExitStack)
         owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         held.callback(owner.release)
         for url in snapshot_urls(config, wanted):
-            owner.own_snapshots(Storage(url))
+            owner.lock_snapshots(Storage(url))
         return str(wanted)
 
-    directory = Path(runtime.first(take))
+    directory = Path(runtime.group.run_on_rank_zero(take))
     return owner, directory
 
 
-def _saver(config: Config, runtime: Runtime, owner: RunDirectory | None, directory: Path, corpus: Encoded) -> Saver:
+def _saver(
+    config: Config, runtime: Runtime, owner: RunDirectory | None, directory: Path, corpus: EncodedText
+) -> SnapshotManager:
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
     for store in stores:
         store.lease = owner.leases.get(store.url) if owner else None
     urls = {store.url for store in stores}
-    former = runtime.first(lambda: [store.url for store in places(str(directory)) if store.url not in urls])
-    return Saver(config, runtime, stores, corpus, [SnapshotStore(url) for url in former] if owner else [])
+    previous_stores = runtime.group.run_on_rank_zero(
+        lambda: [store.url for store in candidate_stores(str(directory)) if store.url not in urls]
+    )
+    return SnapshotManager(
+        config, runtime, stores, corpus, [SnapshotStore(url) for url in previous_stores] if owner else []
+    )
 
 
-def _fit(trainer: Trainer, runtime: Runtime, interrupt: Interrupt) -> Status:
+def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> Status:
     """Train while signals are heeded and the other ranks are watched."""
-    watch = Watch(runtime, interrupt.stalled)
-    interrupt.heeded = True
+    watch = Watchdog(runtime.group, interrupt.on_hang)
+    interrupt.deferred = True
     try:
         return trainer.fit()
     finally:
-        interrupt.heeded = False
+        interrupt.deferred = False
         watch.stop()
 
 
-def _conclude(position: Position, directory: Path) -> None:
+def _conclude(position: TrainState, directory: Path) -> None:
     log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * position.goodput)
     log.info(
         "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
@@ -198,14 +212,14 @@ def _check_same(runtime: Runtime, config: Config) -> None:
     """Ranks that were started by hand may have been given different words; how many a machine starts is its own."""
     values = config.to_dict()
     values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_MACHINE}
-    configs = runtime.gather(values)
+    configs = runtime.group.all_gather(values)
     for rank, other in enumerate(configs):
         differing = difference(configs[0], other)
         if differing:
             raise ConfigError(f"rank {rank} is configured otherwise than rank 0: {'; '.join(differing)}")
 
 
-def _check_resume(config: Config, corpus: Encoded, world_size: int) -> None:
+def _check_resume(config: Config, corpus: EncodedText, world_size: int) -> None:
     """The place of the snapshots can be read, and what run.resume names can be continued."""
     own = [step for url in snapshot_urls(config, run_directory(config)) for step in SnapshotStore(url).steps()]
     if config.run.resume not in ("auto", "never") and not own:
@@ -215,7 +229,7 @@ def _check_resume(config: Config, corpus: Encoded, world_size: int) -> None:
 
 
 def _introduce(
-    config: Config, runtime: Runtime, corpus: Corpus, model: nn.Module, directory: Path, done: int, steps: int
+    config: Config, runtime: Runtime, corpus: TextDataset, model: nn.Module, directory: Path, done: int, steps: int
 ) -> None:
     """What is about to be trained, in three lines."""
     log.info("run %s", directory)
@@ -228,7 +242,7 @@ def _introduce(
         *(
             config.model.name,
             count_parameters(model) / 1e6,
-            runtime.world_size,
+            runtime.group.world_size,
             runtime.device.type,
             runtime.precision,
         ),
@@ -244,17 +258,17 @@ def _introduce(
         log.info("resuming from the snapshot of step %d of %d", done, steps)
 
 
-def _sample(model: nn.Module, vocabulary: Vocabulary, seed: int, is_main: bool, step: int) -> str | None:
+def _sample(model: nn.Module, vocabulary: CharTokenizer, seed: int, is_main: bool, step: int) -> str | None:
     """A piece of text, the same for the same weights, seed and step; one rank is enough to write it."""
     if not is_main:
         return None
     texts = generate_text(
-        model, vocabulary, "", SAMPLE_CHARACTERS, key_to_seed("sample", seed, step), temperature=0.8, top_k=40
+        model, vocabulary, "", SAMPLE_CHARACTERS, derive_seed("sample", seed, step), temperature=0.8, top_k=40
     )
     return texts[0]
 
 
-def _result(position: Position, config: Config, steps_per_epoch: int, status: Status) -> dict[str, Any]:
+def _result(position: TrainState, config: Config, steps_per_epoch: int, status: Status) -> dict[str, Any]:
     val_loss = position.val_loss
     return {
         "status": status.value,

@@ -42,7 +42,7 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
     return max(math.sqrt(2 * cost_s * mtbf_s) * (1 + x / 3 + x * x / 9) - cost_s, least_s)
 
 
-class Cadence:
+class SaveInterval:
     """When the clock says that it is time for the next snapshot."""
 
     def __init__(self, every_minutes: float | None, mtbf_hours: float | None) -> None:

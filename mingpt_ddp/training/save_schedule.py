@@ -10,68 +10,68 @@ from typing import TypeVar
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import AwayError
-from mingpt_ddp.metrics.processor import Journal
-from mingpt_ddp.snapshots.manager import Saver
-from mingpt_ddp.snapshots.train_state import Position
-from mingpt_ddp.training.anomaly import Guard
-from mingpt_ddp.training.save_interval import Cadence
-from mingpt_ddp.training.train_step import Stepper
+from mingpt_ddp.errors import StorageUnavailableError
+from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.train_state import TrainState
+from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.save_interval import SaveInterval
+from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-class Saves:
+class SaveSchedule:
     """The snapshots of a run as its loop sees them. All ranks call the same methods at the same step."""
 
     def __init__(
         self,
         config: Config,
         runtime: Runtime,
-        saver: Saver,
-        stepper: Stepper,
-        journal: Journal,
-        position: Position,
-        guard: Guard,
+        saver: SnapshotManager,
+        train_step: TrainStep,
+        metrics: MetricsProcessor,
+        position: TrainState,
+        anomaly: AnomalyPolicy,
     ) -> None:
         """
         Args:
             position: of the run, now and in every snapshot.
-            guard: lets no wreck be saved.
+            anomaly: lets no wreck be saved.
         """
-        self.config, self.runtime, self.saver, self.stepper = config.snapshot, runtime, saver, stepper
-        self.journal, self.position, self.guard = journal, position, guard
-        self.cadence = Cadence(
+        self.config, self.runtime, self.saver, self.train_step = config.snapshot, runtime, saver, train_step
+        self.metrics, self.position, self.anomaly = metrics, position, anomaly
+        self.save_interval = SaveInterval(
             self.config.every_minutes, self.config.mtbf_hours if self.config.every_steps == "auto" else None
         )
         self._clock = time.perf_counter()
         self._wanted = False  # as soon as the one before is done
 
-    def tick(self) -> Position:
+    def update_wall_time(self) -> TrainState:
         """The position, with the time until now."""
         now = time.perf_counter()
         self.position.wall_seconds += now - self._clock
         self._clock = now
         return self.position
 
-    def before_update(self) -> None:
+    def wait_for_staging(self) -> None:
         """Wait until the weights may change."""
-        self._stalled(self.saver.wait_for_copy)
+        self._stalled(self.saver.wait_for_staging)
 
-    def behind(self, step: int, due: bool) -> None:
+    def maybe_save(self, step: int, due: bool) -> None:
         """Save if it is time, as soon as the snapshot before is done; training does not wait for that.
 
         Args:
             due: by the clock of rank 0.
         """
         every = self.config.every_steps if isinstance(self.config.every_steps, int) else None
-        per_epoch = self.stepper.loader.steps_per_epoch
+        per_epoch = self.train_step.loader.steps_per_epoch
         for steps in (every, self.config.every_epochs and self.config.every_epochs * per_epoch):
             due |= steps is not None and step % steps == 0
         self._wanted |= due
-        if self._wanted and self._stalled(self.saver.is_free):
+        if self._wanted and self._stalled(self.saver.can_start):
             self._stalled(self._begin)
 
     def save(self, last: bool) -> None:
@@ -81,30 +81,30 @@ class Saves:
             last: wait until it is durable, and try again as often as failures are allowed.
 
         Raises:
-            AwayError: it cannot be written, which is not tolerated any more.
+            StorageUnavailableError: it cannot be written, which is not tolerated any more.
         """
 
         def work() -> None:
-            self.saver.finish()
+            self.saver.wait()
             self._begin()
             if last:
-                self.saver.insist(self.position.step, self._put_down)
+                self.saver.save_with_retries(self.position.step, self._put_down)
 
         self._stalled(work)
 
-    def save_in_time(self, elapsed: float) -> None:
+    def save_on_preemption(self, elapsed: float) -> None:
         """Before the process is killed: a new snapshot if there is time for it, else the one that is under way.
 
         Args:
             elapsed: seconds since this rank was told to end.
         """
-        left = self.config.grace_seconds - max(self.runtime.gather(elapsed))
+        left = self.config.grace_seconds - max(self.runtime.group.all_gather(elapsed))
         until = time.monotonic() + left
-        self.saver.hurry(left / 2)
-        needed = max(self.runtime.gather(self.saver.durable_s or 0.0))
-        with contextlib.suppress(AwayError):  # it has failed too often: then the older one has to do
-            while self.saver.finish(until) and self.saver.last_step != self.position.step:
-                if not self.runtime.gather(until - time.monotonic() > needed)[0]:
+        self.saver.set_deadline(left / 2)
+        needed = max(self.runtime.group.all_gather(self.saver.durable_s or 0.0))
+        with contextlib.suppress(StorageUnavailableError):  # it has failed too often: then the older one has to do
+            while self.saver.wait(until) and self.saver.last_step != self.position.step:
+                if not self.runtime.group.all_gather(until - time.monotonic() > needed)[0]:
                     break
                 self._put_down()
         step = self.saver.last_step
@@ -119,25 +119,25 @@ class Saves:
         begin = time.perf_counter()
         result = wait()
         seconds = time.perf_counter() - begin
-        self.journal.meter.pause(seconds)
+        self.metrics.meter.pause(seconds)
         self.position.stall_seconds += seconds
-        self.cadence.stalled(seconds)
+        self.save_interval.stalled(seconds)
         return result
 
     def _begin(self) -> None:
         self._put_down()
         if not self.config.background:
-            self.saver.finish()
+            self.saver.wait()
 
     def _put_down(self) -> None:
         """Set out to save the state; the next step does not wait until it is written."""
-        self.journal.board.flush()
-        position = self.tick()
-        position.loss_sum, position.loss_steps = self.journal.meter.state()
-        self.guard.check(position.step, position.loss_sum, self.journal.meter.grad_norm(), position)
+        self.metrics.board.flush()
+        position = self.update_wall_time()
+        position.loss_sum, position.loss_steps = self.metrics.meter.state()
+        self.anomaly.check(position.step, position.loss_sum, self.metrics.meter.grad_norm(), position)
         self._wanted = False
-        self.cadence.begun(self.saver.durable_s)
+        self.save_interval.begun(self.saver.durable_s)
         if self.config.every_steps == "auto":
-            log.info("the next snapshot is due in %.1f s", self.cadence.interval_s, extra={"file_only": True})
-        stepper = self.stepper
-        self.saver.begin(position, stepper.model, stepper.optimizer, stepper.plan.micro_batch_size)
+            log.info("the next snapshot is due in %.1f s", self.save_interval.interval_s, extra={"file_only": True})
+        train_step = self.train_step
+        self.saver.save(position, train_step.model, train_step.optimizer, train_step.plan.micro_batch_size)

@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, TokenLoader
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.optim import lr_at
+from mingpt_ddp.optim import get_lr
 from mingpt_ddp.optim.muon import Muon
 
 log = logging.getLogger(__name__)
 
 
-class Stepper:
+class TrainStep:
     """The steps of a run of `steps` steps."""
 
     def __init__(
         self,
         config: Config,
         runtime: Runtime,
-        loader: Loader,
+        loader: TokenLoader,
         plan: BatchPlan,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -37,51 +37,51 @@ class Stepper:
         self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
         self.model, self.optimizer = model, optimizer
         if isinstance(optimizer, Muon):
-            optimizer.divide(runtime.rank, runtime.world_size)
+            optimizer.shard_across_ranks(runtime.group.rank, runtime.group.world_size)
         self.parameters = list(model.parameters())
-        self.wrapped = runtime.wrap(model)
-        self.data_s = 0.0  # seconds that the last batch took to fetch
+        self.parallel_model = runtime.wrap(model)
+        self.data_time_s = 0.0  # seconds that the last batch took to fetch
 
-    def settle(self) -> None:
+    def warm_up(self) -> None:
         """What has to come before the first step and counts in no speed, compiling for one."""
-        self.runtime.at("preparing the first step")
+        self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
-        first = self.loader.step(1, self.plan, self.runtime.rank)[0]
-        self.runtime.settle(self.wrapped, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
+        first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
+        self.runtime.warm_up(self.parallel_model, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
-    def gradients(self, step: int) -> Tensor:
+    def forward_backward(self, step: int) -> Tensor:
         """Add up the gradients of the step's mean loss; this rank's share of that loss."""
         self.runtime.begin_step()
         loss = torch.zeros((), device=self.runtime.device)
         batch = self._fetch(step)
         for micro in batch:
             last = micro is batch[-1]
-            with self.runtime.share_gradients(self.wrapped, last):
+            with self.runtime.maybe_no_sync(self.parallel_model, last):
                 loss += self._forward_backward(step, micro, shares=last)
         return loss
 
     def _fetch(self, step: int) -> list[MicroBatch]:
-        self.runtime.at(f"fetching the batch of step {step}")
+        self.runtime.group.set_activity(f"fetching the batch of step {step}")
         begin = time.perf_counter()
-        batch = self.loader.step(step, self.plan, self.runtime.rank)
-        self.data_s = time.perf_counter() - begin
+        batch = self.loader.get_batch(step, self.plan, self.runtime.group.rank)
+        self.data_time_s = time.perf_counter() - begin
         return batch
 
     def _forward_backward(self, step: int, micro: MicroBatch, shares: bool) -> Tensor:
         """This micro-batch's share of the step's mean loss, its gradients added up."""
-        self.runtime.at(f"in the forward pass of step {step}")
+        self.runtime.group.set_activity(f"in the forward pass of step {step}")
         seed_everything("dropout", self.config.run.seed, step, micro.number)
-        n_micro, world_size = self.plan.n_micro, self.runtime.world_size
+        n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
         with self.runtime.autocast():
-            loss = self.wrapped(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
-        self.runtime.at(f"in the backward pass of step {step}", waiting=shares)
+            loss = self.parallel_model(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
+        self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=shares)
         # DDP takes the mean over the ranks, the step wants the mean over the micro-batches.
         self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
         return loss.detach() / n_micro
 
-    def clip(self) -> Tensor:
+    def clip_grad_norm(self) -> Tensor:
         """The norm of the gradients before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
@@ -91,15 +91,15 @@ class Stepper:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         return norm.to(self.runtime.device)  # without any gradient torch has zero on the CPU
 
-    def update(self, step: int) -> float:
+    def optimizer_step(self, step: int) -> float:
         """Change the weights; the learning rate that did."""
-        lr = lr_at(step, self.config.optimizer, self.steps)
+        lr = get_lr(step, self.config.optimizer, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
         self.runtime.scaler.step(self.optimizer)
         self.clear()
-        self.runtime.share_buffers(self.model)
+        self.runtime.broadcast_buffers(self.model)
         return lr
 
     def clear(self) -> None:
@@ -115,7 +115,7 @@ class Stepper:
         """
         found = ""
         for micro in self._fetch(step):
-            with self.runtime.share_gradients(self.wrapped, last=False):
+            with self.runtime.maybe_no_sync(self.parallel_model, last=False):
                 loss = self._forward_backward(step, micro, shares=False)
             if not torch.isfinite(loss):
                 found = f"the loss of micro-batch {micro.number}"
@@ -125,5 +125,5 @@ class Stepper:
             if found:
                 break
         self.optimizer.zero_grad(set_to_none=True)
-        culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.gather(found)) if what]
+        culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
         return "; ".join(culprits[:3]) or "it did not come again when the step was repeated: suspect the hardware"

@@ -13,7 +13,7 @@ from multiprocess.ranks import configure, run_ranks
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run
 
@@ -34,8 +34,8 @@ def train_all(configs: list[dict[str, Any]]) -> list[float | None]:
     losses = []
     for job, values in enumerate(configs):
         config = from_mapping(values)
-        logs.to_console(find_place())
-        runtime = Runtime(config, find_place(), job)
+        logs.to_console(read_env())
+        runtime = Runtime(config, read_env(), job)
         losses.append(run(config, runtime, {}))
         runtime.close()
         del runtime

@@ -13,17 +13,17 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.data.dataloader import BatchPlan, Loader, plan_batches
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.inference.decoding import prepare
 from mingpt_ddp.inference.generate import generate
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
-from mingpt_ddp.models.activation_checkpoint import recompute_blocks
+from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.training.train_step import Stepper
+from mingpt_ddp.training.train_step import TrainStep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -80,20 +80,20 @@ def test_a_step_does_not_wait_for_the_device(precision, recomputed):
     options = ["trainer.device=cuda", f"trainer.precision={precision}", "trainer.compile=false", "model=gpt_nano"]
     options += ["model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
     config = from_mapping(configure(*options, f"trainer.activation_checkpointing={recomputed}"))
-    runtime = Runtime(config, Place())
+    runtime = Runtime(config, DistEnv())
     model = build_model(config.model, 65, 16).to(runtime.device)
     if config.trainer.activation_checkpointing:
-        recompute_blocks(model)
-    loader = Loader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
+        apply_activation_checkpointing(model)
+    loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
     optimizer = build_optimizer(model, config.optimizer)
-    stepper = Stepper(config, runtime, loader, plan_batches(config.trainer, 1), model, optimizer, steps=9)
+    train_step = TrainStep(config, runtime, loader, plan_batches(config.trainer, 1), model, optimizer, steps=9)
     meter = Meter(runtime, tokens_per_step=64)
 
     def step(number: int) -> None:
-        loss = stepper.gradients(number)
-        norm = stepper.clip()
-        stepper.update(number)
-        meter.record(loss, norm, stepper.data_s)
+        loss = train_step.forward_backward(number)
+        norm = train_step.clip_grad_norm()
+        train_step.optimizer_step(number)
+        meter.record(loss, norm, train_step.data_s)
 
     step(1)
     torch.cuda.set_sync_debug_mode("error")
@@ -157,10 +157,10 @@ def test_sample_on_a_gpu(precision, tmp_path):
 @pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
 def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
-    monkeypatch.setattr("mingpt_ddp.data.dataloader.RESIDENT", share)
+    monkeypatch.setattr("mingpt_ddp.data.dataloader.MAX_RESIDENT_FRACTION", share)
     tokens = np.linspace(0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000).astype(dtype)
     plan = BatchPlan(12, 3, 2)
-    on_cpu, on_gpu = (Loader(tokens, 16, None, 12, 1, device) for device in ("cpu", "cuda"))
+    on_cpu, on_gpu = (TokenLoader(tokens, 16, None, 12, 1, device) for device in ("cpu", "cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
         batches = [on_gpu.step(step, plan, 1) for step in range(1, 60)]

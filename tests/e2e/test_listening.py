@@ -13,7 +13,7 @@ from hosts import NoHosts, TwoHosts
 from launching import TINY, Job, last_step, python_main, wait_for
 from multiprocess.ranks import free_port
 
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -108,7 +108,7 @@ def test_local_workers_where_the_host_name_is_an_address(tmp_path):
 def test_ranks_started_by_hand_on_one_machine(host):
     """Rank 0 hosts the store at MASTER_ADDR:MASTER_PORT."""
     port = free_port()
-    store = connect(Place(world_size=2, master=(host, port)), 0, 30)
+    store = connect(DistEnv(world_size=2, master=(host, port)), 0, 30)
     store.set("key", "value")
     sockets = {socket for socket in listening(os.getpid()) if socket[2] == port}
     assert sockets and not beyond_loopback(sockets)

@@ -25,11 +25,11 @@ ALWAYS = float("inf")
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
-    monkeypatch.setattr(remote, "CALL_S", 3.0)
-    monkeypatch.setattr(remote, "BUDGET_S", 30.0)
-    monkeypatch.setattr(remote, "LEAST_BANDWIDTH", 32 * MIB)
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(remote, "LONGEST_PAUSE_S", 0.5)
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 30.0)
+    monkeypatch.setattr(remote, "MIN_BANDWIDTH", 32 * MIB)
+    monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.05)
+    monkeypatch.setattr(remote, "MAX_BACKOFF_S", 0.5)
     monkeypatch.setattr(remote, "PART", 5 * MIB)  # no server takes smaller ones
 
 
@@ -118,7 +118,7 @@ def test_the_server_refuses_to_overwrite(url, monkeypatch):
     storage.write("file", b"theirs")
     with monkeypatch.context() as patch:
         patch.setattr(storage._files, "size", lambda path: None)
-        assert not storage.create("file", b"mine")
+        assert not storage.put_if_absent("file", b"mine")
     assert storage.read("file") == b"theirs"
 
 
@@ -167,7 +167,7 @@ def test_a_write_outlives(fault, match, url, proxy, seaweed, bucket):
 @pytest.mark.parametrize("match", [PUT, PART], ids=["put", "part"])
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.STALL_SENDING], ids=["at once", "while sending"])
 def test_a_write_outlives_a_stall(fault, match, url, proxy, monkeypatch):
-    monkeypatch.setattr(remote, "CALL_S", 1.0)
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[:50_000] if match == PUT else LARGE
     proxy.rules = [Rule(match, fault, after=10_000)]
     storage = Storage(url)
@@ -178,7 +178,7 @@ def test_a_write_outlives_a_stall(fault, match, url, proxy, monkeypatch):
 
 @pytest.mark.parametrize("fault", ALL)
 def test_a_read_outlives(fault, url, proxy, monkeypatch):
-    monkeypatch.setattr(remote, "CALL_S", 1.0)
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[: 6 * MIB]
     storage = Storage(url)
     storage.write("file", content)
@@ -224,8 +224,8 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
     storage.write("file", b"old")
     proxy.rules = [Rule(PART if content is LARGE else PUT, times=ALWAYS, **ALL[fault])]
     with monkeypatch.context() as limits:  # a busy machine may need longer for the writes that succeed
-        limits.setattr(remote, "CALL_S", 1.0)
-        limits.setattr(remote, "BUDGET_S", 1.0)
+        limits.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
+        limits.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
         start = time.monotonic()
         with pytest.raises(StorageError, match=rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"):
             storage.write("file", content)
@@ -241,12 +241,12 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
     storage = Storage(url)
     storage.write("file", b"old")
     proxy.down = True
-    monkeypatch.setattr(remote, "BUDGET_S", 0.4)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.4)
     calls = [lambda: storage.write("file", b"new"), lambda: storage.read("file"), lambda: storage.size("file")]
-    for call in [*calls, storage.list, lambda: storage.create("x", b"x"), lambda: storage.delete("file")]:
+    for call in [*calls, storage.list, lambda: storage.put_if_absent("x", b"x"), lambda: storage.delete("file")]:
         with pytest.raises(StorageError, match=r"^cannot [^\n]*$"):
             call()
-    monkeypatch.setattr(remote, "BUDGET_S", 30.0)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 30.0)
     threading.Timer(1.0, proxy.heal).start()
     storage.write("file", b"new")  # begins while the store is still down
     assert storage.read("file") == b"new"
@@ -280,7 +280,7 @@ def test_wrong_credentials_are_told_at_once(wrong, url, seaweed, monkeypatch, ca
 def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
     storage = Storage("s3://no-such-bucket/run")
     calls = [lambda: storage.write("file", LARGE), lambda: storage.write("file", b"x"), lambda: storage.read("file")]
-    calls += [storage.list, lambda: storage.create("file", b"x"), lambda: storage.size("file")]
+    calls += [storage.list, lambda: storage.put_if_absent("file", b"x"), lambda: storage.size("file")]
     for call in [*calls, lambda: storage.delete("file")]:
         with pytest.raises(StorageError, match="NoSuchBucket"):
             call()
@@ -328,7 +328,7 @@ def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
 
 def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch):
     """Kill -9 in the middle of writes: one that returned is whole, and one that is under way outlives the restart."""
-    monkeypatch.setattr(remote, "BUDGET_S", 60.0)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 60.0)
     contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(8)]
     done: list[int] = []
 

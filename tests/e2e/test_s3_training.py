@@ -14,7 +14,7 @@ from chaos import AWAY, impatient
 from faults import Fault, FaultProxy, Rule
 from launching import TINY, Job, call, last_step, python_main, torchrun, wait_for
 
-from mingpt_ddp.snapshots.format import Damaged
+from mingpt_ddp.snapshots.format import CorruptSnapshotError
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 STEPS = 60
@@ -23,7 +23,7 @@ SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.e
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24", "run.name=run"]
 ENDLESS = [*TINY, "trainer.max_steps=10000000", "trainer.eval_every=null", "snapshot.every_steps=20", "run.name=run"]
 LAUNCHERS = {"torchrun": torchrun(2), "nproc_per_node": [*python_main(), "ddp.nproc_per_node=2"]}
-ONE_S = {"CALL_S": 0.5, "BUDGET_S": 1.0, "FIRST_PAUSE_S": 0.05}
+ONE_S = {"REQUEST_TIMEOUT_S": 0.5, "OPERATION_DEADLINE_S": 1.0, "INITIAL_BACKOFF_S": 0.05}
 ALWAYS = float("inf")
 
 
@@ -99,7 +99,7 @@ def all_whole(path: str) -> list[int]:
     for step in steps:
         try:
             assert store.read(step).step == step
-        except Damaged:
+        except CorruptSnapshotError:
             assert not store.is_committed(step), f"step {step} is damaged"
     return steps
 
@@ -114,7 +114,7 @@ def test_killed_run_resumes_and_tells_nobody_the_secret(launcher, aws, seaweed, 
     done = call(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
-    assert "waiting" not in done.stdout, "the owner is known to be dead"
+    assert "waiting" not in done.stdout, "the owner is expected_size to be dead"
     assert remote_weights(path) == local_weights
     assert not (tmp_path / "outputs/run/snapshots").exists()
     objects = SnapshotStore(f"{path}/run").storage
@@ -228,7 +228,7 @@ def test_preempted_while_the_store_is_away(proxy, path, tmp_path):
     assert job.wait(30) == 0, job.text()
     step = last_step(tmp_path / "outputs" / "run")
     assert f"preempted at step {step}; the same command goes on from there" in job.text()
-    assert SnapshotStore(str(other / "run")).newest().step == step
+    assert SnapshotStore(str(other / "run")).read_latest().step == step
 
 
 def test_store_away_at_resume(proxy, path, tmp_path):
@@ -252,7 +252,7 @@ def test_store_away_at_resume(proxy, path, tmp_path):
 def test_two_runs_of_one_name(aws, path, tmp_path):
     """Another run directory, perhaps on another machine: the object store is all that they have in common."""
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"BEAT_S": 1.0, "DEAD_S": 8.0})}
+    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 8.0})}
     first = Job([*command, "run.root=first"], tmp_path, **limits)
     try:
         wait_for(lambda: committed(tmp_path, "first"), what="a snapshot of the first")
@@ -273,7 +273,7 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
     assert time.monotonic() - begin > 8
     resumed = int(re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0])
     assert resumed >= newest
-    third = Job([*command, "run.root=second"], tmp_path, **limits)  # here it is known who is dead
+    third = Job([*command, "run.root=second"], tmp_path, **limits)  # here it is expected_size who is dead
     wait_for(lambda: log_of(tmp_path, "second").count("resuming") == 2, what="the same run again")
     third.kill_tree()
     assert "waiting" not in third.text()
@@ -281,7 +281,7 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
 
 def test_a_run_that_slept_leaves_its_place_to_its_successor(aws, path, tmp_path):
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"BEAT_S": 0.5, "DEAD_S": 1.5})}
+    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 0.5, "LEASE_TTL_S": 1.5})}
     first = Job([*command, "run.root=first"], tmp_path, **limits)
     second = None
     try:

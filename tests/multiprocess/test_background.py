@@ -17,12 +17,12 @@ from launching import TINY, committed, wait_for
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots import async_writer as background
 from mingpt_ddp.snapshots import format
 from mingpt_ddp.snapshots import manager as saver
-from mingpt_ddp.snapshots.buffer import Image
+from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_tensors, optimizer_tensors
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import run as composition
@@ -97,29 +97,31 @@ def train(
         told["overtaken"].append([number, now["step"]])
         return files
 
-    def fill(self: background.Save, images: dict[str, Image]) -> None:
+    def fill(self: background.AsyncSave, images: dict[str, SafetensorsBuffer]) -> None:
         if lag:
             time.sleep(0.03)  # training wants to go on
         original_fill(self, images)
 
-    def restore(self: saver.Saver, found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    def restore(
+        self: saver.SnapshotManager, found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Any:
         position = original_restore(self, found, model, optimizer)
         tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
         told["restored"] = [found.step, digest(tensors)]
         return position
 
-    class CountedImage(Image):
+    class CountedImage(SafetensorsBuffer):
         def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
             super().__init__(tensors)
             told["images"] += 1
 
-    original_step, original_put, original_fill = Trainer._step, SnapshotStore.put, background.Save._fill
-    original_restore = saver.Saver.restore
-    Trainer._step, SnapshotStore.put, background.Save._fill = step, put, fill
-    saver.Saver.restore, background.Image = restore, CountedImage
-    logs.to_console(find_place())
+    original_step, original_put, original_fill = Trainer._step, SnapshotStore.put, background.AsyncSave._fill
+    original_restore = saver.SnapshotManager.restore
+    Trainer._step, SnapshotStore.put, background.AsyncSave._fill = step, put, fill
+    saver.SnapshotManager.restore, background.SafetensorsBuffer = restore, CountedImage
+    logs.to_console(read_env())
     config = from_mapping(values)
-    runtime = Runtime(config, find_place())
+    runtime = Runtime(config, read_env())
     try:
         composition.run(config, runtime, {})
     except Exception as error:
@@ -261,11 +263,11 @@ def test_failures_in_a_row_end_the_run_on_all_ranks(root):
     fail = {"1": list(range(8, STEPS + 1))}
     told = [outcome["error"] for outcome in run_ranks(2, train, root / "ranks" / "always", values=values, fail=fail)]
     assert told[0] == told[1]
-    assert "AwayError" in told[0]
+    assert "StorageUnavailableError" in told[0]
     assert "cannot write the snapshot of step 12" in told[0]
     assert "rank 1: no space is left, 2 times in a row" in told[0]
     assert committed(root / "always") == [4]
-    assert SnapshotStore(str(root / "always" / "snapshots")).newest().step == 4
+    assert SnapshotStore(str(root / "always" / "snapshots")).read_latest().step == 4
 
 
 def test_a_place_that_is_gone(root):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError, RunError, UserError
 from mingpt_ddp.metrics.meters import Meter
@@ -43,32 +43,32 @@ def attempt_first(runtime: Runtime, error: Exception | None, worker: int = 0, pe
     """The class and the message of the error that `first` raises here."""
 
     def work() -> str:
-        if error and runtime.rank == worker:
+        if error and runtime.group.rank == worker:
             raise error
-        return f"done on rank {runtime.rank}"
+        return f"done on rank {runtime.group.rank}"
 
     try:
-        return ["value", runtime.first(work, per_node)]
+        return ["value", runtime.group.run_on_rank_zero(work, per_node)]
     except UserError as caught:
         return [type(caught).__name__, str(caught)]
 
 
 def converse(config: dict[str, Any]) -> dict[str, Any]:
     """Everything that the tests below look at, on one rank."""
-    runtime = Runtime(from_mapping(config), find_place())
-    rank = runtime.rank
+    runtime = Runtime(from_mapping(config), read_env())
+    rank = runtime.group.rank
     found: dict[str, Any] = {
-        "place": [rank, runtime.world_size, runtime.is_main],
-        "gather": runtime.gather(OWN[rank]),
-        "sum": runtime.sum(torch.tensor([rank + 1.0, 10.0**rank])).tolist(),
-        "broadcast": same(runtime.broadcast(tensors() if rank == 0 else None)),
+        "place": [rank, runtime.group.world_size, runtime.group.is_rank_zero],
+        "gather": runtime.group.all_gather(OWN[rank]),
+        "sum": runtime.group.all_reduce(torch.tensor([rank + 1.0, 10.0**rank])).tolist(),
+        "broadcast": same(runtime.group.broadcast_tensors(tensors() if rank == 0 else None)),
         "first": attempt_first(runtime, None),
         "data error": attempt_first(runtime, DataError("no text\nat  all")),
         "run error": attempt_first(runtime, RunError("busy")),
         "nodes": attempt_first(runtime, None, per_node=True),
     }
     if rank == 2:  # now as the first rank of a second node
-        object.__setattr__(runtime.place, "local_rank", 0)
+        object.__setattr__(runtime.group.env, "local_rank", 0)
     found["node error"] = attempt_first(runtime, DataError("node 2 has no disk"), worker=2, per_node=True)
     meter = Meter(runtime, tokens_per_step=1)
     for loss in (1.0, 2.0):
@@ -78,10 +78,10 @@ def converse(config: dict[str, Any]) -> dict[str, Any]:
     resumed.load_state(*state)
     found["meter"] = [*state, meter.read().loss, resumed.read().loss]
     if rank == 1:
-        runtime.report_failure("out of memory")
-    found["failure"] = runtime.reported_failure(wait_s=10)
-    runtime.report_failure("lost another rank")
-    found["failure later"] = runtime.reported_failure(wait_s=10)
+        runtime.group.report_failure("out of memory")
+    found["failure"] = runtime.group.reported_failure(wait_s=10)
+    runtime.group.report_failure("lost another rank")
+    found["failure later"] = runtime.group.reported_failure(wait_s=10)
     runtime.close()
     return found
 
@@ -135,8 +135,8 @@ def test_the_first_failure_is_what_everybody_quotes(found):
 def successive_jobs(config: dict[str, Any], jobs: int) -> list[float]:
     sums = []
     for job in range(jobs):
-        runtime = Runtime(from_mapping(config), find_place(), job)
-        sums.append(float(runtime.sum(torch.tensor(runtime.rank + 10.0 * job))))
+        runtime = Runtime(from_mapping(config), read_env(), job)
+        sums.append(float(runtime.group.all_reduce(torch.tensor(runtime.group.rank + 10.0 * job))))
         runtime.close()
         del runtime
     return sums
@@ -151,11 +151,11 @@ def test_the_jobs_of_a_sweep_follow_each_other(tmp_path):
 def one_process(config: dict[str, Any]) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
-    runtime = Runtime(from_mapping(config), find_place())
+    runtime = Runtime(from_mapping(config), read_env())
     found = {
-        "gather": runtime.gather("x"),
-        "sum": runtime.sum(torch.tensor([2.0])).tolist(),
-        "broadcast": same(runtime.broadcast(tensors())),
+        "gather": runtime.group.all_gather("x"),
+        "sum": runtime.group.all_reduce(torch.tensor([2.0])).tolist(),
+        "broadcast": same(runtime.group.broadcast_tensors(tensors())),
         "first": attempt_first(runtime, None),
         "error": attempt_first(runtime, DataError("no text")),
         "group": torch.distributed.is_initialized(),

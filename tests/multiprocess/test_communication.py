@@ -15,7 +15,7 @@ import torch.distributed as dist
 from launching import TINY
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import Place, find_place
+from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.runtime import Runtime, choose_device
 from mingpt_ddp.distributed.shared_memory import meet
 from mingpt_ddp.errors import ConfigError
@@ -56,16 +56,16 @@ class Changed:
     @staticmethod
     def sick(forward: Any, sick_step: int) -> Any:
         """One of the losses that a rank computes in a step is not a number, whenever it is computed."""
-        from mingpt_ddp.training import train_step as stepper
+        from mingpt_ddp.training import train_step as train_step
 
         at = {"step": 0}
-        original = stepper.seed_everything
+        original = train_step.seed_everything
 
         def note(*keys: Any) -> None:
             at["step"] = keys[2] if keys[0] == "dropout" else 0
             original(*keys)
 
-        stepper.seed_everything = note
+        train_step.seed_everything = note
 
         def sometimes(self, x, y=None):
             loss = forward(self, x, y)
@@ -82,11 +82,11 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             changed = Changed(name)
             values["trainer"]["max_steps"] = limit
             config = from_mapping(values)
-            runtime = Runtime(config, find_place(), job)
+            runtime = Runtime(config, read_env(), job)
             job += 1
             loss = run(config, runtime, {})
             exposed = runtime.hook.seconds
-            outcomes[name] = {"loss": loss, "shared": runtime.neighbours is not None, "seconds": exposed}
+            outcomes[name] = {"loss": loss, "shared": runtime.group.shared_memory is not None, "seconds": exposed}
             runtime.close()
             del runtime
             changed.patch.undo()
@@ -196,31 +196,31 @@ def test_the_size_of_buckets_decides_the_order_of_additions(three):
     assert not same(three, "small buckets", "gloo")
 
 
-# Neighbours.
+# SharedMemoryGroup.
 
 
 def lose_a_rank(config: dict[str, Any]) -> str:
-    runtime = Runtime(from_mapping(config), find_place())
-    neighbours = meet(runtime.rank, runtime.gather, timeout_s=1.0)
-    assert neighbours is not None
-    neighbours.leave_unread(b"unread")
-    neighbours.tell(bytes([runtime.rank]))
-    assert neighbours.hear(1) == {other: bytes([other]) for other in range(3) if other != runtime.rank}
-    memory = neighbours.shared_memory(100)
-    memory[runtime.rank][:] = runtime.rank + 1
-    runtime.barrier()
+    runtime = Runtime(from_mapping(config), read_env())
+    shared_memory = meet(runtime.group.rank, runtime.group.all_gather, timeout_s=1.0)
+    assert shared_memory is not None
+    shared_memory.signal_all(b"unread")
+    shared_memory.send_all(bytes([runtime.group.rank]))
+    assert shared_memory.recv_all(1) == {other: bytes([other]) for other in range(3) if other != runtime.group.rank}
+    memory = shared_memory.shared_memory(100)
+    memory[runtime.group.rank][:] = runtime.group.rank + 1
+    runtime.group.barrier()
     assert [part.tolist() for part in memory] == [[1] * 100, [2] * 100, [3] * 100]
     told = []
     for close in (False, True):
-        if runtime.rank == 2 and close:
-            neighbours.close()
-        runtime.barrier()
-        if runtime.rank != 2:
+        if runtime.group.rank == 2 and close:
+            shared_memory.close()
+        runtime.group.barrier()
+        if runtime.group.rank != 2:
             try:
-                neighbours._receive(2, 1)
+                shared_memory._receive(2, 1)
             except dist.DistNetworkError as error:
                 told.append(str(error))
-        runtime.barrier()
+        runtime.group.barrier()
     runtime.close()
     return "; ".join(told)
 
@@ -249,4 +249,4 @@ def test_ranks_on_different_machines_do_not_meet():
 def test_what_cannot_work_is_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         config = from_mapping(configure(*options))
-        choose_device(config.trainer, config.ddp, Place())
+        choose_device(config.trainer, config.ddp, DistEnv())

@@ -13,7 +13,7 @@ from torch import nn
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed import compile as compiling
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.training.run import run
@@ -31,19 +31,19 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
 
     compiling.BACKEND = "aot_eager"
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
-    settle = Runtime.settle
+    warm_up = Runtime.warm_up
 
     def settle_then_forbid(self: Runtime, *arguments: Any) -> None:
         torch.compiler.set_stance("default")
-        settle(self, *arguments)
+        warm_up(self, *arguments)
         torch.compiler.set_stance("fail_on_recompile")
 
-    Runtime.settle = settle_then_forbid
+    Runtime.warm_up = settle_then_forbid
     results = []
     for job, values in enumerate(configs):
         counters.clear()
         config = from_mapping(values)
-        runtime = Runtime(config, find_place(), job)
+        runtime = Runtime(config, read_env(), job)
         loss = run(config, runtime, {})
         runtime.close()
         results.append((loss, counters["stats"]["unique_graphs"]))

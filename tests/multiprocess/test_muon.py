@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim import muon
 from mingpt_ddp.optim.muon import Muon
@@ -20,17 +20,17 @@ from multiprocess.ranks import configure, run_ranks
 def take_steps(config: dict[str, Any], divides: bool) -> list[Any]:
     """The digest of the parameters after three steps, and how many matrices this rank has orthogonalised."""
     typed = from_mapping(config)
-    runtime = Runtime(typed, find_place())
+    runtime = Runtime(typed, read_env())
     generator = torch.Generator().manual_seed(0)
     model = nn.ModuleList([nn.Linear(8, rows, bias=False) for rows in (8, 8, 8, 32, 32, 5)])
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     optimizer = Muon(model, typed.optimizer)
-    muon.WORTH_DIVIDING = 1
+    muon.MIN_NUMEL_TO_SHARD = 1
     if divides:
-        optimizer.divide(runtime.rank, runtime.world_size)
-    done, whole = [], muon.orthogonalise
-    muon.orthogonalise = lambda stack: done.append(len(stack)) or whole(stack)
+        optimizer.shard_across_ranks(runtime.group.rank, runtime.group.world_size)
+    done, whole = [], muon.polar_express
+    muon.polar_express = lambda stack: done.append(len(stack)) or whole(stack)
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.registry import ModelConfig, register
 from mingpt_ddp.snapshots import format as snapshot_format
@@ -46,7 +46,7 @@ def train(configs: list[dict[str, Any]]) -> list[float]:
     snapshot_format.SMALLEST_PART = 1
     losses = []
     for job, values in enumerate(configs):
-        runtime = Runtime(from_mapping(values), find_place(), job)
+        runtime = Runtime(from_mapping(values), read_env(), job)
         losses.append(run(from_mapping(values), runtime, {}))
         runtime.close()
     return losses

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import TCPStore
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError
 from multiprocess.ranks import Ranks, configure, free_port
@@ -36,10 +36,12 @@ def wait_for(condition, timeout: float = 60) -> None:
 
 def add_up(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
     """The sum over the ranks, left in a file; if need be, again and again until somebody kills this rank."""
-    runtime = Runtime(from_mapping(config), find_place())
+    runtime = Runtime(from_mapping(config), read_env())
     while True:
-        total: list[float] = runtime.sum(torch.tensor([runtime.rank + 1.0, 100.0 * attempt])).tolist()
-        Path(marks, f"{attempt}-{runtime.rank}").write_text(str(total))
+        total: list[float] = runtime.group.all_reduce(
+            torch.tensor([runtime.group.rank + 1.0, 100.0 * attempt])
+        ).tolist()
+        Path(marks, f"{attempt}-{runtime.group.rank}").write_text(str(total))
         if not forever:
             runtime.close()
             return total
@@ -90,7 +92,7 @@ def test_a_rank_may_come_late(tmp_path, last):
 
 def try_to_join(config: dict[str, Any]) -> str:
     try:
-        Runtime(from_mapping(config), find_place())
+        Runtime(from_mapping(config), read_env())
     except RunError as error:
         return str(error)
     return "joined"
@@ -99,7 +101,7 @@ def try_to_join(config: dict[str, Any]) -> str:
 def test_a_rank_that_never_comes_is_named(tmp_path, store):
     """Rank 0 knows that rank 1 is there: it must not send the user to look for it."""
     config = configure("ddp.timeout_s=1")
-    with Ranks(WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config) as ranks:
+    with Ranks(WORLD, try_to_join, tmp_path, port=store.port, has_agent=True, only=[0, 1], config=config) as ranks:
         rank_0, rank_1 = ranks.results()
     assert rank_0.startswith("run error: rank 2 did not appear in time; start all ranks, or give them longer")
     assert rank_1.startswith("run error: ")
@@ -121,6 +123,6 @@ def test_a_rank_given_to_two_processes_is_named(tmp_path, store, twice):
 def test_an_address_where_nobody_answers_is_named(tmp_path):
     config = configure("ddp.timeout_s=1")
     port = free_port()
-    with Ranks(WORLD, try_to_join, tmp_path, port=port, agent=True, only=[1], config=config) as ranks:
+    with Ranks(WORLD, try_to_join, tmp_path, port=port, has_agent=True, only=[1], config=config) as ranks:
         (message,) = ranks.results()
     assert message.startswith(f"run error: rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: ")

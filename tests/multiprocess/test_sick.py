@@ -18,13 +18,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logging as logs
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics import meters as metrics
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training import run as composition
-from mingpt_ddp.training import train_step as stepper
+from mingpt_ddp.training import train_step as train_step
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
@@ -33,7 +33,7 @@ SETTINGS += ["snapshot.keep_last=100", "snapshot.keep_best=false"]
 
 # Name -> settings, and what happens in micro-batch 1 (of rank 1, where there are two) at which steps.
 JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "healthy": ([], {}),
+    "on_step_accepted": ([], {}),
     "stop": ([], {"kind": "loss", "steps": [6]}),
     "gradient": ([], {"kind": "gradient", "steps": [6]}),
     "once": ([], {"kind": "loss", "steps": [6], "once": True}),
@@ -60,7 +60,7 @@ JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
 def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
     """Micro-batch 1 of these steps."""
     at = {"step": 0, "micro": 0}
-    forward_backward, forward = stepper.Stepper._forward_backward, GPT.forward
+    forward_backward, forward = train_step.TrainStep._forward_backward, GPT.forward
 
     def locate(self, step, micro, shares):
         at.update(step=step, micro=micro.number)
@@ -79,7 +79,7 @@ def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
         parameter = next(p for name, p in self.named_parameters() if name == sick_parameter(self))
         return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
 
-    stepper.Stepper._forward_backward, GPT.forward = locate, sick
+    train_step.TrainStep._forward_backward, GPT.forward = locate, sick
 
 
 def sick_parameter(model: GPT) -> str:
@@ -91,23 +91,23 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
-def train_all(configs: dict[str, dict[str, Any]], sickness: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def train_all(configs: dict[str, dict[str, Any]], make_error: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One run after the other; of each the error, or the weights that this rank has in the end."""
     # It would keep the store of a run that failed, whose port the next one needs.
-    composition.Watch = lambda *words: types.SimpleNamespace(stop=lambda: None)
-    originals = stepper.Stepper._forward_backward, GPT.forward
+    composition.Watchdog = lambda *words: types.SimpleNamespace(stop=lambda: None)
+    originals = train_step.TrainStep._forward_backward, GPT.forward
     build, models = composition.build_model, []
     composition.build_model = lambda *words: models.append(build(*words)) or models[-1]
     outcomes: dict[str, Any] = {}
     for job, (name, values) in enumerate(configs.items()):
-        if sickness[name]:
-            make_sick(**sickness[name])
+        if make_error[name]:
+            make_sick(**make_error[name])
         # It waits for a second so that its event files have another name; these are too many, and nobody reads them.
         impatient = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)
         metrics.time = impatient if name == "rollback, all sick" else time
         config = from_mapping(values)
-        logs.to_console(find_place())
-        runtime = Runtime(config, find_place(), job)
+        logs.to_console(read_env())
+        runtime = Runtime(config, read_env(), job)
         try:
             run(config, runtime, {})
             outcomes[name] = {"weights": digest(models[-1])}
@@ -115,7 +115,7 @@ def train_all(configs: dict[str, dict[str, Any]], sickness: dict[str, dict[str, 
             outcomes[name] = {"error": f"{type(error).__name__}: {error}"}
         runtime.close()
         del runtime
-        stepper.Stepper._forward_backward, GPT.forward = originals
+        train_step.TrainStep._forward_backward, GPT.forward = originals
     return {**outcomes, "parameter": sick_parameter(models[-1])}
 
 
@@ -128,8 +128,8 @@ def trained(tmp_path_factory):
     def start(ranks: int) -> tuple[list[dict[str, Any]], Path]:
         root = top / f"ranks{ranks}"
         configs = {n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}") for n, (o, _) in JOBS.items()}
-        sickness = {name: what for name, (_, what) in JOBS.items()}
-        return run_ranks(ranks, train_all, root / "ranks", configs=configs, sickness=sickness), root
+        make_error = {name: what for name, (_, what) in JOBS.items()}
+        return run_ranks(ranks, train_all, root / "ranks", configs=configs, make_error=make_error), root
 
     return start
 
@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(trained, ranks):
     assert error.startswith("TrainingError: training error: step 6 has loss nan and gradient norm nan ")
     assert f"(rank {ranks - 1}: the loss of micro-batch 1)" in error
     assert committed(trained(ranks)[1] / "stop") == [4]
-    assert farthest(weights(trained, ranks, "stop", 4), weights(trained, ranks, "healthy", 4)) == 0
+    assert farthest(weights(trained, ranks, "stop", 4), weights(trained, ranks, "on_step_accepted", 4)) == 0
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter(trained, ranks):
@@ -205,7 +205,7 @@ def test_a_step_that_is_left_out_leaves_all_ranks_equal(trained, name):
     for ranks in (1, 2):
         check_equal_on_all_ranks(trained, ranks, name)
     assert farthest(weights(trained, 1, name), weights(trained, 2, name)) < 1e-6
-    assert farthest(weights(trained, 1, name), weights(trained, 1, "healthy")) > 1e-5, "it was taken"
+    assert farthest(weights(trained, 1, name), weights(trained, 1, "on_step_accepted")) > 1e-5, "it was taken"
     assert all(tensor.isfinite().all() for tensor in weights(trained, 2, name).values())
 
 
@@ -220,7 +220,7 @@ def test_going_back(trained, ranks):
     assert "back to the snapshot of step 4, to pass over step 6" in log
     assert "step 6 is passed over" in log
     state = trained(ranks)[1] / "rollback" / "snapshots" / "step_00000008" / "state.json"
-    assert json.loads(state.read_text())["position"]["passed_over"] == [6]
+    assert json.loads(state.read_text())["position"]["skipped_steps"] == [6]
     assert "step 2 has loss nan" in (log := log_of(trained, ranks, "rollback without a snapshot"))
     assert "and is left out" in log
 
@@ -231,8 +231,8 @@ def test_the_curve_has_every_step_once(trained, ranks, name):
     points = curve(trained, ranks, name)
     assert [step for step in range(1, 15) if step not in points] in ([], [6])
     assert 0.0 not in points.values()
-    healthy = curve(trained, ranks, "healthy")
-    assert all(points[step] == healthy[step] for step in range(1, 6))
+    on_step_accepted = curve(trained, ranks, "on_step_accepted")
+    assert all(points[step] == on_step_accepted[step] for step in range(1, 6))
     history = read_history(trained(ranks)[1] / name / METRICS)
     assert history.series("train_loss") == [(step, pytest.approx(value)) for step, value in points.items()]
     assert (history.faults, history.rollbacks) == (0, int(name == "rollback"))

@@ -19,9 +19,9 @@ from tensorboard.plugins.hparams import metadata as hparams
 from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.data.dataset import Corpus, prepare
+from mingpt_ddp.data.dataset import TextDataset, prepare
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.env import find_place
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
 from mingpt_ddp.training import evaluate
@@ -57,7 +57,7 @@ def train_all(configs: list[dict[str, Any]]) -> list[float]:
     losses = []
     for job, values in enumerate(configs):
         config = from_mapping(values)
-        runtime = Runtime(config, find_place(), job)
+        runtime = Runtime(config, read_env(), job)
         losses.append(run(config, runtime, {}))
         runtime.close()
         del runtime
@@ -67,8 +67,8 @@ def train_all(configs: list[dict[str, Any]]) -> list[float]:
 def untrained_loss(values: dict[str, Any], job: int) -> float:
     """With so small batches that every rank evaluates several of them."""
     config = from_mapping(values)
-    runtime = Runtime(config, find_place(), job)
-    corpus = Corpus(prepare(config.data), config.data)
+    runtime = Runtime(config, read_env(), job)
+    corpus = TextDataset(prepare(config.data), config.data)
     seed_everything(5)
     model = build_model(config.model, corpus.vocab_size, config.data.block_size)
     evaluate.TOKENS_PER_BATCH = 5 * config.data.block_size
@@ -106,7 +106,7 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def initial(trained) -> dict[str, Tensor]:
     """The weights before the first step, which all these runs have in common."""
     config = from_mapping(settings(trained(1)["root"]))
-    corpus = Corpus(prepare(config.data), config.data)
+    corpus = TextDataset(prepare(config.data), config.data)
     seed_everything(config.run.seed)
     return build_model(config.model, corpus.vocab_size, config.data.block_size).state_dict()
 

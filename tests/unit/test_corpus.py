@@ -22,7 +22,7 @@ import pytest
 from mingpt_ddp.config import registry
 from mingpt_ddp.config.schema import DataConfig
 from mingpt_ddp.data import dataset as corpus
-from mingpt_ddp.data.dataset import Corpus, Encoded, Vocabulary, prepare
+from mingpt_ddp.data.dataset import CharTokenizer, EncodedText, TextDataset, prepare
 from mingpt_ddp.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -45,11 +45,11 @@ def settings(tmp_path):
     return make
 
 
-def tokens_of(encoded: Encoded) -> np.ndarray:
+def tokens_of(encoded: EncodedText) -> np.ndarray:
     return np.fromfile(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype)
 
 
-def text_of(encoded: Encoded) -> str:
+def text_of(encoded: EncodedText) -> str:
     return "".join(encoded.vocabulary[token] for token in tokens_of(encoded))
 
 
@@ -155,9 +155,9 @@ def test_a_token_takes_as_many_bytes_as_it_needs(settings, distinct, dtype):
 def test_the_split_is_contiguous_and_without_overlap(settings):
     text = LINE * 20
     config = settings(text, train_split=0.75)
-    data = Corpus(prepare(config), config)
+    data = TextDataset(prepare(config), config)
     boundary = int(len(text) * 0.75)
-    decode = Vocabulary(data.vocabulary).decode
+    decode = CharTokenizer(data.vocabulary).decode
     assert decode(data.train.tolist()) == text[:boundary]
     assert decode(data.val.tolist()) == text[boundary:]
     assert data.vocab_size == len(set(text))
@@ -166,9 +166,9 @@ def test_the_split_is_contiguous_and_without_overlap(settings):
 def test_truncate_uses_the_first_part_of_the_text(settings):
     text = LINE * 20
     config = settings(text, truncate=0.5, train_split=0.8)
-    data = Corpus(prepare(config), config)
+    data = TextDataset(prepare(config), config)
     used = text[: len(text) // 2]
-    decode = Vocabulary(data.vocabulary).decode
+    decode = CharTokenizer(data.vocabulary).decode
     assert decode(data.train.tolist()) + decode(data.val.tolist()) == used
     assert len(data.train) == int(len(used) * 0.8)
 
@@ -180,20 +180,20 @@ def test_truncate_uses_the_first_part_of_the_text(settings):
 def test_parts_that_are_too_short_are_refused(settings, length, split, complaint):
     config = settings("ab" * (length // 2), train_split=split)
     with pytest.raises(DataError, match=complaint):
-        Corpus(prepare(config), config)
+        TextDataset(prepare(config), config)
 
 
 def test_the_shortest_parts_that_work(settings):
     """One window of 8 + 1 characters to train on, two to validate."""
     config = settings("ab" * 5 + "a", train_split=0.82)
-    data = Corpus(prepare(config), config)
+    data = TextDataset(prepare(config), config)
     assert (len(data.train), len(data.val)) == (9, 2)
 
 
 # The cache.
 
 
-def stamp(encoded: Encoded) -> list[tuple[int, int]]:
+def stamp(encoded: EncodedText) -> list[tuple[int, int]]:
     """Which files the cache holds, and since when; also the cache itself, in which an encoding is prepared."""
     directory = Path(encoded.directory)
     paths = [directory.parent, directory, *sorted(directory.iterdir())]
@@ -283,7 +283,7 @@ def test_several_processes_at_once(settings, damaged):
     outcomes = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outcomes
     expected = prepare(config)
-    assert [Encoded(**json.loads(out)) for out, _ in outcomes] == [expected] * 4
+    assert [EncodedText(**json.loads(out)) for out, _ in outcomes] == [expected] * 4
     assert text_of(expected) == text
     assert not list(Path(config.cache_dir).glob(".partial-*"))
 
@@ -416,7 +416,7 @@ def test_a_reader_that_says_something_else_each_time_is_refused(settings, reader
 
 
 def test_vocabulary_there_and_back():
-    vocabulary = Vocabulary("\nabc")
+    vocabulary = CharTokenizer("\nabc")
     assert vocabulary.encode("cab\n") == [3, 1, 2, 0]
     assert vocabulary.decode([3, 1, 2, 0]) == "cab\n"
     assert vocabulary.encode("") == []
@@ -424,5 +424,5 @@ def test_vocabulary_there_and_back():
 
 def test_vocabulary_names_the_characters_that_it_lacks():
     with pytest.raises(DataError, match="the model does not know 'x', 'y': these characters") as caught:
-        Vocabulary("abc").encode("ayxay")
+        CharTokenizer("abc").encode("ayxay")
     assert str(caught.value).startswith("data error: ")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_dictconfig
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
 from mingpt_ddp.training import evaluate
@@ -30,7 +30,7 @@ LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest 
 def runtime() -> Runtime:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = from_dictconfig(compose("config", ["trainer.device=cpu", "trainer.precision=fp32"]))
-    return Runtime(config, Place())
+    return Runtime(config, DistEnv())
 
 
 def text(length: int) -> np.ndarray:
@@ -42,11 +42,11 @@ class MeanOfTargets(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[int] = []
+        self.signal_name: list[int] = []
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         assert torch.equal(x[:, 1:], y[:, :-1])
-        self.asked += y.flatten().tolist()
+        self.signal_name += y.flatten().tolist()
         return y.double().mean()
 
 
@@ -57,7 +57,7 @@ def test_every_character_once(runtime, monkeypatch, length, per_batch):
     monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
     model = MeanOfTargets()
     loss = Evaluator(np.arange(length, dtype=np.uint16), T, runtime).run(model)
-    assert model.asked == list(range(1, length))
+    assert model.signal_name == list(range(1, length))
     assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
 
 

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.data.dataset import Vocabulary
+from mingpt_ddp.data.dataset import CharTokenizer
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.inference.generate import choose, generate, generate_text
+from mingpt_ddp.inference.generate import generate, generate_text, sample_token
 from mingpt_ddp.models import GPT, build_model
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 
 T, V = 12, 17
-VOCABULARY = Vocabulary("\nabcdefghijklmnop")
+VOCABULARY = CharTokenizer("\nabcdefghijklmnop")
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def frequencies(**settings) -> Tensor:
     """How often each character was drawn."""
     given = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
     logits = PROBABILITIES.log().expand(DRAWS, -1)
-    new = choose(logits, **given, generator=torch.Generator().manual_seed(0))
+    new = sample_token(logits, **given, generator=torch.Generator().manual_seed(0))
     return torch.bincount(new, minlength=5) / DRAWS
 
 
@@ -209,7 +209,7 @@ def test_each_row_has_its_own_limits():
     allowed = [{1, 3}, {3, 1}, {0}]
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
-        new = choose(rows, 1.0, None, 0.5, generator).tolist()
+        new = sample_token(rows, 1.0, None, 0.5, generator).tolist()
         assert all(character in row for character, row in zip(new, allowed, strict=True))
 
 

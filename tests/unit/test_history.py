@@ -10,7 +10,7 @@ import resource
 import pytest
 
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.metrics.jsonl import METRICS, History, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, read_history
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def path(tmp_path):
     return tmp_path / METRICS
 
 
-def train(history: History, steps: range, loss: float) -> None:
+def train(history: JSONLLogger, steps: range, loss: float) -> None:
     for step in steps:
         history.trained(step, loss, 1e-3, 2.0, 1000.0)
         if step % 4 == 0:
@@ -26,7 +26,7 @@ def train(history: History, steps: range, loss: float) -> None:
 
 
 def test_one_json_object_a_line(path):
-    history = History(path)
+    history = JSONLLogger(path)
     history.start(0, world_size=2)
     history.trained(10, 2.5, 1e-3, 0.5, 4000.0)
     history.evaluated(10, 2.75)
@@ -42,7 +42,7 @@ def test_one_json_object_a_line(path):
 def test_steps_that_are_made_again_count_once(path):
     """Killed behind step 10, the last snapshot was that of step 6; then a rollback from step 9 to step 8."""
     for begin, end, loss in ((0, 10, 1.0), (6, 9, 2.0)):
-        history = History(path)
+        history = JSONLLogger(path)
         history.start(begin, world_size=1)
         train(history, range(begin + 1, end + 1), loss)
     history.go_back(8)
@@ -56,7 +56,7 @@ def test_steps_that_are_made_again_count_once(path):
 
 def test_a_run_that_is_continued_has_survived_no_fault(path):
     for limit in (4, 8):
-        history = History(path)
+        history = JSONLLogger(path)
         history.start(limit - 4, world_size=1)
         train(history, range(limit - 3, limit + 1), 1.0)
         history.complete(limit)
@@ -67,13 +67,13 @@ def test_a_run_that_is_continued_has_survived_no_fault(path):
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12'])
 def test_a_line_that_a_dead_process_did_not_finish(path, torn):
-    History(path).start(0, world_size=1)
-    History(path).evaluated(1, 3.0)
+    JSONLLogger(path).start(0, world_size=1)
+    JSONLLogger(path).evaluated(1, 3.0)
     with open(path, "a") as file:
         file.write(torn)
     assert read_history(path).series("val_loss") == [(1, 3.0)]
-    History(path).start(1, world_size=1)
-    History(path).evaluated(2, 2.0)
+    JSONLLogger(path).start(1, world_size=1)
+    JSONLLogger(path).evaluated(2, 2.0)
     records = read_history(path)
     assert records.series("val_loss") == [(1, 3.0), (2, 2.0)]
     assert records.faults == 1
@@ -109,7 +109,7 @@ def test_any_other_line_is_refused_by_its_number(path, line):
 
 
 def test_what_is_not_a_number_is_left_out(path):
-    history = History(path)
+    history = JSONLLogger(path)
     history.trained(1, math.nan, 1e-3, math.inf, 1000.0)
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["train_loss"] is None
     with open(path, "a") as file:
@@ -132,7 +132,7 @@ def test_an_empty_file_is_an_empty_history(path):
 def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, caplog):
     """A limit on the file's size cuts the line that is written, as a full disk does."""
     monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
-    history = History(path)
+    history = JSONLLogger(path)
     history.start(0, world_size=1)
     whole = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -150,7 +150,7 @@ def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, capl
 
 def test_only_one_rank_has_a_history(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    history = History(None)
+    history = JSONLLogger(None)
     history.start(0, world_size=2)
     train(history, range(1, 5), 1.0)
     assert list(tmp_path.iterdir()) == []

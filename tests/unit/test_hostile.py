@@ -23,7 +23,7 @@ from mingpt_ddp.cli.snapshots_manage import ExportConfig, export
 from mingpt_ddp.cli.snapshots_survey import check, look
 from mingpt_ddp.config.config import from_dictconfig, from_mapping
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.data.dataset import Encoded
+from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.buffer import decode, encode
@@ -34,7 +34,7 @@ from mingpt_ddp.snapshots.format import (
     OPTIMIZER,
     SMALL,
     STATE,
-    Damaged,
+    CorruptSnapshotError,
     directory_name,
     manifest_of,
     plain,
@@ -132,7 +132,7 @@ def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuin
     listed = {name if n == replaced else n: {"bytes": 1, "sha256": "0" * 64} for n in genuine}
     lay(tmp_path, genuine, manifest_of(8, listed))
     store = SnapshotStore(str(tmp_path))
-    with pytest.raises(Damaged, match="does not describe"):
+    with pytest.raises(CorruptSnapshotError, match="does not describe"):
         store.read(8)
     assert "does not describe" in str(check(store, 8))
     assert look(store, 8).status == "damaged"
@@ -141,7 +141,7 @@ def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuin
 def test_more_names_than_ours_are_refused(tmp_path, genuine):
     listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*genuine, "../../victim"]}
     lay(tmp_path, genuine, manifest_of(8, listed))
-    with pytest.raises(Damaged, match="does not describe"):
+    with pytest.raises(CorruptSnapshotError, match="does not describe"):
         SnapshotStore(str(tmp_path)).read(8)
 
 
@@ -342,7 +342,7 @@ def test_code_that_a_snapshot_names_is_never_run(tmp_path, genuine):
             export(ExportConfig(url, str(tmp_path / f"export {group}{i}")))
             state = load(url).state
             with pytest.raises(SnapshotError):
-                check_state(8, state, from_mapping(json.loads(genuine[STATE])["config"]), Encoded(*[""] * 6))
+                check_state(8, state, from_mapping(json.loads(genuine[STATE])["config"]), EncodedText(*[""] * 6))
     assert not (tmp_path / "was here").exists()
 
 

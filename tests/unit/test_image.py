@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from mingpt_ddp.snapshots.buffer import LARGEST_HEADER, NAMES, Image, decode, encode
+from mingpt_ddp.snapshots.buffer import LARGEST_HEADER, NAMES, SafetensorsBuffer, decode, encode
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_parameters_with_gradients():
 
 
 def test_it_is_filled_again_in_the_same_memory():
-    image = Image(MIXED)
+    image = SafetensorsBuffer(MIXED)
     image.fill(MIXED)
     first, address = bytes(image.content), image.content.obj.ctypes.data
     changed = {name: ~t if t.dtype == torch.bool else t + 1 for name, t in MIXED.items()}
@@ -92,7 +92,7 @@ def test_a_copy_does_not_follow_the_original():
 
 
 def test_what_fits():
-    image = Image({"a": torch.ones(2, 3)})
+    image = SafetensorsBuffer({"a": torch.ones(2, 3)})
     assert image.fits({"a": torch.zeros(2, 3)})
     assert not image.fits({"a": torch.ones(3, 2)})
     assert not image.fits({"a": torch.ones(2, 3, dtype=torch.float64)})

@@ -10,17 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mingpt_ddp.errors import AwayError, RunError
+from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage import lease as module
 from mingpt_ddp.storage.lease import OWNER, Lease
 from mingpt_ddp.storage.storage import Storage, StorageError
 
-BEAT_S, DEAD_S, SETTLE_S = 0.05, 0.4, 0.1
+HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.05, 0.4, 0.1
 
 
 @pytest.fixture(autouse=True)
 def limits(monkeypatch):
-    for name, value in (("BEAT_S", BEAT_S), ("DEAD_S", DEAD_S), ("SETTLE_S", SETTLE_S)):
+    for name, value in (
+        ("HEARTBEAT_INTERVAL_S", HEARTBEAT_INTERVAL_S),
+        ("LEASE_TTL_S", LEASE_TTL_S),
+        ("TAKEOVER_GRACE_S", TAKEOVER_GRACE_S),
+    ):
         monkeypatch.setattr(module, name, value)
 
 
@@ -50,7 +54,7 @@ def owner(place) -> dict:
 def die(lease: Lease) -> None:
     """As with kill -9: no more counts, and the object stays."""
     lease._stopped.set()
-    time.sleep(2 * BEAT_S)
+    time.sleep(2 * HEARTBEAT_INTERVAL_S)
 
 
 def leave(place, **record) -> None:
@@ -60,7 +64,7 @@ def leave(place, **record) -> None:
 def test_free_place_is_taken_at_once(place, take):
     begin = time.monotonic()
     lease = take()
-    assert time.monotonic() - begin < DEAD_S / 2
+    assert time.monotonic() - begin < LEASE_TTL_S / 2
     assert owner(place)["id"] == lease.id
     lease.check()
 
@@ -68,7 +72,7 @@ def test_free_place_is_taken_at_once(place, take):
 def test_the_owner_counts(place, take):
     take()
     first = owner(place)["beat"]
-    time.sleep(6 * BEAT_S)
+    time.sleep(6 * HEARTBEAT_INTERVAL_S)
     assert owner(place)["beat"] > first
 
 
@@ -77,7 +81,7 @@ def test_a_living_owner_is_respected_and_named(place, take):
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"belongs to process \d+ on .*still running.*run\.name"):
         take()
-    assert time.monotonic() - begin < DEAD_S, "one count is enough of a sign"
+    assert time.monotonic() - begin < LEASE_TTL_S, "one count is enough of a sign"
     lease.check()
     assert owner(place)["id"] == lease.id
 
@@ -87,7 +91,7 @@ def test_a_dead_owner_is_succeeded(place, take):
     die(old)
     begin = time.monotonic()
     new = take()
-    assert time.monotonic() - begin >= DEAD_S
+    assert time.monotonic() - begin >= LEASE_TTL_S
     assert owner(place)["id"] == new.id
     new.check()
 
@@ -97,7 +101,7 @@ def test_an_owner_known_to_be_dead_is_not_waited_for(place, take):
     die(old)
     begin = time.monotonic()
     new = take(dead=old.id)
-    assert time.monotonic() - begin < DEAD_S
+    assert time.monotonic() - begin < LEASE_TTL_S
     assert owner(place)["id"] == new.id
 
 
@@ -122,7 +126,7 @@ def test_who_was_succeeded_hears_of_it(place, take):
 def test_who_was_succeeded_stops_counting(place, take):
     old = take()
     leave(place, id="another", owner="process 1 on elsewhere", beat=0)
-    time.sleep(6 * BEAT_S)
+    time.sleep(6 * HEARTBEAT_INTERVAL_S)
     assert owner(place) == {"id": "another", "owner": "process 1 on elsewhere", "beat": 0}
     for _ in range(2):
         with pytest.raises(RunError, match="was taken over by process 1 on elsewhere"):
@@ -132,7 +136,7 @@ def test_who_was_succeeded_stops_counting(place, take):
 def test_loss_is_not_forgotten_when_the_other_leaves(place, take):
     old = take()
     leave(place, id="another", owner="process 1 on elsewhere", beat=0)
-    time.sleep(4 * BEAT_S)
+    time.sleep(4 * HEARTBEAT_INTERVAL_S)
     place.delete(OWNER)
     with pytest.raises(RunError, match="taken over"):
         old.check()
@@ -143,7 +147,7 @@ def test_released_place_is_free(place, take):
     assert place.size(OWNER) is None
     begin = time.monotonic()
     take()
-    assert time.monotonic() - begin < DEAD_S / 2
+    assert time.monotonic() - begin < LEASE_TTL_S / 2
 
 
 def test_release_while_another_waits(place, take):
@@ -152,7 +156,7 @@ def test_release_while_another_waits(place, take):
     die(lease)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(take)
-        time.sleep(DEAD_S / 4)
+        time.sleep(LEASE_TTL_S / 4)
         lease.release()
         new = waiting.result(timeout=10)
     assert owner(place)["id"] == new.id
@@ -204,7 +208,7 @@ def test_a_record_cannot_write_to_the_terminal(place, take):
 
     def count():
         beat = 0
-        while not stop.wait(BEAT_S):
+        while not stop.wait(HEARTBEAT_INTERVAL_S):
             beat += 1
             leave(place, id="x", owner="a\nb\x1b[31m" + "c" * 999, beat=beat)
 
@@ -234,12 +238,12 @@ def test_an_owner_outlives_a_store_that_is_away(place, take, monkeypatch):
             return method(*args, **kwargs)
 
         monkeypatch.setattr(place, name, broken)
-    time.sleep(4 * BEAT_S)
+    time.sleep(4 * HEARTBEAT_INTERVAL_S)
     with pytest.raises(StorageError):
         lease.check()
     away.clear()
     before = owner(Storage(place.url))["beat"]
-    time.sleep(6 * BEAT_S)
+    time.sleep(6 * HEARTBEAT_INTERVAL_S)
     lease.check()
     assert owner(place)["beat"] > before
 
@@ -252,7 +256,7 @@ def test_a_store_that_is_away_is_no_reason_to_take_over(place, take, monkeypatch
         raise StorageError("the store is away")
 
     monkeypatch.setattr(other, "read", broken)
-    with pytest.raises(AwayError, match=f"cannot use {place.url}: the store is away"):
+    with pytest.raises(StorageUnavailableError, match=f"cannot use {place.url}: the store is away"):
         take(other)
 
 
@@ -269,16 +273,16 @@ def test_release_while_the_store_is_away_does_not_raise(place, take, monkeypatch
 def test_release_ends_the_thread(place, take):
     lease = take()
     lease.release()
-    time.sleep(3 * BEAT_S)
+    time.sleep(3 * HEARTBEAT_INTERVAL_S)
     assert place.size(OWNER) is None, "a last count brought the object back"
 
 
 def test_an_answer_that_comes_late_is_no_sign_of_death(place, take, monkeypatch):
-    """The store takes longer over one read than DEAD_S: the owner could not be seen counting, but it does."""
+    """The store takes longer over one read than LEASE_TTL_S: the owner could not be seen counting, but it does."""
     take()
     other = Storage(place.url)
     read = other.read
-    slow = iter([0.0, 2 * DEAD_S])
+    slow = iter([0.0, 2 * LEASE_TTL_S])
 
     def sluggish(*args, **kwargs):
         content = read(*args, **kwargs)  # as it is now

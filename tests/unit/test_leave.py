@@ -7,27 +7,27 @@ import signal
 
 import pytest
 
-from mingpt_ddp.distributed.env import Place
-from mingpt_ddp.distributed.exit import TRY_AGAIN, _tell_agent, told
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import EX_TEMPFAIL, _record_for_agent, signal_exit_code
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
 
 
 def test_nobody_would_start_it_again(monkeypatch):
     monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
-    assert [told(Place(), code) for code in (0, *EARLY)] == [0, *EARLY]
+    assert [signal_exit_code(DistEnv(), code) for code in (0, *EARLY)] == [0, *EARLY]
 
 
-@pytest.mark.parametrize(("alone", "codes"), [(True, [TRY_AGAIN, TRY_AGAIN, EARLY[1]]), (False, [0, *EARLY])])
+@pytest.mark.parametrize(("alone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])])
 def test_a_job_of_slurm_asks_to_be_queued_again_but_its_workers_do_not(alone, codes, monkeypatch):
     """Nor does one whose time was over before it began."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    assert [told(Place(alone=alone), code) for code in (0, *EARLY)] == codes
+    assert [signal_exit_code(DistEnv(is_standalone=alone), code) for code in (0, *EARLY)] == codes
 
 
 def test_torchrun_finds_the_error_in_its_file(tmp_path, monkeypatch):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     error = ValueError("the cause")
-    _tell_agent(error)
+    _record_for_agent(error)
     assert json.loads(file.read_text())["message"]["message"] == "ValueError: the cause"

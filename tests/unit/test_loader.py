@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mingpt_ddp.config.schema import DataConfig, TrainerConfig
-from mingpt_ddp.data.dataloader import BatchPlan, DeviceText, HostText, Loader, plan_batches
-from mingpt_ddp.data.dataset import Corpus, Encoded
+from mingpt_ddp.data.dataloader import BatchPlan, DeviceTokens, HostTokens, TokenLoader, plan_batches
+from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.errors import ConfigError, DataError
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12
@@ -18,16 +18,16 @@ TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: 
 WINDOWS = (LENGTH - BLOCK) // BLOCK  # 124: 10 batches of 12, and 4 windows that do not fill another
 
 
-def make(tokens=TOKENS, stride: int | None = None, batch: int = BATCH, seed: int = 1) -> Loader:
-    return Loader(tokens, BLOCK, stride, batch, seed)
+def make(tokens=TOKENS, stride: int | None = None, batch: int = BATCH, seed: int = 1) -> TokenLoader:
+    return TokenLoader(tokens, BLOCK, stride, batch, seed)
 
 
-def batch_of(loader: Loader, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    (micro,) = loader.step(step, BatchPlan(loader.batch_size, loader.batch_size, 1), 0)
+def batch_of(loader: TokenLoader, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    (micro,) = loader.get_batch(step, BatchPlan(loader.batch_size, loader.batch_size, 1), 0)
     return micro.x, micro.y
 
 
-def starts(loader: Loader, epoch: int) -> list[int]:
+def starts(loader: TokenLoader, epoch: int) -> list[int]:
     """Where the windows of an epoch (from 0) start, in their order."""
     first = epoch * loader.steps_per_epoch + 1
     return [int(x) for step in range(first, first + loader.steps_per_epoch) for x in batch_of(loader, step)[0][:, 0]]
@@ -124,11 +124,11 @@ def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypat
     """With its number: however many steps are gathered at a time, and for whichever rank before."""
     plan, other = BatchPlan(BATCH, 3, 2), BatchPlan(BATCH, 4, 3)
     alone = make()
-    monkeypatch.setattr("mingpt_ddp.data.dataloader.TOGETHER", together)
+    monkeypatch.setattr("mingpt_ddp.data.dataloader.GATHER_TOKENS", together)
     loader = make()
     for step in (*range(1, 24), 2):
         for cut, rank in ((plan, 0), (plan, 1), (other, 2)):
-            for micro in loader.step(step, cut, rank):
+            for micro in loader.get_batch(step, cut, rank):
                 x, y = batch_of(alone, step)
                 rows = slice(micro.number * cut.micro_batch_size, (micro.number + 1) * cut.micro_batch_size)
                 assert torch.equal(micro.x, x[rows])
@@ -143,8 +143,8 @@ def test_a_device_gathers_the_same_windows(dtype, resident):
     largest = np.iinfo(dtype).max
     tokens = np.linspace(0, min(largest, 0x110000), 300).astype(dtype)
     starts = np.array([290, 0, 7, 7])
-    on_device = DeviceText(tokens, 9, torch.device("cpu"), resident).gather(starts)
-    for part, expected in zip(on_device, HostText(tokens, 9).gather(starts), strict=True):
+    on_device = DeviceTokens(tokens, 9, torch.device("cpu"), resident).gather(starts)
+    for part, expected in zip(on_device, HostTokens(tokens, 9).gather(starts), strict=True):
         assert torch.equal(part, expected)
         assert part.dtype == torch.int64 and part.is_contiguous()
 
@@ -166,9 +166,9 @@ def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro
 def test_no_window_crosses_the_split(tmp_path):
     """The last character that is trained on, as x or as y, is the last one before the split."""
     TOKENS.tofile(tmp_path / "tokens.bin")
-    encoded = Encoded(str(tmp_path), "", LENGTH, "".join(map(chr, range(LENGTH))), "uint16", "")
+    encoded = EncodedText(str(tmp_path), "", LENGTH, "".join(map(chr, range(LENGTH))), "uint16", "")
     config = DataConfig("text", "text.txt", None, BLOCK, 1, 0.7, 1.0, "cache")
-    data = Corpus(encoded, config)
+    data = TextDataset(encoded, config)
     loader = make(data.train, stride=1, batch=2)
     seen = [int(batch_of(loader, step)[1].max()) for step in range(1, loader.steps_per_epoch + 1)]
     boundary = int(LENGTH * 0.7)
@@ -213,7 +213,7 @@ def test_the_micro_batch_size(trainer, batch, micro, world_size, expected):
 def test_every_micro_batch_runs_on_one_rank(trainer, world_size):
     """Number j on rank j mod world size, and no rank without work."""
     plan = plan_batches(trainer, world_size)
-    of_rank = [list(plan.numbers(rank)) for rank in range(world_size)]
+    of_rank = [list(plan.indices_for_rank(rank)) for rank in range(world_size)]
     assert all(numbers and all(j % world_size == rank for j in numbers) for rank, numbers in enumerate(of_rank))
     assert sorted(j for numbers in of_rank for j in numbers) == list(range(plan.n_micro))
 

@@ -15,9 +15,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata as hparams
 
 from mingpt_ddp.config.config import from_dictconfig
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.meters import Board, Meter
+from mingpt_ddp.metrics.meters import Meter, TensorBoardLogger
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -30,7 +30,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def runtime(config) -> Runtime:
-    return Runtime(config, Place())
+    return Runtime(config, DistEnv())
 
 
 # TensorBoard.
@@ -47,7 +47,7 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_scalars_and_text_arrive(tmp_path):
-    board = Board(tmp_path, first_step=1, is_main=True)
+    board = TensorBoardLogger(tmp_path, first_step=1, is_main=True)
     board.scalars(1, {"train/loss": 4.5, "train/lr": 0.25})
     board.scalars(2, {"train/loss": 4.0})
     board.text(2, "sample", "one\n  two")
@@ -58,7 +58,7 @@ def test_scalars_and_text_arrive(tmp_path):
 
 
 def test_no_file_before_there_is_something_to_tell(tmp_path):
-    board = Board(tmp_path, first_step=5, is_main=True)
+    board = TensorBoardLogger(tmp_path, first_step=5, is_main=True)
     board.flush()
     board.go_back(3)
     board.close()
@@ -75,7 +75,7 @@ def texts(directory: Path) -> list[tuple[int, str]]:
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("sample/text_summary")]
 
 
-def log_steps(board: Board, steps: range, value: float) -> None:
+def log_steps(board: TensorBoardLogger, steps: range, value: float) -> None:
     for step in steps:
         board.scalars(step, {"train/loss": value})
         if step % 4 == 0:
@@ -86,12 +86,12 @@ def log_steps(board: Board, steps: range, value: float) -> None:
 @pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
 def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
     """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained, and logged, again."""
-    first = Board(tmp_path, first_step=1, is_main=True)
+    first = TensorBoardLogger(tmp_path, first_step=1, is_main=True)
     log_steps(first, range(1, 11), value=1.0)
     first.flush()
     if closed:
         first.close()
-    second = Board(tmp_path, first_step=7, is_main=True)
+    second = TensorBoardLogger(tmp_path, first_step=7, is_main=True)
     log_steps(second, range(7, 13), value=2.0)
     second.close()
     assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [(s, 2.0) for s in range(7, 13)]
@@ -101,7 +101,7 @@ def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
 
 def test_a_run_that_is_resumed_twice(tmp_path):
     for first, last, value in ((1, 10, 1.0), (5, 8, 2.0), (7, 12, 3.0)):
-        board = Board(tmp_path, first_step=first, is_main=True)
+        board = TensorBoardLogger(tmp_path, first_step=first, is_main=True)
         log_steps(board, range(first, last + 1), value)
         board.close()
     assert points(tmp_path, "train/loss") == [
@@ -113,13 +113,13 @@ def test_a_run_that_is_resumed_twice(tmp_path):
 
 def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(tmp_path, config):
     """A run below the run would show up in TensorBoard as one more."""
-    board = Board(tmp_path, first_step=1, is_main=True)
+    board = TensorBoardLogger(tmp_path, first_step=1, is_main=True)
     board.scalars(1, {"train/loss": 1.0})
     board.hparams(config.to_dict(), {"hparam/val_loss": 1.5})
     board.close()
     time.sleep(1.1)  # event files are read in the order of their names, which have the second in them
     longer = replace(config, trainer=replace(config.trainer, max_steps=77))
-    board = Board(tmp_path, first_step=2, is_main=True)
+    board = TensorBoardLogger(tmp_path, first_step=2, is_main=True)
     board.hparams(longer.to_dict(), {"hparam/val_loss": 1.25})
     board.close()
     assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
@@ -138,7 +138,7 @@ def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(
 
 def record(meter: Meter, *losses: float) -> None:
     for loss in losses:
-        meter.record(torch.tensor(loss), torch.tensor(10 * loss), data_s=0.25)
+        meter.record(torch.tensor(loss), torch.tensor(10 * loss), data_time_s=0.25)
 
 
 def test_means_since_the_last_reading(runtime):
@@ -147,7 +147,7 @@ def test_means_since_the_last_reading(runtime):
     first = meter.read()
     assert first.loss == pytest.approx(3.0)
     assert first.grad_norm == 20.0  # of the last step
-    assert first.data_s == pytest.approx(0.25)
+    assert first.data_time_s == pytest.approx(0.25)
     assert first.peak_memory > 10 * 2**20
     record(meter, 1.0)
     assert meter.read().loss == pytest.approx(1.0)
@@ -205,7 +205,7 @@ def test_a_loss_that_is_not_a_number_is_seen(runtime):
 
 def test_what_concerns_the_whole_run_stands_in_rank_0s_directory_alone(tmp_path):
     for rank in (0, 1):
-        board = Board(tmp_path / str(rank), first_step=1, is_main=rank == 0)
+        board = TensorBoardLogger(tmp_path / str(rank), first_step=1, is_main=rank == 0)
         board.scalars(1, {"train/loss": 2.0})
         board.results(1, {"val/loss": 3.0})
         board.text(1, "sample", "text")

@@ -12,7 +12,7 @@ from mingpt_ddp.config.schema import ModernConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import Modern, build_model
 from mingpt_ddp.models.modern import rotary_table, rotate
-from mingpt_ddp.models.ops import attend, relu_squared, rms_norm
+from mingpt_ddp.models.ops import causal_attention, relu_squared, rms_norm
 
 CONFIG = ModernConfig("test", "modern", 2, 2, 16, 0.0)
 
@@ -57,7 +57,7 @@ def test_attention_is_causal_attention(T, S, dtype):
     expected = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1) @ exact[2]
     expected.sum().backward()
     given = [tensor.requires_grad_() for tensor in (q, k, v)]
-    y = attend(*given)
+    y = causal_attention(*given)
     y.sum().backward()
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.06}
     torch.testing.assert_close(y.double(), expected, **close)
@@ -70,7 +70,7 @@ def test_attention_drops_weights_and_keeps_their_mean(dtype):
     q, k = torch.zeros(2, 1, 1, 100, 8, dtype=dtype)  # every key counts alike
     v = torch.ones(1, 1, 100, 8, dtype=dtype)
     torch.manual_seed(0)
-    last = torch.stack([attend(q, k, v, dropout=0.5)[0, 0, -1, 0] for _ in range(200)]).float()
+    last = torch.stack([causal_attention(q, k, v, dropout=0.5)[0, 0, -1, 0] for _ in range(200)]).float()
     assert float(last.std()) == pytest.approx(0.1, abs=0.03)
     assert float(last.mean()) == pytest.approx(1.0, abs=0.03)
 

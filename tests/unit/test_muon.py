@@ -13,7 +13,7 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.modern import Stacked
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.muon import LEAST, Muon, orthogonalise
+from mingpt_ddp.optim.muon import LEAST, Muon, polar_express
 from mingpt_ddp.snapshots.state_dict import load_optimizer, optimizer_tensors
 
 MUON = MuonConfig("muon", 0.02, 0.1, "constant", None, 0, 0.0, 0.5, 0.9, 0.3, 0.05, 0.01, (0.9, 0.95), 1e-10)
@@ -32,7 +32,7 @@ def matrices(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
 def test_singular_values_come_near_one_and_singular_vectors_stay(shape, dtype, scale):
     given = matrices(*shape)
-    found = orthogonalise((given * scale).to(dtype)).float()
+    found = polar_express((given * scale).to(dtype)).float()
     u, s, vh = torch.linalg.svd(given, full_matrices=False)
     turned = u.mT @ found @ vh.mT  # diagonal where the singular vectors are the same
     diagonal = turned.diagonal(dim1=-2, dim2=-1)
@@ -46,13 +46,13 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(shape, dtype, s
 
 def test_a_stack_is_orthogonalised_matrix_by_matrix():
     stack = matrices(4, 8, 8)
-    together = orthogonalise(stack)
+    together = polar_express(stack)
     for alone, among in zip(stack, together, strict=True):
-        torch.testing.assert_close(orthogonalise(alone[None])[0], among)
+        torch.testing.assert_close(polar_express(alone[None])[0], among)
 
 
 def test_a_gradient_of_zeros_changes_nothing():
-    assert torch.equal(orthogonalise(torch.zeros(2, 4, 4)), torch.zeros(2, 4, 4))
+    assert torch.equal(polar_express(torch.zeros(2, 4, 4)), torch.zeros(2, 4, 4))
 
 
 def trained(architecture: str, steps: int) -> tuple[nn.Module, Muon]:

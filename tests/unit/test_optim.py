@@ -11,7 +11,7 @@ from torch import nn
 
 from mingpt_ddp.config.schema import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.models import build_model
-from mingpt_ddp.optim import build_optimizer, lr_at
+from mingpt_ddp.optim import build_optimizer, get_lr
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
 ADAMW = AdamWConfig("adamw", 2.0, 0.5, "cosine", None, 10, 0.1, 0.2, (0.9, 0.99), 1e-8)
@@ -25,7 +25,7 @@ def schedule(name: str, **changes) -> OptimizerConfig:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_the_warm_up_is_the_same_for_all(name):
-    assert [lr_at(step, schedule(name), STEPS) for step in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
+    assert [get_lr(step, schedule(name), STEPS) for step in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_the_warm_up_is_the_same_for_all(name):
     ],
 )
 def test_the_schedule_from_its_start_to_beyond_its_end(name, expected):
-    found = {step: lr_at(step, schedule(name), STEPS) for step in expected}
+    found = {step: get_lr(step, schedule(name), STEPS) for step in expected}
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
 def test_it_never_rises_after_the_warm_up_and_never_jumps(name):
-    rates = [lr_at(step, schedule(name), STEPS) for step in range(10, STEPS + 1)]
+    rates = [get_lr(step, schedule(name), STEPS) for step in range(10, STEPS + 1)]
     falls = [before - after for before, after in pairwise(rates)]
     assert all(-1e-12 <= fall <= 1.8 / 22 + 1e-9 for fall in falls)  # wsd falls fastest: by 1.8 in 22 steps
     assert sum(falls) == pytest.approx(1.8)
@@ -56,24 +56,24 @@ def test_it_never_rises_after_the_warm_up_and_never_jumps(name):
 def test_schedule_steps_goes_before_the_length_of_the_run(name):
     config = schedule(name, schedule_steps=STEPS)
     for step in (1, 10, 60, 99, 110, 200):
-        assert lr_at(step, config, 1000) == lr_at(step, schedule(name), STEPS)
+        assert get_lr(step, config, 1000) == get_lr(step, schedule(name), STEPS)
 
 
 def test_without_a_warm_up_the_first_step_has_the_schedule_already():
-    assert lr_at(1, schedule("constant", warmup_steps=0), 10) == 2.0
-    assert lr_at(1, schedule("linear", warmup_steps=0, min_lr_ratio=0.0), 10) == pytest.approx(1.8)
-    assert lr_at(10, schedule("linear", warmup_steps=0, min_lr_ratio=0.0), 10) == 0.0
+    assert get_lr(1, schedule("constant", warmup_steps=0), 10) == 2.0
+    assert get_lr(1, schedule("linear", warmup_steps=0, min_lr_ratio=0.0), 10) == pytest.approx(1.8)
+    assert get_lr(10, schedule("linear", warmup_steps=0, min_lr_ratio=0.0), 10) == 0.0
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_a_run_that_ends_within_its_warm_up(name):
     config = schedule(name, warmup_steps=100)
-    assert [lr_at(step, config, 20) for step in (10, 20)] == pytest.approx([0.2, 0.4])
-    assert lr_at(101, config, 100) == pytest.approx(2.0 if name == "constant" else 0.2)
+    assert [get_lr(step, config, 20) for step in (10, 20)] == pytest.approx([0.2, 0.4])
+    assert get_lr(101, config, 100) == pytest.approx(2.0 if name == "constant" else 0.2)
 
 
 def test_a_ratio_of_1_keeps_the_peak():
-    assert {lr_at(step, schedule("cosine", min_lr_ratio=1.0), STEPS) for step in (10, 50, 110, 200)} == {2.0}
+    assert {get_lr(step, schedule("cosine", min_lr_ratio=1.0), STEPS) for step in (10, 50, 110, 200)} == {2.0}
 
 
 # Parameter groups.

@@ -13,15 +13,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.metrics import matmul_rate as peak
 from mingpt_ddp.metrics import processor as journals
-from mingpt_ddp.metrics.jsonl import History
-from mingpt_ddp.metrics.matmul_rate import Utilisation, matmul_rate
-from mingpt_ddp.metrics.meters import Board
-from mingpt_ddp.metrics.processor import Journal
+from mingpt_ddp.metrics.jsonl import JSONLLogger
+from mingpt_ddp.metrics.matmul_rate import MatmulUtilization, measured_matmul_flops
+from mingpt_ddp.metrics.meters import TensorBoardLogger
+from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.models import build_model, flops_per_token
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_a_product_counts_two_operations_for_each_of_n_cubed(monkeypatch):
 
     monkeypatch.setattr(torch, "mm", mm)
     limit = 2 * 256**3 / 0.01
-    assert limit / 3 < matmul_rate(CPU, torch.float32) <= limit
+    assert limit / 3 < measured_matmul_flops(CPU, torch.float32) <= limit
     assert set(sizes) == {(256, 256)}  # larger ones would only take longer
 
 
@@ -45,20 +45,20 @@ def test_larger_products_follow_while_they_are_quick(monkeypatch):
     sizes = []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: sizes.append((len(a), a.dtype)))
     monkeypatch.setattr(peak, "PATIENCE_S", 0.001)
-    matmul_rate(CPU, torch.bfloat16)
+    measured_matmul_flops(CPU, torch.bfloat16)
     assert sorted(set(sizes)) == [(n, torch.bfloat16) for n in peak.SIZES]
 
 
 def test_measuring_draws_no_random_number():
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    assert matmul_rate(CPU, torch.float32) > 1e7
+    assert measured_matmul_flops(CPU, torch.float32) > 1e7
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_that_counts_nothing_has_no_share():
     assert flops_per_token(nn.Linear(1, 1)) is None
-    unknown = Utilisation(None, CPU, torch.float32)
+    unknown = MatmulUtilization(None, CPU, torch.float32)
     unknown.measure()
     assert unknown.share(1000.0) is None
 
@@ -74,19 +74,21 @@ def test_a_count_that_is_none_is_refused(count):
 def test_what_is_logged(tmp_path, monkeypatch):
     """Two ranks, of which each does half of the work; a device of 1 GFLOP/s that takes a second to measure."""
     config = from_mapping(configure("model=gpt_nano", "data.block_size=16", "trainer.batch_size=12"))
-    runtime = Runtime(config, Place())
+    runtime = Runtime(config, DistEnv())
     count = flops_per_token(build_model(config.model, 65, 16))
-    monkeypatch.setattr(runtime, "world_size", 2)
-    monkeypatch.setattr(runtime, "sum", lambda values: values)
-    monkeypatch.setattr(peak, "matmul_rate", lambda device, dtype: {torch.float32: 1e9}[dtype])
+    monkeypatch.setattr(runtime.group, "world_size", 2)
+    monkeypatch.setattr(runtime.group, "all_reduce", lambda values: values)
+    monkeypatch.setattr(peak, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype])
     begin = time.perf_counter()
     monkeypatch.setattr(journals, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__))
-    board = Board(tmp_path, first_step=1, is_main=True)
-    utilisation = Utilisation(count, CPU, runtime.dtype)
-    journal = Journal(config, runtime, board, History(tmp_path / "metrics"), utilisation, done=0, steps=9, begun_at=0.0)
+    board = TensorBoardLogger(tmp_path, first_step=1, is_main=True)
+    utilisation = MatmulUtilization(count, CPU, runtime.dtype)
+    journal = MetricsProcessor(
+        config, runtime, board, JSONLLogger(tmp_path / "metrics"), utilisation, done=0, steps=9, begun_at=0.0
+    )
     for step in (1, 2):
         journal.meter.record(torch.tensor(4.0), torch.tensor(1.0), data_s=0.0)
-        journal.steps_taken(step, 1e-3, nn.Linear(1, 1), goodput=1.0)
+        journal.log_train(step, 1e-3, nn.Linear(1, 1), goodput=1.0)
         since = journal.meter._since - time.perf_counter()
         assert (since > 0.5) == (step == 1), "the measurement counts as training"
     journal.close()

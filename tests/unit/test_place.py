@@ -7,7 +7,7 @@ import torch
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import Place, find_place, worker_variables
+from mingpt_ddp.distributed.env import DistEnv, read_env, worker_environ
 from mingpt_ddp.distributed.runtime import choose_device, refuse_shared_gpus
 from mingpt_ddp.errors import ConfigError
 
@@ -24,13 +24,13 @@ def device(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return str(choose_device(config.trainer, config.ddp, find_place()))
+        return str(choose_device(config.trainer, config.ddp, read_env()))
 
     return choose
 
 
 SHARED = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-MACHINE = Place(rank=5, world_size=8, master=("127.0.0.1", 29500))  # whose parent was started with RANK=5
+MACHINE = DistEnv(rank=5, world_size=8, master_address=("127.0.0.1", 29500))  # whose parent was started with RANK=5
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "by hand", "parent by hand"])
@@ -39,7 +39,7 @@ def test_each_local_rank_has_a_visible_gpu(launcher, device):
 
     def variables(local_rank: int) -> dict[str, str]:
         if launcher == "parent by hand":
-            return worker_variables(MACHINE, local_rank, 3)
+            return worker_environ(MACHINE, local_rank, 3)
         agent = {"TORCHELASTIC_RUN_ID": "none"} if launcher == "torchrun" else {}
         return {**SHARED, **agent, "RANK": str(5 + local_rank), "LOCAL_RANK": str(local_rank)}
 

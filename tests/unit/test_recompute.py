@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.models.activation_checkpoint import recompute_blocks
+from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
 
 B, T, V = 4, 16, 20
 
@@ -23,7 +23,7 @@ def model(recomputed: bool, n_layer: int = 3) -> nn.Module:
     torch.manual_seed(0)
     made = build_model(replace(config, n_layer=n_layer), V, T)
     if recomputed:
-        recompute_blocks(made)
+        apply_activation_checkpointing(made)
     return made
 
 
@@ -78,4 +78,4 @@ def test_a_model_without_blocks_is_refused(blocks):
     with pytest.raises(
         ConfigError, match=r"activation_checkpointing=true needs a model with blocks, .* Linear has none"
     ):
-        recompute_blocks(made)
+        apply_activation_checkpointing(made)

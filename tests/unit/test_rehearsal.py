@@ -16,12 +16,12 @@ from mingpt_ddp.config import registry
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.schema import GROUPS, AdamWConfig, ModelConfig
 from mingpt_ddp.data.dataloader import MicroBatch
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer, optimizer_tensors
-from mingpt_ddp.training.preflight import rehearse
+from mingpt_ddp.training.preflight import check_resumes_exactly
 
 V, T = 5, 4
 BATCH = MicroBatch(0, torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
@@ -34,7 +34,7 @@ def config() -> Config:
 
 @pytest.fixture(scope="module")
 def runtime(config) -> Runtime:
-    return Runtime(config, Place())
+    return Runtime(config, DistEnv())
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def try_out(config, runtime, monkeypatch):
         if optimizer is not None:
             register("optimizer", "own", AdamWConfig)(lambda model, config: optimizer(model.parameters(), {"lr": 0.1}))
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
-        monkeypatch.setattr(runtime, "world_size", ranks)
-        rehearse(chosen, runtime, V, BATCH)
+        monkeypatch.setattr(runtime.group, "world_size", ranks)
+        check_resumes_exactly(chosen, runtime, V, BATCH)
 
     return run
 
@@ -325,4 +325,4 @@ def test_parameters_without_gradients_are_refused_where_ranks_would_wait_for_the
 
 
 def test_what_is_ours_is_not_rehearsed(config):
-    assert not registry.uses_own_code(config)
+    assert not registry.uses_user_code(config)

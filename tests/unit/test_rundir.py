@@ -20,7 +20,7 @@ from launching import ROOT
 from mingpt_ddp.config.config import from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage.run_dir import RunDirectory, difference, fresh_name, read_result, recorded_config
+from mingpt_ddp.storage.run_dir import RunDirectory, difference, next_free_name, read_result, recorded_config
 
 CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
 HOLDER = """
@@ -116,11 +116,11 @@ def test_a_fresh_name_is_the_first_that_is_free(tmp_path):
         config = from_dictconfig(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
     names = []
     for _ in range(4):
-        names.append(fresh_name(config))
+        names.append(next_free_name(config))
         (tmp_path / names[-1]).mkdir(parents=True)
     assert names == ["group/run", "group/run-2", "group/run-3", "group/run-4"]
     (tmp_path / "group" / "run-2").rmdir()
-    assert fresh_name(config) == "group/run-2"
+    assert next_free_name(config) == "group/run-2"
 
 
 # The record of starts

@@ -11,18 +11,18 @@ from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import Config, from_dictconfig, from_mapping
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.data.dataset import Encoded
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.manager import Saver
+from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.train_state import Position, check_state
+from mingpt_ddp.snapshots.train_state import TrainState, check_state
 
 VOCABULARY = "abcdefgh"
-CORPUS = Encoded(
+CORPUS = EncodedText(
     directory="nowhere", sha256="1" * 64, length=100, vocabulary=VOCABULARY, dtype="uint8", tokens_sha256="2" * 64
 )
 OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snapshot.keep_last=2"]
@@ -47,7 +47,7 @@ def changed(config: Config, key: str, value: object) -> Config:
 
 def state_of(config: Config) -> dict:
     """What a snapshot of this configuration holds, after its way through JSON."""
-    position = dataclasses.asdict(Position(step=8))
+    position = dataclasses.asdict(TrainState(step=8))
     corpus = {"sha256": CORPUS.sha256}
     state = {"config": config.to_dict(), "corpus": corpus, "position": position, "micro_batch_size": 4}
     return json.loads(json.dumps(state))
@@ -164,15 +164,19 @@ def live(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, build_optimizer(model, config.optimizer)
 
 
-def saver_at(path, config: Config) -> Saver:
-    return Saver(config, Runtime(config, Place()), [SnapshotStore(str(path))], CORPUS)
+def saver_at(path, config: Config) -> SnapshotManager:
+    return SnapshotManager(config, Runtime(config, DistEnv()), [SnapshotStore(str(path))], CORPUS)
 
 
 def save(
-    saver: Saver, position: Position, model: torch.nn.Module, optim: torch.optim.Optimizer, micro_batch_size: int = 12
+    saver: SnapshotManager,
+    position: TrainState,
+    model: torch.nn.Module,
+    optim: torch.optim.Optimizer,
+    micro_batch_size: int = 12,
 ) -> None:
-    saver.begin(position, model, optim, micro_batch_size)
-    saver.finish()
+    saver.save(position, model, optim, micro_batch_size)
+    saver.wait()
     assert saver.last_step == position.step
 
 
@@ -181,13 +185,15 @@ def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(optimizer, 
     config = typed(f"optimizer={optimizer}")
     model, optim = live(config)
     train(model, optim, range(3))
-    position = Position(step=3, train_loss=1.25, val_loss=1.5, val_step=2, best_val_loss=1.5, best_step=2, loss_sum=0.1)
+    position = TrainState(
+        step=3, train_loss=1.25, val_loss=1.5, val_step=2, best_val_loss=1.5, best_step=2, loss_sum=0.1
+    )
     save(saver_at(tmp_path, config), position, model, optim, micro_batch_size=6)
     train(model, optim, range(3, 6))
 
     saver = saver_at(tmp_path, config)
     other, other_optim = live(changed(config, "run.seed", 7))
-    found = saver.find()
+    found = saver.load_latest()
     assert saver.restore(found, other, other_optim) == position
     assert found.state["micro_batch_size"] == 6
     assert found.state["vocabulary"] == VOCABULARY
@@ -205,7 +211,7 @@ def test_last_and_best_are_kept(tmp_path, config):
     saver = saver_at(tmp_path, config)
     model, optim = live(config)
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
-        save(saver, Position(step=step, best_step=best), model, optim)
+        save(saver, TrainState(step=step, best_step=best), model, optim)
     assert saver.store.steps() == [2, 4, 5]
 
 
@@ -213,36 +219,36 @@ def test_the_best_is_kept_only_where_wanted(tmp_path):
     saver = saver_at(tmp_path, typed("snapshot.keep_best=false"))
     model, optim = live(saver.config)
     for step in range(1, 5):
-        save(saver, Position(step=step, best_step=1), model, optim)
+        save(saver, TrainState(step=step, best_step=1), model, optim)
     assert saver.store.steps() == [3, 4]
 
 
 def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config):
     model, optim = live(config)
-    save(saver_at(tmp_path / "old" / "snapshots", config), Position(step=5), model, optim)
+    save(saver_at(tmp_path / "old" / "snapshots", config), TrainState(step=5), model, optim)
     follower = changed(config, "run.resume", str(tmp_path / "old"))
     saver = saver_at(tmp_path / "new", follower)
-    assert saver.find().step == 5
-    save(saver, Position(step=2), model, optim)
-    assert saver.find().step == 2
+    assert saver.load_latest().step == 5
+    save(saver, TrainState(step=2), model, optim)
+    assert saver.load_latest().step == 2
 
 
 def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
     """Another snapshot.path must not mean to begin anew."""
     model, optim = live(config)
-    save(saver_at(tmp_path / "old", config), Position(step=5), model, optim)
-    stores, former = [SnapshotStore(str(tmp_path / "new"))], [SnapshotStore(str(tmp_path / "old"))]
-    saver = Saver(config, Runtime(config, Place()), stores, CORPUS, former)
-    assert saver.find().step == 5
-    save(saver, Position(step=6), model, optim)
+    save(saver_at(tmp_path / "old", config), TrainState(step=5), model, optim)
+    stores, previous_stores = [SnapshotStore(str(tmp_path / "new"))], [SnapshotStore(str(tmp_path / "old"))]
+    saver = SnapshotManager(config, Runtime(config, DistEnv()), stores, CORPUS, previous_stores)
+    assert saver.load_latest().step == 5
+    save(saver, TrainState(step=6), model, optim)
     assert saver.store.steps() == [6]
-    assert former[0].steps() == [5]
-    assert saver.find().step == 6
+    assert previous_stores[0].steps() == [5]
+    assert saver.load_latest().step == 6
 
 
 def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, config):
     model, optim = live(config)
-    save(saver_at(tmp_path, config), Position(step=5), model, optim)
+    save(saver_at(tmp_path, config), TrainState(step=5), model, optim)
     with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was made with other settings: run.seed"):
         saver_at(tmp_path, changed(config, "run.seed", 7)).find()
 
@@ -250,7 +256,7 @@ def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, conf
 def test_weights_of_another_shape_are_refused(tmp_path, config):
     model, optim = live(config)
     saver = saver_at(tmp_path, config)
-    save(saver, Position(step=5), model, optim)
+    save(saver, TrainState(step=5), model, optim)
     wider, wider_optim = live(changed(config, "model.n_embd", 96))
     with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model: "):
-        saver.restore(saver.find(), wider, wider_optim)
+        saver.restore(saver.load_latest(), wider, wider_optim)

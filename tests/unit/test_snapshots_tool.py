@@ -213,7 +213,7 @@ def test_prune_refuses_while_the_run_is_running(below, run, config, call, tmp_pa
 
 @pytest.mark.parametrize("run", ["memory"], indirect=True)
 def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
-    for name, seconds in (("BEAT_S", 0.2), ("DEAD_S", 1.0), ("SETTLE_S", 0.05)):
+    for name, seconds in (("HEARTBEAT_INTERVAL_S", 0.2), ("LEASE_TTL_S", 1.0), ("TAKEOVER_GRACE_S", 0.05)):
         monkeypatch.setattr(lease, name, seconds)
     original = Storage.__init__
 
@@ -278,7 +278,7 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
         path.parent.mkdir(exist_ok=True)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manage, "publish", full)
+    monkeypatch.setattr(manage, "atomic_write", full)
     code, _, err = call("export", run, f"to={tmp_path}/new")
     assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
     assert sorted(tmp_path.iterdir()) == before

@@ -9,16 +9,16 @@ from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan
-from mingpt_ddp.data.rng import key_to_seed, seed_everything
-from mingpt_ddp.distributed.env import Place
+from mingpt_ddp.data.rng import derive_seed, seed_everything
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.training.train_step import Stepper
+from mingpt_ddp.training.train_step import TrainStep
 
 
-def stepper(model: nn.Module, *overrides: str) -> Stepper:
+def train_step(model: nn.Module, *overrides: str) -> TrainStep:
     config = from_mapping(configure("model=gpt_nano", *overrides))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Stepper(config, Runtime(config, Place()), None, BatchPlan(1, 1, 1), model, optimizer, steps=1)
+    return TrainStep(config, Runtime(config, DistEnv()), None, BatchPlan(1, 1, 1), model, optimizer, steps=1)
 
 
 def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -33,7 +33,7 @@ def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Modul
 @pytest.mark.parametrize("limit", [0.5, None])
 def test_clipping_is_that_of_torch(scale, limit):
     ours, theirs = with_gradients(scale), with_gradients(scale)
-    norm = stepper(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip()
+    norm = train_step(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip()
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
     assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -46,11 +46,11 @@ def test_clipping_is_that_of_torch(scale, limit):
 @pytest.mark.parametrize("limit", ["1.0", "null"])
 def test_a_model_that_has_no_gradient(limit):
     model = nn.Linear(1, 1)
-    assert stepper(model, f"trainer.grad_norm_clip={limit}").clip() == 0
+    assert train_step(model, f"trainer.grad_norm_clip={limit}").clip() == 0
 
 
 def test_the_seed_is_that_of_torch():
     seed_everything("dropout", 1, 2, 3)
     ours = torch.get_rng_state()
-    torch.manual_seed(key_to_seed("dropout", 1, 2, 3))
+    torch.manual_seed(derive_seed("dropout", 1, 2, 3))
     assert torch.equal(ours, torch.get_rng_state())

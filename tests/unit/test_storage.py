@@ -18,7 +18,7 @@ from fsspec.registry import _registry
 
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage import remote
-from mingpt_ddp.storage.storage import Storage, StorageError, check_url, publish
+from mingpt_ddp.storage.storage import Storage, StorageError, atomic_write, check_url
 
 
 @pytest.fixture(params=["path", "file://", "memory://"])
@@ -65,18 +65,18 @@ def test_content_of_wider_items_counts_in_bytes(storage):
 
 
 def test_create_keeps_what_is_there(storage):
-    assert storage.create("a/file", b"first")
-    assert not storage.create("a/file", b"second")
+    assert storage.put_if_absent("a/file", b"first")
+    assert not storage.put_if_absent("a/file", b"second")
     assert storage.read("a/file") == b"first"
     storage.delete("a/file")
-    assert storage.create("a/file", b"third")
+    assert storage.put_if_absent("a/file", b"third")
     assert storage.list() == ["a"]
     assert Storage(f"{storage.url}/a").list() == ["file"]
 
 
 def test_of_many_that_create_one_succeeds(storage):
     with ThreadPoolExecutor(8) as pool:
-        made = list(pool.map(lambda i: storage.create("file", b"%d" % i), range(40)))
+        made = list(pool.map(lambda i: storage.put_if_absent("file", b"%d" % i), range(40)))
     assert made.count(True) == 1
     assert storage.read("file") == b"%d" % made.index(True)
     assert storage.list() == ["file"]
@@ -141,7 +141,7 @@ def test_trailing_slash_makes_no_difference(storage):
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.chunks(name),
-        lambda storage, name: storage.create(name, b"x"),
+        lambda storage, name: storage.put_if_absent(name, b"x"),
     ],
     ids=["write", "read", "size", "delete", "chunks", "create"],
 )
@@ -158,13 +158,13 @@ def test_names_that_leave_the_directory_are_refused(call, name, storage, tmp_pat
 def test_a_failing_write_leaves_the_old_content_and_no_partial_file(tmp_path):
     """The file may not grow beyond a limit, as on a full disk: the kernel refuses the rest of the bytes."""
     path = tmp_path / "file"
-    publish(path, b"old")
+    atomic_write(path, b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(OSError) as error:
-            publish(path, b"new" * (1 << 16))
+            atomic_write(path, b"new" * (1 << 16))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
@@ -184,7 +184,7 @@ def test_content_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append("rename"), replace(a, b)))
-    publish(tmp_path / "file", b"x")
+    atomic_write(tmp_path / "file", b"x")
     assert done == ["file", "rename", "directory"]
 
 
@@ -211,8 +211,8 @@ def test_create_without_hard_links(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", refuse)
     storage = Storage(str(tmp_path))
-    assert storage.create("file", b"first")
-    assert not storage.create("file", b"second")
+    assert storage.put_if_absent("file", b"first")
+    assert not storage.put_if_absent("file", b"second")
     assert storage.read("file") == b"first"
     assert storage.list() == ["file"]
 
@@ -220,9 +220,9 @@ def test_create_without_hard_links(tmp_path, monkeypatch):
 def test_a_reader_never_sees_a_part(tmp_path):
     """Whoever opened the old file keeps reading the old content: it is replaced, not overwritten."""
     path = tmp_path / "file"
-    publish(path, b"old" * 1000)
+    atomic_write(path, b"old" * 1000)
     with open(path, "rb") as reader:
-        publish(path, b"new" * 1000)
+        atomic_write(path, b"new" * 1000)
         assert reader.read() == b"old" * 1000
     assert path.read_bytes() == b"new" * 1000
 
@@ -272,7 +272,7 @@ class Unsteady(MemoryFileSystem):
     asked = 0
 
     def pipe_file(self, *args, **kwargs):
-        Unsteady.asked += 1
+        Unsteady.signal_name += 1
         if self.faults:
             raise self.faults.pop(0)
         return super().pipe_file(*args, **kwargs)
@@ -282,7 +282,7 @@ class Unsteady(MemoryFileSystem):
 def unsteady(monkeypatch):
     monkeypatch.setitem(_registry, "unsteady", Unsteady)
     monkeypatch.setattr(Unsteady, "asked", 0)
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.01)
     storage = Storage(f"unsteady://{uuid.uuid4().hex}")
     yield storage
     Unsteady.faults.clear()
@@ -309,7 +309,7 @@ def test_what_may_pass_is_tried_again(unsteady, fault):
     Unsteady.faults[:] = [fault, fault]
     unsteady.write("file", b"x")
     assert unsteady.read("file") == b"x"
-    assert Unsteady.asked == 3
+    assert Unsteady.signal_name == 3
 
 
 @pytest.mark.parametrize(
@@ -324,15 +324,15 @@ def test_what_lasts_is_told_at_once(unsteady, fault):
     Unsteady.faults[:] = [fault]
     with pytest.raises(StorageError, match=f"^cannot write unsteady:.*/file: .*{fault.args[-1]}$"):
         unsteady.write("file", b"x")
-    assert Unsteady.asked == 1
+    assert Unsteady.signal_name == 1
 
 
 def test_an_operation_ends_with_its_budget(unsteady, monkeypatch):
-    monkeypatch.setattr(remote, "BUDGET_S", 0.3)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.3)
     Unsteady.faults[:] = [store_error(503, "SlowDown")] * 1000
     with pytest.raises(StorageError, match=r"SlowDown: the store's message \(tried for 0 s\)$"):
         unsteady.write("file", b"x")
-    assert Unsteady.asked > 2
+    assert Unsteady.signal_name > 2
     assert unsteady.size("file") is None
 
 
@@ -343,14 +343,14 @@ def test_create_whose_first_answer_was_lost(unsteady, answer, made):
     """The first request ends in a reset and the second is refused: only the content tells who made the file."""
 
     def reset_after_the_fact(*args, **kwargs):
-        Unsteady.asked += 1
-        if Unsteady.asked == 1:
+        Unsteady.signal_name += 1
+        if Unsteady.signal_name == 1:
             MemoryFileSystem.pipe_file(unsteady._files.fs, args[0], answer)
             raise ConnectionResetError
         raise FileExistsError
 
     unsteady._files.fs.pipe_file = lambda path, value, mode="overwrite": reset_after_the_fact(path, value)
-    assert unsteady.create("file", b"mine") is made
+    assert unsteady.put_if_absent("file", b"mine") is made
 
 
 def test_a_message_has_one_line_and_no_password(unsteady):

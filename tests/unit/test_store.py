@@ -26,7 +26,7 @@ from mingpt_ddp.snapshots.format import (
     MODEL,
     OPTIMIZER,
     STATE,
-    Damaged,
+    CorruptSnapshotError,
     Snapshot,
     directory_name,
     step_of,
@@ -107,11 +107,11 @@ def test_the_same_content_gives_the_same_bytes(store):
 
 
 def test_the_newest_is_found(store, warnings):
-    assert store.newest() is None
+    assert store.read_latest() is None
     for step in (3, 10, 9):
         commit(store, content(step))
     assert store.steps() == [3, 9, 10]
-    assert store.newest().step == 10
+    assert store.read_latest().step == 10
     assert warnings == []
 
 
@@ -133,7 +133,7 @@ def test_names_of_directories(name, step):
 def test_steps_sort_by_number_beyond_eight_digits(store):
     for step in (99_999_999, 100_000_000):
         commit(store, content(step))
-    assert store.newest().step == 100_000_000
+    assert store.read_latest().step == 100_000_000
 
 
 def test_other_names_are_left_alone(store):
@@ -203,7 +203,7 @@ def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnin
     with pytest.raises(OSError, match="connection"):
         store.prune(keep_last=1, best=None, newest=2)
     assert SnapshotStore(store.url).is_committed(1) == (calls == 0)
-    assert SnapshotStore(store.url).newest().step == 2
+    assert SnapshotStore(store.url).read_latest().step == 2
     assert warnings == []
 
 
@@ -219,10 +219,10 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warning
         commit(store, content(8))
     again = SnapshotStore(store.url)
     assert not again.is_committed(8)
-    assert again.newest().step == 4
+    assert again.read_latest().step == 4
     assert warnings == []  # an unfinished snapshot is nothing to worry about
     commit(again, content(8))
-    assert again.newest().step == 8
+    assert again.read_latest().step == 8
     assert sorted(files_of(again, 8)) == sorted(FILES)
 
 
@@ -234,7 +234,7 @@ def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
     other = content(9)
     with pytest.raises(OSError, match="connection"):
         commit(store, Snapshot(8, other.model, other.optimizer, other.state))
-    found = SnapshotStore(store.url).newest()
+    found = SnapshotStore(store.url).read_latest()
     assert found.step == (8 if calls == 0 else 4)
     assert same(found.model, content(found.step).model)
     assert found.state == content(found.step).state
@@ -292,9 +292,9 @@ def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings
     commit(store, content(8))
     path = f"{directory_name(8)}/{name}"
     store.storage.write(path, damage(store.storage.read(path)))
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptSnapshotError):
         store.read(8)
-    found = store.newest()
+    found = store.read_latest()
     assert found.step == 4 and same(found.model, content(4).model)
     assert len(warnings) == 1
     assert "\n" not in warnings[0]
@@ -307,7 +307,7 @@ def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings
     commit(store, content(4))
     commit(store, content(8))
     store.storage.delete(f"{directory_name(8)}/{name}")
-    assert store.newest().step == 4
+    assert store.read_latest().step == 4
     assert len(warnings) == (name != MANIFEST)  # without a manifest it was never finished
 
 
@@ -332,7 +332,7 @@ def test_a_manifest_that_describes_something_else(values, store, warnings):
     commit(store, content(4))
     commit(store, content(8))
     rewrite_manifest(store, **values)
-    assert store.newest().step == 4
+    assert store.read_latest().step == 4
     assert len(warnings) == 1
 
 
@@ -341,7 +341,7 @@ def test_a_manifest_that_is_no_manifest(text, store, warnings):
     commit(store, content(4))
     commit(store, content(8))
     store.storage.write(f"{directory_name(8)}/{MANIFEST}", text.encode())
-    assert store.newest().step == 4
+    assert store.read_latest().step == 4
     assert len(warnings) == 1
 
 
@@ -351,7 +351,7 @@ def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
     commit(store, content(8))
     (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
     with pytest.raises(SnapshotError, match="all snapshots"):
-        store.newest()
+        store.read_latest()
     assert len(warnings) == 1
 
 
@@ -364,7 +364,7 @@ def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
     files = json.loads(store.storage.read(f"{directory_name(8)}/{MANIFEST}"))["files"]
     files[MODEL] = {"bytes": len(bytes_), "sha256": hashlib.sha256(bytes_).hexdigest()}
     rewrite_manifest(store, files=files)
-    assert store.newest().step == 4
+    assert store.read_latest().step == 4
     assert len(warnings) == 1 and "\n" not in warnings[0]
 
 
@@ -374,7 +374,7 @@ def test_all_damaged(store, warnings):
         commit(store, content(step))
         store.storage.write(f"{directory_name(step)}/{MODEL}", b"")
     with pytest.raises(SnapshotError, match=r"all snapshots at .* are damaged; move them away"):
-        store.newest()
+        store.read_latest()
     assert len(warnings) == 2
 
 
@@ -383,7 +383,7 @@ def test_a_newer_format_is_not_damage(store):
     commit(store, content(8))
     rewrite_manifest(store, format=2)
     with pytest.raises(SnapshotError, match="of a newer version"):
-        store.newest()
+        store.read_latest()
 
 
 @pytest.mark.parametrize("digit", [b"3", b"5", b"9"])
@@ -393,14 +393,14 @@ def test_a_flipped_bit_in_the_format_is_damage(digit, store):
     commit(store, content(8))
     path = f"{directory_name(8)}/{MANIFEST}"
     store.storage.write(path, store.storage.read(path).replace(b'"format": 1', b'"format": ' + digit))
-    assert store.newest().step == 4
+    assert store.read_latest().step == 4
 
 
 def test_damaged_snapshots_do_not_count_as_kept(store):
     for step in (4, 8, 12):
         commit(store, content(step))
     store.storage.write(f"{directory_name(12)}/{MODEL}", b"")
-    assert store.newest().step == 8
+    assert store.read_latest().step == 8
     commit(store, content(16))
     store.prune(keep_last=2, best=None, newest=16)
     assert [step for step in store.steps() if step != 12] == [8, 16]
@@ -470,10 +470,10 @@ def lay(directory: Path, files: Bytes) -> None:
 def assert_noticed(directory: Path) -> None:
     """The snapshot of step 8 does not pass for whole, and that of step 4 takes its place."""
     store = SnapshotStore(str(directory))
-    with pytest.raises(Damaged):
+    with pytest.raises(CorruptSnapshotError):
         store.read(8)
     assert check(store, 8) is not None
-    found = SnapshotStore(str(directory)).newest()
+    found = SnapshotStore(str(directory)).read_latest()
     assert found.step == 4
 
 
@@ -498,14 +498,14 @@ def test_every_bit_of_the_manifest_counts(snapshots):
         for bit in range(8 * len(content)):
             flipped = bytes([content[bit // 8] ^ 1 << bit % 8])
             path.write_bytes(content[: bit // 8] + flipped + content[bit // 8 + 1 :])
-            with pytest.raises(Damaged):
+            with pytest.raises(CorruptSnapshotError):
                 store.verify(8)
     finally:
         path.write_bytes(content)
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
-@pytest.mark.parametrize("look", [SnapshotStore.newest, lambda s: s.verify(8), lambda s: s.glance(8)])
+@pytest.mark.parametrize("look", [SnapshotStore.read_latest, lambda s: s.verify(8), lambda s: s.read_metadata(8)])
 def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     for step in (4, 8):
         commit(store, content(step))
@@ -515,7 +515,7 @@ def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     monkeypatch.setattr(RemoteFiles, "_info", lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path))
     assert look(store)
     assert sorted(name for step, name in asked if step == directory_name(8)) == sorted(FILES)
-    assert asked.count([directory_name(9), MANIFEST]) == (look is SnapshotStore.newest)
+    assert asked.count([directory_name(9), MANIFEST]) == (look is SnapshotStore.read_latest)
 
 
 # By URL

@@ -32,7 +32,7 @@ def begin(tmp_path, monkeypatch):
     def fail(error, place, job):
         raise error
 
-    monkeypatch.setattr(leave, "with_user_error", fail)
+    monkeypatch.setattr(leave, "exit_user_error", fail)
     monkeypatch.setattr(
         "mingpt_ddp.sweeps.search.version", lambda package: "1.4"
     )  # of SQLAlchemy; nothing is written by it
@@ -98,9 +98,9 @@ def test_somebody_else_may_read_the_study(begin, tmp_path):
 
 def test_a_search_that_runs_keeps_its_study(begin, tmp_path, monkeypatch):
     directory = tmp_path / "optuna_lr"
-    with rundir.hold(directory):
+    with rundir.acquire_lock(directory):
         (directory / "study.db").write_text("of the search that runs")
-        monkeypatch.setattr(rundir.hold, "__defaults__", (0.0,))
+        monkeypatch.setattr(rundir.acquire_lock, "__defaults__", (0.0,))
         with pytest.raises(rundir.RunError, match="belongs to process"):
             begin()
         assert (directory / "study.db").read_text() == "of the search that runs"

@@ -9,41 +9,41 @@ import sys
 
 import pytest
 
-from mingpt_ddp.distributed.exit import FAILURE, TRY_AGAIN, USER_ERROR
-from mingpt_ddp.distributed.launcher import Ending, _attempts, _environment
+from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
+from mingpt_ddp.distributed.launcher import WorkerExit, _environment, _run_with_restarts
 
 
 @pytest.fixture
 def attempts(tmp_path):
     """Attempts that end as given, each behind a result that the workers leave, if any."""
 
-    def run(*endings: tuple[Ending, dict | None], before: dict | None = None) -> tuple[int, bool]:
+    def run(*endings: tuple[WorkerExit, dict | None], before: dict | None = None) -> tuple[int, bool]:
         waiting = iter(endings)
 
         def leave(result: dict | None) -> None:
             if result is not None:
                 (tmp_path / "result.json").write_text(json.dumps(result))
 
-        def attempt() -> Ending:
+        def attempt() -> WorkerExit:
             ending, result = next(waiting)
             leave(result)
             return ending
 
         leave(before)
-        done = _attempts(attempt, 1, tmp_path)
+        done = _run_with_restarts(attempt, 1, tmp_path)
         assert next(waiting, None) is None, "there was one attempt too few"
         return done
 
     return run
 
 
-TOLD = Ending(signal=signal.SIGTERM)
+TOLD = WorkerExit(signal=signal.SIGTERM)
 COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted", "step": 5}
 
 
 def test_done(attempts):
-    assert attempts((Ending(), COMPLETE)) == (0, False)
-    assert attempts((Ending(1), None), (Ending(), COMPLETE)) == (0, False)
+    assert attempts((WorkerExit(), COMPLETE)) == (0, False)
+    assert attempts((WorkerExit(1), None), (WorkerExit(), COMPLETE)) == (0, False)
 
 
 def test_told_to_end(attempts):
@@ -57,12 +57,12 @@ def test_told_to_end_before_anything_was_done(attempts):
 
 
 def test_what_would_come_again_is_not_tried_again(attempts):
-    assert attempts((Ending(USER_ERROR), None)) == (USER_ERROR, False)
+    assert attempts((WorkerExit(USER_ERROR), None)) == (USER_ERROR, False)
 
 
 def test_all_restarts_used_up(attempts):
-    assert attempts((Ending(-signal.SIGKILL), None), (Ending(1), None)) == (FAILURE, False)
-    assert attempts((Ending(TRY_AGAIN), None), (Ending(TRY_AGAIN), None)) == (USER_ERROR, False)
+    assert attempts((WorkerExit(-signal.SIGKILL), None), (WorkerExit(1), None)) == (FAILURE, False)
+    assert attempts((WorkerExit(EX_TEMPFAIL), None), (WorkerExit(EX_TEMPFAIL), None)) == (USER_ERROR, False)
 
 
 @pytest.mark.parametrize("local", [True, False])
