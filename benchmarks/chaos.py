@@ -23,7 +23,7 @@ from common import ROOT, parser, report, say
 sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
 
 from chaos import Chaos, logged_steps, undisturbed
-from s3 import SeaweedServer
+from s3_server import SeaweedServer
 
 from mingpt_ddp.storage.storage import Storage
 

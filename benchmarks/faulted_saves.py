@@ -27,8 +27,8 @@ from common import ROOT, parser, report, say
 sys.path.insert(0, str(ROOT / "tests"))  # server and proxy are theirs
 
 import torch
-from faults import Fault, FaultProxy, Rule
-from s3 import SeaweedServer
+from fault_proxy import Fault, FaultProxy, Rule
+from s3_server import SeaweedServer
 
 from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, part_name

@@ -21,9 +21,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from faults import Fault, FaultProxy, Rule
+from fault_proxy import Fault, FaultProxy, Rule
 from launching import ROOT, TINY, Job, is_running, torchrun
-from s3 import SeaweedServer
+from s3_server import SeaweedServer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 SETTINGS = [

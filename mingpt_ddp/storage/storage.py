@@ -23,9 +23,9 @@ __all__ = [
     "Storage",
     "StorageError",
     "atomic_create",
+    "atomic_write",
     "check_url",
     "open_regular",
-    "atomic_write",
     "read_regular",
     "sync_directory",
 ]

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from hosts import NoHosts, TwoHosts
 from launching import ROOT, TINY, Job, call, is_running, last_step, python_main, wait_for
+from netns_hosts import NoHosts, TwoHosts
 
 RANKS = (2, 1)  # on the first host, on the second
 STEPS = 60

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT, TINY, Job, committed, wait_for
-from s3 import free_ports
+from s3_server import free_ports
 
 from mingpt_ddp.config.config import Config, from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory

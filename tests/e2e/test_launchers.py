@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from held import train, weights
 from launching import ROOT, TINY, Job, call, committed, is_running, python_main, torchrun, wait_for
 from multiprocess.ranks import configure, free_port, run_ranks
+from pause_points import train, weights
 
 STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.device=cpu", "trainer.precision=fp32"]

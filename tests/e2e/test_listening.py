@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hosts import NoHosts, TwoHosts
 from launching import TINY, Job, last_step, python_main, wait_for
 from multiprocess.ranks import free_port
+from netns_hosts import NoHosts, TwoHosts
 
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import connect

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from held import SETTINGS, STEPS, Held, patches, train, weights, worker
 from launching import Job, committed, is_running, python_main, torchrun, wait_for
 from multiprocess.ranks import configure, run_ranks
+from pause_points import SETTINGS, STEPS, Held, patches, train, weights, worker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 HOLD_AT_STEP = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import Browser, chromium
-from made_up import made_up
+from fake_runs import made_up
 
 from mingpt_ddp.sweeps.report import report
 

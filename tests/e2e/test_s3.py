@@ -10,7 +10,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from faults import Fault, FaultProxy, Rule
+from fault_proxy import Fault, FaultProxy, Rule
 
 from mingpt_ddp.storage import remote
 from mingpt_ddp.storage.storage import Storage, StorageError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from chaos import AWAY, impatient
-from faults import Fault, FaultProxy, Rule
+from fault_proxy import Fault, FaultProxy, Rule
 from launching import TINY, Job, call, last_step, python_main, torchrun, wait_for
 
 from mingpt_ddp.snapshots.format import CorruptSnapshotError

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from held import SETTINGS, SITE, patches, train, weights
 from launching import ROOT, Job, python_main, wait_for
 from multiprocess.ranks import configure, run_ranks
-from slurm import NoSlurm, Slurm
+from pause_points import SETTINGS, SITE, patches, train, weights
+from slurm_cluster import NoSlurm, Slurm
 
 SCRIPT = ROOT / "scripts" / "train.sbatch"
 

@@ -9,9 +9,9 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from held import SETTINGS, STEPS, Held, patches, train, weights, worker
 from launching import committed, is_running, python_main, wait_for
 from multiprocess.ranks import configure, run_ranks
+from pause_points import SETTINGS, STEPS, Held, patches, train, weights, worker
 
 TIMEOUT_S = 6
 OPTIONS = ["snapshot.every_steps=4", f"ddp.timeout_s={TIMEOUT_S}"]

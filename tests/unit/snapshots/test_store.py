@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from storing import commit
+from snapshot_helpers import commit
 
 import mingpt_ddp
 from mingpt_ddp.cli.snapshots_survey import check

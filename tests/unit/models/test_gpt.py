@@ -19,7 +19,7 @@ torch.set_num_threads(1)  # for tensors as small as these, more threads only sta
 
 T, V = 16, 31
 M = TypeVar("M", bound=nn.Module)
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 def config(n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float = 0.0, bias: bool = True) -> GPTConfig:

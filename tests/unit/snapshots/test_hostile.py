@@ -44,7 +44,7 @@ from mingpt_ddp.snapshots.state_dict import model_tensors
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.train_state import check_state
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"
 LIMIT = 6 << 30  # bytes of address space: torch takes some of them
 PEAK = 1500  # MiB in memory, of which torch takes some hundred

@@ -13,9 +13,9 @@ import sys
 
 import pytest
 import yaml
+from fake_runs import made_up
 from hydra import compose, initialize_config_dir
 from launching import ROOT
-from made_up import made_up
 from tools import call_tool
 
 from mingpt_ddp.cli import report as tool

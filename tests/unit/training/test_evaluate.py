@@ -22,7 +22,7 @@ from mingpt_ddp.training.evaluate import Evaluator
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 
 T, V = 8, 11
-CONF = Path(__file__).resolve().parents[2] / "conf"
+CONF = Path(__file__).resolve().parents[3] / "conf"
 LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest behind the whole windows is 0, 1, ...
 
 

@@ -10,7 +10,7 @@ import uuid
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from storing import commit
+from snapshot_helpers import commit
 from tools import call_tool
 
 from mingpt_ddp.cli import snapshots as tool
