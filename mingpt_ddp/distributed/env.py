@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mingpt_ddp.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class DistEnv:
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
+
+    def call_on_rank_zero(self, fn: Callable[[], T]) -> T | None:
+        """Call `fn` on rank zero alone, without communication; return None on every other rank."""
+        return fn() if self.is_rank_zero else None
 
 
 def read_env() -> DistEnv:

@@ -17,7 +17,7 @@ from launching import TINY
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.runtime import Runtime, choose_device
-from mingpt_ddp.distributed.shared_memory import meet
+from mingpt_ddp.distributed.shared_memory import connect_local_ranks
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training.run import run
@@ -201,7 +201,7 @@ def test_the_size_of_buckets_decides_the_order_of_additions(three):
 
 def lose_a_rank(config: dict[str, Any]) -> str:
     runtime = Runtime(from_mapping(config), read_env())
-    shared_memory = meet(runtime.group.rank, runtime.group.all_gather, timeout_s=1.0)
+    shared_memory = connect_local_ranks(runtime.group.rank, runtime.group.all_gather, timeout_s=1.0)
     assert shared_memory is not None
     shared_memory.signal_all(b"unread")
     shared_memory.send_all(bytes([runtime.group.rank]))
@@ -233,7 +233,7 @@ def test_a_rank_that_is_silent_or_gone_is_named(tmp_path):
 def test_ranks_on_different_machines_do_not_meet():
     """A directory of another machine is not here."""
     answers = iter([["/tmp/on-another-machine", None], [True, False]])
-    assert meet(1, lambda value: next(answers), timeout_s=1.0) is None
+    assert connect_local_ranks(1, lambda value: next(answers), timeout_s=1.0) is None
 
 
 @pytest.mark.parametrize(

@@ -83,23 +83,23 @@ def config(*overrides: str) -> Config:
 def test_auto_means_our_models_on_a_gpu(monkeypatch):
     monkeypatch.setattr(compiling, "_missing", lambda device: None)
     own = config("+model.code=mine.py")
-    assert compiling.compiles(config(), GPU)
-    assert not compiling.compiles(own, GPU)
-    assert not compiling.compiles(config(), CPU)
-    assert compiling.compiles(config("trainer.compile=true"), CPU)
-    assert compiling.compiles(config("+model.code=mine.py", "trainer.compile=true"), GPU)
-    assert not compiling.compiles(config("trainer.compile=false"), GPU)
+    assert compiling.should_compile(config(), GPU)
+    assert not compiling.should_compile(own, GPU)
+    assert not compiling.should_compile(config(), CPU)
+    assert compiling.should_compile(config("trainer.compile=true"), CPU)
+    assert compiling.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
+    assert not compiling.should_compile(config("trainer.compile=false"), GPU)
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
-        compiling.compiles(config("trainer.compile=cuda_graphs"), CPU)
+        compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
     monkeypatch.setattr(compiling, "_missing", lambda device: "a compiler")
-    assert not compiling.compiles(config(), GPU)
+    assert not compiling.should_compile(config(), GPU)
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"trainer.compile=true needs a compiler \(g\+\+ or clang\+\+\)"):
-        compiling.compiles(config("trainer.compile=true"), CPU)
+        compiling.should_compile(config("trainer.compile=true"), CPU)
 
 
 def test_cuda_graphs_take_a_step_in_one_pass():

@@ -101,7 +101,7 @@ def try_to_join(config: dict[str, Any]) -> str:
 def test_a_rank_that_never_comes_is_named(tmp_path, store):
     """Rank 0 knows that rank 1 is there: it must not send the user to look for it."""
     config = configure("ddp.timeout_s=1")
-    with Ranks(WORLD, try_to_join, tmp_path, port=store.port, has_agent=True, only=[0, 1], config=config) as ranks:
+    with Ranks(WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config) as ranks:
         rank_0, rank_1 = ranks.results()
     assert rank_0.startswith("run error: rank 2 did not appear in time; start all ranks, or give them longer")
     assert rank_1.startswith("run error: ")
@@ -123,6 +123,6 @@ def test_a_rank_given_to_two_processes_is_named(tmp_path, store, twice):
 def test_an_address_where_nobody_answers_is_named(tmp_path):
     config = configure("ddp.timeout_s=1")
     port = free_port()
-    with Ranks(WORLD, try_to_join, tmp_path, port=port, has_agent=True, only=[1], config=config) as ranks:
+    with Ranks(WORLD, try_to_join, tmp_path, port=port, agent=True, only=[1], config=config) as ranks:
         (message,) = ranks.results()
     assert message.startswith(f"run error: rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: ")

@@ -155,7 +155,7 @@ def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro
     """The micro-batches of all ranks, put together by their numbers, are the batch of one rank."""
     plan = plan_batches(replace(trainer, micro_batch_size=micro), world_size)
     for step in (1, 10, 11):
-        micros = [m for rank in range(world_size) for m in make().step(step, plan, rank)]
+        micros = [m for rank in range(world_size) for m in make().get_batch(step, plan, rank)]
         micros.sort(key=lambda m: m.number)
         assert [m.number for m in micros] == list(range(plan.n_micro))
         x, y = batch_of(make(), step)

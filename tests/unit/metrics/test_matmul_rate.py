@@ -87,7 +87,7 @@ def test_what_is_logged(tmp_path, monkeypatch):
         config, runtime, board, JSONLLogger(tmp_path / "metrics"), utilisation, done=0, steps=9, begun_at=0.0
     )
     for step in (1, 2):
-        journal.meter.record(torch.tensor(4.0), torch.tensor(1.0), data_s=0.0)
+        journal.meter.record(torch.tensor(4.0), torch.tensor(1.0), data_time_s=0.0)
         journal.log_train(step, 1e-3, nn.Linear(1, 1), goodput=1.0)
         since = journal.meter._since - time.perf_counter()
         assert (since > 0.5) == (step == 1), "the measurement counts as training"

@@ -37,7 +37,7 @@ from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
     directory_name,
     manifest_of,
-    plain,
+    strict_json_loads,
 )
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.state_dict import model_tensors
@@ -197,7 +197,7 @@ def test_numbers_that_json_does_not_know(number, tmp_path, genuine):
 def test_json_that_is_nested_deeply(opening, closing, depth, tmp_path, genuine):
     nested = opening * depth + b"1" + closing * depth
     with pytest.raises((ValueError, RecursionError)):
-        plain(nested)
+        strict_json_loads(nested)
     assert "cannot be parsed" in refused(lay(tmp_path / "a", {**genuine, STATE: nested}))
     assert "manifest.json is damaged" in refused(lay(tmp_path / "b", genuine, nested))
 

@@ -204,7 +204,7 @@ def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(optimizer, 
 
 
 def test_a_new_run_finds_nothing(tmp_path, config):
-    assert saver_at(tmp_path / "new", config).find() is None
+    assert saver_at(tmp_path / "new", config).load_latest() is None
 
 
 def test_last_and_best_are_kept(tmp_path, config):
@@ -250,7 +250,7 @@ def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, conf
     model, optim = live(config)
     save(saver_at(tmp_path, config), TrainState(step=5), model, optim)
     with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was made with other settings: run.seed"):
-        saver_at(tmp_path, changed(config, "run.seed", 7)).find()
+        saver_at(tmp_path, changed(config, "run.seed", 7)).load_latest()
 
 
 def test_weights_of_another_shape_are_refused(tmp_path, config):

@@ -53,7 +53,7 @@ def test_chunks_are_the_file(storage, length):
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_content_of_every_kind(storage, kind):
-    for name in ("write", "create"):
+    for name in ("write", "put_if_absent"):
         getattr(storage, name)(name, kind(b"some bytes"))
         assert storage.read(name) == b"some bytes"
 
@@ -272,7 +272,7 @@ class Unsteady(MemoryFileSystem):
     asked = 0
 
     def pipe_file(self, *args, **kwargs):
-        Unsteady.signal_name += 1
+        Unsteady.asked += 1
         if self.faults:
             raise self.faults.pop(0)
         return super().pipe_file(*args, **kwargs)
@@ -309,7 +309,7 @@ def test_what_may_pass_is_tried_again(unsteady, fault):
     Unsteady.faults[:] = [fault, fault]
     unsteady.write("file", b"x")
     assert unsteady.read("file") == b"x"
-    assert Unsteady.signal_name == 3
+    assert Unsteady.asked == 3
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_what_lasts_is_told_at_once(unsteady, fault):
     Unsteady.faults[:] = [fault]
     with pytest.raises(StorageError, match=f"^cannot write unsteady:.*/file: .*{fault.args[-1]}$"):
         unsteady.write("file", b"x")
-    assert Unsteady.signal_name == 1
+    assert Unsteady.asked == 1
 
 
 def test_an_operation_ends_with_its_budget(unsteady, monkeypatch):
@@ -332,7 +332,7 @@ def test_an_operation_ends_with_its_budget(unsteady, monkeypatch):
     Unsteady.faults[:] = [store_error(503, "SlowDown")] * 1000
     with pytest.raises(StorageError, match=r"SlowDown: the store's message \(tried for 0 s\)$"):
         unsteady.write("file", b"x")
-    assert Unsteady.signal_name > 2
+    assert Unsteady.asked > 2
     assert unsteady.size("file") is None
 
 
@@ -343,8 +343,8 @@ def test_create_whose_first_answer_was_lost(unsteady, answer, made):
     """The first request ends in a reset and the second is refused: only the content tells who made the file."""
 
     def reset_after_the_fact(*args, **kwargs):
-        Unsteady.signal_name += 1
-        if Unsteady.signal_name == 1:
+        Unsteady.asked += 1
+        if Unsteady.asked == 1:
             MemoryFileSystem.pipe_file(unsteady._files.fs, args[0], answer)
             raise ConnectionResetError
         raise FileExistsError

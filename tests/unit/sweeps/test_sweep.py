@@ -17,7 +17,6 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.config.config import from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.distributed import exit as leave
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage import run_dir as rundir
 from mingpt_ddp.sweeps import jobs, sweep
@@ -32,7 +31,7 @@ def begin(tmp_path, monkeypatch):
     def fail(error, place, job):
         raise error
 
-    monkeypatch.setattr(leave, "exit_user_error", fail)
+    monkeypatch.setattr(sweep, "exit_user_error", fail)
     monkeypatch.setattr(
         "mingpt_ddp.sweeps.search.version", lambda package: "1.4"
     )  # of SQLAlchemy; nothing is written by it

@@ -18,7 +18,11 @@ from mingpt_ddp.training.pruning import FEWEST, MedianPruner
 class OneRank:
     """As much of a runtime as the rule needs."""
 
-    def first(self, work):
+    @property
+    def group(self):
+        return self
+
+    def run_on_rank_zero(self, work):
         return work()
 
 

@@ -33,7 +33,7 @@ def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Modul
 @pytest.mark.parametrize("limit", [0.5, None])
 def test_clipping_is_that_of_torch(scale, limit):
     ours, theirs = with_gradients(scale), with_gradients(scale)
-    norm = train_step(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip()
+    norm = train_step(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip_grad_norm()
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
     assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -46,7 +46,7 @@ def test_clipping_is_that_of_torch(scale, limit):
 @pytest.mark.parametrize("limit", ["1.0", "null"])
 def test_a_model_that_has_no_gradient(limit):
     model = nn.Linear(1, 1)
-    assert train_step(model, f"trainer.grad_norm_clip={limit}").clip() == 0
+    assert train_step(model, f"trainer.grad_norm_clip={limit}").clip_grad_norm() == 0
 
 
 def test_the_seed_is_that_of_torch():
