@@ -9,7 +9,7 @@ from typing import Any
 from launching import TINY, Job, children, wait_for
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.config.validation import build, convert, refuse_credentials
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, printable

@@ -20,7 +20,7 @@ from typing import Any
 
 from mingpt_ddp.cli.sample import values_of
 from mingpt_ddp.config.validation import build, did_you_mean
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors
 from mingpt_ddp.errors import ConfigError

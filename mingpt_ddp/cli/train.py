@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, die_with_parent, read_env, read_env_or_default
 from mingpt_ddp.distributed.exit import (
     FAILURE,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import LONGEST_LINE, StorageUnavailableError, UserError, printable
 

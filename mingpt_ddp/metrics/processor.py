@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.logging import Progress
+from mingpt_ddp.distributed.logs import Progress
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import JSONLLogger
 from mingpt_ddp.metrics.matmul_rate import MatmulUtilization

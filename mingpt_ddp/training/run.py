@@ -17,7 +17,7 @@ from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
 from mingpt_ddp.data.dataset import CharTokenizer, EncodedText, TextDataset, prepare
 from mingpt_ddp.data.rng import derive_seed, seed_everything
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler

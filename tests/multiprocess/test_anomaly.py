@@ -17,7 +17,7 @@ from launching import TINY, committed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics import meters as metrics

@@ -16,7 +16,7 @@ import torch
 from launching import TINY, committed, wait_for
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed import logging as logs
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots import async_writer as background
