@@ -70,16 +70,16 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
 def be_worker(plan: dict[str, Any]) -> None:
     """A rank of the run: the package's own command line, whose trainer measures instead of training to the end."""
     from mingpt_ddp.cli import train as launch
-    from mingpt_ddp.storage.status import Status
+    from mingpt_ddp.storage.run_dir import RunStatus
     from mingpt_ddp.training import trainer
 
-    def fit(self: Any) -> Status:
+    def fit(self: Any) -> RunStatus:
         self.train_step.warm_up()
         found = measure(self, plan["steps"], plan["blocks"])
         Path(plan["out"], f"rank{self.runtime.group.rank}.json").write_text(json.dumps(found))
         self.runtime.group.barrier()
         self.journal.close()
-        return Status.PREEMPTED
+        return RunStatus.PREEMPTED
 
     trainer.Trainer.fit = fit  # type: ignore[method-assign]
     launch.main()

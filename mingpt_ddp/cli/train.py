@@ -34,8 +34,7 @@ from mingpt_ddp.distributed.exit import (
 )
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
-from mingpt_ddp.storage.run_dir import next_free_name, read_result, run_directory, with_run_name
-from mingpt_ddp.storage.status import Status
+from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
 from mingpt_ddp.storage.storage import check_url
 from mingpt_ddp.sweeps import sweep
 
@@ -182,7 +181,7 @@ def _train_on_workers(config: Config, env: DistEnv) -> float | JobError:
         )
     code, stopped = train_on_workers(config, env, directory, words, main)
     result = read_result(directory)
-    ended = result.get("status") in (Status.COMPLETE, Status.PRUNED)
+    ended = result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     if code == 0 and ended:
         sweep.current.trained(config)
     if (stopped and not (ended and sweep.current.through)) or (code == 0 and not ended):

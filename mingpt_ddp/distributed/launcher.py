@@ -19,8 +19,7 @@ from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.env import DistEnv, local_agent_env, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_dir import read_result
-from mingpt_ddp.storage.status import Status
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ def _run_with_restarts(attempt: Callable[[], WorkerExit], max_restarts: int, dir
         ending = attempt()
         if ending.signal:
             result = read_result(directory)
-            saved = result.get("status") == Status.PREEMPTED or (result and result != before)
+            saved = result.get("status") == RunStatus.PREEMPTED or (result and result != before)
             return 0 if saved else 128 + ending.signal, True
         if ending.code < 0:  # it could not tell itself
             log.error("error: rank %d was ended by %s", ending.rank, signal.Signals(-ending.code).name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import KINDS, LARGEST_CONFIG, CorruptSnapshotError, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.safe_yaml import load_yaml
+from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.storage import Storage
 
 log = logging.getLogger(__name__)

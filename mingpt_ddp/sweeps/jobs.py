@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
-from mingpt_ddp.storage.run_dir import read_result, recorded_config, run_directory, with_run_name
-from mingpt_ddp.storage.status import Status
+from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
 Known: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is done
 
@@ -51,8 +50,8 @@ def _objective(directory: Path, config: Config) -> float | None:
     if config.run.resume == "never" or recorded is None:
         return None
     try:
-        pruned = result.get("status") == Status.PRUNED and config.trainer.prune != "none"
-        ended = result.get("status") == Status.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
+        pruned = result.get("status") == RunStatus.PRUNED and config.trainer.prune != "none"
+        ended = result.get("status") == RunStatus.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
         wanted = config.to_dict()
         # What had no such limit went on to the other one; a smaller one was reached on the way.
         limits = [(recorded["trainer"][key], wanted["trainer"][key]) for key in LIMITS]

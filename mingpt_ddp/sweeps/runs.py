@@ -16,7 +16,7 @@ from typing import Any
 
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
-from mingpt_ddp.storage.safe_yaml import load_yaml
+from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.storage import open_regular, read_regular
 from mingpt_ddp.sweeps.values import Value, identity, number, plain
 

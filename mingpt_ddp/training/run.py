@@ -35,8 +35,7 @@ from mingpt_ddp.snapshots.load import candidate_stores, load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.train_state import TrainState, check_state
-from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, difference, recorded_config, run_directory
-from mingpt_ddp.storage.status import Status
+from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
@@ -134,16 +133,16 @@ def run(
                 owner.clear_result()
             status = _fit(trainer, runtime, interrupt)
         else:
-            status = Status.COMPLETE
+            status = RunStatus.COMPLETE
             if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
                 position.val_loss = evaluator.run(model)
             log.info("a sample:\n%s\n", sample(position.step))
 
         if owner:
             owner.write_result(_result(position, config, loader.steps_per_epoch, status))
-            if status is Status.COMPLETE:
+            if status is RunStatus.COMPLETE:
                 _conclude(position, directory)
-    return None if status is Status.PREEMPTED else position.val_loss
+    return None if status is RunStatus.PREEMPTED else position.val_loss
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
@@ -189,7 +188,7 @@ def _saver(
     )
 
 
-def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> Status:
+def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> RunStatus:
     """Train while signals are heeded and the other ranks are watched."""
     watch = Watchdog(runtime.group, interrupt.on_hang)
     interrupt.deferred = True
@@ -268,7 +267,7 @@ def _sample(model: nn.Module, vocabulary: CharTokenizer, seed: int, is_main: boo
     return texts[0]
 
 
-def _result(position: TrainState, config: Config, steps_per_epoch: int, status: Status) -> dict[str, Any]:
+def _result(position: TrainState, config: Config, steps_per_epoch: int, status: RunStatus) -> dict[str, Any]:
     val_loss = position.val_loss
     return {
         "status": status.value,

@@ -18,7 +18,7 @@ from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.train_state import TrainState
-from mingpt_ddp.storage.status import Status
+from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.pruning import MedianPruner
@@ -68,10 +68,10 @@ class Trainer:
         self.metrics.meter.load_state(position.loss_sum, position.loss_steps)
         self.anomaly = AnomalyPolicy(config, runtime.scaler.is_enabled(), runtime.device)
         self.saves = SaveSchedule(config, runtime, saver, train_step, metrics, position, self.anomaly)
-        self._ended: Status | None = None  # before the last step
+        self._ended: RunStatus | None = None  # before the last step
         self._lr = 0.0
 
-    def fit(self) -> Status:
+    def fit(self) -> RunStatus:
         """Train to the last step, or to where a signal or the pruner for a sweep's jobs ends it.
 
         Whatever happens, the newest snapshot is whole.
@@ -83,11 +83,11 @@ class Trainer:
             self._resume_pending_eval()
             while self.position.step < self.steps and self._ended is None:
                 self._step(self.position.step + 1)
-            if self._ended is not Status.PREEMPTED:
+            if self._ended is not RunStatus.PREEMPTED:
                 self.metrics.complete(self.position.step, self.position.val_loss)
         finally:
             self.metrics.close()
-        return self._ended or Status.COMPLETE
+        return self._ended or RunStatus.COMPLETE
 
     def _step(self, step: int) -> None:
         """One step and what is due behind it."""
@@ -108,13 +108,13 @@ class Trainer:
             self.saver.finalize()
         if self._due(step, self.config.trainer.log_every) or step == self.steps:
             self._log(step)
-        self._ended = Status.PREEMPTED if votes.interrupted else None
+        self._ended = RunStatus.PREEMPTED if votes.interrupted else None
         improved = self._evaluate_if_due(step)
         self._maybe_prune(step)
         if self._ended is None and (self._due(step, self.config.trainer.sample_every) or step == self.steps):
             self._log_sample(step)
         last = self._ended is not None or step == self.steps
-        if self._ended is Status.PREEMPTED:
+        if self._ended is RunStatus.PREEMPTED:
             self.saves.save_on_preemption(self.interrupt.elapsed())
         elif improved or last:
             self.saves.save(last)
@@ -189,7 +189,7 @@ class Trainer:
         step = self.position.step
         improved = step > 0 and self._evaluate_if_due(step)
         self._maybe_prune(step)
-        if improved or self._ended is Status.PRUNED:
+        if improved or self._ended is RunStatus.PRUNED:
             self.saves.save(last=self._ended is not None or step == self.steps)
         if step == self.steps:
             self._log_sample(step)
@@ -203,7 +203,7 @@ class Trainer:
         loss = self.evaluator.run(self.model, stop=lambda: self.interrupt.signal_name is not None)
         self.metrics.meter.pause(time.perf_counter() - begin)
         if loss is None:
-            self._ended = Status.PREEMPTED
+            self._ended = RunStatus.PREEMPTED
             return False
         if not math.isfinite(loss):
             raise TrainingError(f"the validation loss of step {step} is {loss}; lower optimizer.lr and start anew")
@@ -221,7 +221,7 @@ class Trainer:
         if self._ended or lowest is None or step == self.steps or self.position.val_step != step:
             return
         if self.pruner.should_prune(step, lowest):
-            self._ended = Status.PRUNED
+            self._ended = RunStatus.PRUNED
 
     def _log_sample(self, step: int) -> None:
         self.runtime.group.set_activity("sampling")

@@ -107,7 +107,7 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
 
 def test_of_many_that_create_one_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
-        made = list(pool.map(lambda i: Storage(url).create("file", b"%d" % i), range(6)))
+        made = list(pool.map(lambda i: Storage(url).put_if_absent("file", b"%d" % i), range(6)))
     assert made.count(True) == 1
     assert Storage(url).read("file") == b"%d" % made.index(True)
 
@@ -124,9 +124,9 @@ def test_the_server_refuses_to_overwrite(url, monkeypatch):
 
 def test_create_when_the_answer_is_lost(url, proxy):
     proxy.rules = [Rule(PUT, Fault.RESET_UNANSWERED)]
-    assert Storage(url).create("file", b"a word of its own")
+    assert Storage(url).put_if_absent("file", b"a word of its own")
     assert proxy.rules[0].hits == 1
-    assert not Storage(url).create("file", b"another")
+    assert not Storage(url).put_if_absent("file", b"another")
 
 
 # Faults that pass
