@@ -1,0 +1,216 @@
+"""This checkout against another one of the project, side by side: did a change cost speed?
+
+Both run the same commands in turn, A, B, A, B ..., with the same Python environment, each in processes of its own.
+Steps come from `metrics.jsonl`, so that it does not matter how a version words its log.
+
+small, mid   training tokens per second of CPU time, one thread, nanoGPT's CPU shapes
+one, ten     sampled characters per second, mid shape: a long text minus a short one, so that the start does not count
+start        seconds from the command to the first logged step, 1 process
+start2       the same with ddp.nproc_per_node=2
+recovery     seconds from kill -9 of a worker to the next step that had not been done before (2 ranks, every_steps=10)
+loss         seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a loss of 1.88
+
+    git clone . /tmp/before && git -C /tmp/before checkout REVISION
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/versions.py --other /tmp/before
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, alternate, cell, compare, corpus_path, environment, parser, report, spread
+from stopwatch import cpu_seconds, family
+
+SHAPES = {
+    "small": ["model=gpt_micro", "data.block_size=64", "trainer.batch_size=12"],
+    "mid": ["model=gpt_mini", "model.n_embd=384", "model.dropout=0", "data.block_size=256", "trainer.batch_size=16"],
+}
+STEPS = {"small": (100, 500), "mid": (5, 20)}  # the timed span: after the first, up to the last
+TINY = ["model=gpt_nano", "data.block_size=32", "trainer.batch_size=12", "trainer.log_every=1", "data.truncate=0.1"]
+QUIET = ["trainer.max_epochs=null", "trainer.eval_every=null", "trainer.sample_every=null", "trainer.device=cpu"]
+LOWER_IS_BETTER = ("start", "start2", "recovery", "loss")
+PATIENCE_S = 300.0
+_names = count()
+
+
+class Checkout:
+    """The commands of one version of the project, run in a scratch directory."""
+
+    def __init__(self, home: Path, scratch: Path, text: Path) -> None:
+        self.home, self.scratch = home, scratch
+        self.data = ["data=shakespeare", f"data.path={text}", "data.sha256=null", f"data.cache_dir={scratch / 'cache'}"]
+
+    def start(self, script: str, *arguments: str) -> subprocess.Popen[bytes]:
+        paths = {**environment(), "PYTHONPATH": str(self.home)}
+        command = [sys.executable, str(self.home / script), *arguments]
+        output = (self.scratch / "output.txt").open("ab")
+        return subprocess.Popen(command, cwd=self.scratch, env=paths, stdout=output, stderr=output)
+
+    def train(self, *overrides: str) -> tuple[subprocess.Popen[bytes], Path]:
+        """Start a run of its own; the process, and the run directory."""
+        name = f"run-{next(_names)}"
+        process = self.start("main.py", *self.data, *QUIET, f"run.name={name}", *overrides)
+        return process, self.scratch / "outputs" / name
+
+    def finish(self, process: subprocess.Popen[bytes]) -> None:
+        if process.wait(PATIENCE_S) != 0:
+            sys.exit(f"{self.home} failed:\n{(self.scratch / 'output.txt').read_text()[-2000:]}")
+
+
+def last_step(run: Path) -> int:
+    """The newest step in metrics.jsonl that was trained; 0 where there is none."""
+    try:
+        lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return max((row["step"] for row in map(json.loads, lines) if "train_loss" in row), default=0)
+
+
+def await_step(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while last_step(run) < step:
+        if process.poll() is not None or time.monotonic() > until:
+            sys.exit(f"{run} did not come to step {step}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}")
+        time.sleep(0.005)
+
+
+def throughput(shape: str, checkout: Checkout) -> float:
+    """Tokens per second of CPU time."""
+    first, last = STEPS[shape]
+    precision = ["trainer.precision=fp32", f"trainer.log_every={first}", f"trainer.max_steps={last}"]
+    process, run = checkout.train(*SHAPES[shape], *precision, "snapshot.every_steps=null")
+    await_step(process, run, first)
+    begin = cpu_seconds(process.pid)
+    await_step(process, run, last)
+    seconds = cpu_seconds(process.pid) - begin
+    checkout.finish(process)
+    size = {"small": 12 * 64, "mid": 16 * 256}[shape]
+    return (last - first) * size / seconds
+
+
+def sampling(samples: int, checkout: Checkout) -> float:
+    """Characters per second, of a model trained for one step: the speed does not depend on the weights."""
+    run = checkout.scratch / "outputs" / f"model-{checkout.home.name}"
+    if not run.exists():
+        process = checkout.start(
+            "main.py", *checkout.data, *QUIET, *SHAPES["mid"], f"run.name={run.name}", "trainer.max_steps=1"
+        )
+        checkout.finish(process)
+
+    def seconds(characters: int) -> float:
+        begin = time.perf_counter()
+        words = [f"snapshot={run}", f"max_new_tokens={characters}", f"samples={samples}", "device=cpu"]
+        checkout.finish(checkout.start("sample.py", *words))
+        return time.perf_counter() - begin
+
+    short, long = (200, 4200) if samples == 1 else (50, 1050)
+    return samples * (long - short) / (seconds(long) - seconds(short))
+
+
+def start(ranks: int, checkout: Checkout) -> float:
+    """Seconds until the first step is logged."""
+    begin = time.perf_counter()
+    workers = [f"ddp.nproc_per_node={ranks}"] if ranks > 1 else []
+    process, run = checkout.train(*TINY, "trainer.max_steps=2", *workers)
+    await_step(process, run, 1)
+    seconds = time.perf_counter() - begin
+    checkout.finish(process)
+    return seconds
+
+
+def recovery(checkout: Checkout) -> float:
+    """Seconds from the death of a worker to the first step that no worker had done before."""
+    # A step takes 20 ms or so: the run lasts until it is killed here.
+    process, run = checkout.train(*TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2")
+    await_step(process, run, 35)
+    # A worker's own children inherit its environment, so that the first process of rank 1 is the worker.
+    worker = next(pid for pid in family(process.pid) if environ(pid).get("RANK") == "1")
+    died = last_step(run)
+    begin = time.perf_counter()
+    os.kill(worker, signal.SIGKILL)
+    await_step(process, run, died + 1)
+    seconds = time.perf_counter() - begin
+    process.send_signal(signal.SIGTERM)
+    process.wait(PATIENCE_S)
+    return seconds
+
+
+def environ(pid: int) -> dict[str, str]:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
+
+
+def to_loss(checkout: Checkout) -> float:
+    """Seconds of the whole process; exits where it does not reach the loss."""
+    begin = time.perf_counter()
+    name = f"run-{next(_names)}"
+    words = ["experiment=shakespeare_char_cpu_fast", *checkout.data[1:], "trainer.device=cpu", f"run.name={name}"]
+    checkout.finish(checkout.start("main.py", *words))
+    seconds = time.perf_counter() - begin
+    loss = json.loads((checkout.scratch / "outputs" / name / "result.json").read_text())["val_loss"]
+    if loss > 1.88:
+        sys.exit(f"{checkout.home}: validation loss {loss}, above 1.88")
+    return seconds
+
+
+FIGURES: dict[str, Callable[[Checkout], float]] = {
+    "small": partial(throughput, "small"),
+    "mid": partial(throughput, "mid"),
+    "one": partial(sampling, 1),
+    "ten": partial(sampling, 10),
+    "start": partial(start, 1),
+    "start2": partial(start, 2),
+    "recovery": recovery,
+    "loss": to_loss,
+}
+
+
+def main() -> None:
+    options = parser(__doc__, "versions")
+    options.add_argument("--other", type=Path, required=True, metavar="DIR", help="a checkout of another version")
+    options.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES), help="default: all")
+    options.add_argument("--repetitions", type=int, default=5, help="of each figure (default: %(default)s)")
+    chosen = options.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
+        checkouts = {}
+        for name, home in (("this", ROOT), ("other", chosen.other.resolve())):
+            (Path(scratch) / name).mkdir()
+            checkouts[name] = Checkout(home, Path(scratch) / name, corpus_path())
+        for figure in chosen.figures:
+            measures = {name: partial(FIGURES[figure], checkout) for name, checkout in checkouts.items()}
+            for measure in measures.values():
+                measure()  # disk caches, compiled bytecode, the encoded text
+            values = alternate(figure, measures, chosen.repetitions)
+            ratio = compare(values["this"], values["other"])
+            results[figure] = {**{name: spread(each) for name, each in values.items()}, "ratio": ratio}
+    header = ["figure", "this", "other", "this / other, pair by pair", "better is"]
+    rows = [
+        [
+            f,
+            cell(r["this"], ",.4g"),
+            cell(r["other"], ",.4g"),
+            cell(r["ratio"], ".3f"),
+            "lower" if f in LOWER_IS_BETTER else "higher",
+        ]
+        for f, r in results.items()
+    ]
+    report(chosen.out, {"figures": results, "threads": 1}, header, rows)
+
+
+if __name__ == "__main__":
+    main()
