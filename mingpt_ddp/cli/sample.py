@@ -223,14 +223,14 @@ def rebuild(trained: Trained, tensors: dict[str, Tensor]) -> nn.Module:
     from mingpt_ddp.config.registry import attribute_errors_to_user_code
     from mingpt_ddp.config.schema import GPTConfig
     from mingpt_ddp.models import build_model
-    from mingpt_ddp.snapshots.state_dict import load_model
+    from mingpt_ddp.snapshots.state_dict import load_model_state
 
     vocab_size = len(trained.vocabulary)
     with attribute_errors_to_user_code():
         config = typed(trained)
         if not isinstance(config, GPTConfig):  # code of the user's, which may compute what no snapshot has
             model = build_model(config, vocab_size, trained.block_size)
-            load_model(model, tensors)
+            load_model_state(model, tensors)
             return model
 
     def blank(layers: int) -> nn.Module:
@@ -245,7 +245,7 @@ def rebuild(trained: Trained, tensors: dict[str, Tensor]) -> nn.Module:
         model = blank(layers)
     except RuntimeError as error:  # more bytes than can be counted
         raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
-    load_model(model, tensors, assign=True)
+    load_model_state(model, tensors, assign=True)
     return model
 
 

@@ -21,7 +21,7 @@ from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, SaveResult, StagingBuffers
 from mingpt_ddp.snapshots.format import Snapshot, shard_tensors
 from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.snapshots.state_dict import load_model, load_optimizer, model_tensors, optimizer_tensors
+from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state, model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.train_state import TrainState, check_state
 
@@ -101,8 +101,8 @@ class SnapshotManager:
 
     def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
         """Put a snapshot's content into the live objects."""
-        load_model(model, found.model)
-        load_optimizer(model, optimizer, found.optimizer)
+        load_model_state(model, found.model)
+        load_optimizer_state(model, optimizer, found.optimizer)
         if found.state["scaler"] and self.runtime.scaler.is_enabled():
             self.runtime.scaler.load_state_dict(found.state["scaler"])
         return TrainState(**found.state["position"])
@@ -126,7 +126,7 @@ class SnapshotManager:
             "config": self.config.to_dict(),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
+        tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         parts = shard_tensors(tensors, len(self._writer_ranks()))
         mine = dict(zip(self._writer_ranks(), parts, strict=False)).get(self.runtime.group.rank, {})
         step, best = position.step, position.best_step if self.config.snapshot.keep_best else None

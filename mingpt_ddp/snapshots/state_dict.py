@@ -16,14 +16,14 @@ from mingpt_ddp.snapshots.buffer import NAMES
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # how plain numbers of an optimizer are kept
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters by name, and copies of its buffers: a forward pass may already change those."""
     buffers = {name for name, _ in model.named_buffers()}
     state = model.state_dict()
     return {name: tensor.clone() if name in buffers else tensor for name, tensor in state.items()}
 
 
-def load_model(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
+def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
     """
     Args:
         assign: take the tensors themselves instead of their values.
@@ -46,7 +46,7 @@ def _named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
             yield names[parameter], parameter
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as `<parameter>:<name>`, for plain numbers `<parameter>:<name>:<int, float or bool>`.
 
     Hyper-parameters are configuration.
@@ -89,7 +89,7 @@ def _kind(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """
     Raises:
         SnapshotError: state of parameters that the model does not have.

@@ -22,7 +22,13 @@ from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import build_model, count_parameters, flops_per_token
 from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.state_dict import check_savable, load_model, load_optimizer, model_tensors, optimizer_tensors
+from mingpt_ddp.snapshots.state_dict import (
+    check_savable,
+    load_model_state,
+    load_optimizer_state,
+    model_state,
+    optimizer_state,
+)
 
 ROWS, LENGTH = 2, 64  # sequences, and characters of each, are enough to train on
 BYTES = 8  # of a parameter and its gradient in fp32; what an optimizer keeps comes on top
@@ -76,8 +82,8 @@ def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, bat
         second = _Trial(config, runtime, vocab_size)
         if fresh != second.digest():
             raise CodeError(f"the model {config.model.architecture} {_OTHER.format('first weights depend')}")
-        load_model(second.model, saved[0])
-        load_optimizer(second.model, second.optimizer, saved[1])
+        load_model_state(second.model, saved[0])
+        load_optimizer_state(second.model, second.optimizer, saved[1])
         again = second.step(3, x, y)
         if runtime.device.type == "cpu" or config.trainer.deterministic:  # else a GPU adds up in an order of its own
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
@@ -159,14 +165,14 @@ class _Trial:
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What a snapshot would hold, apart from the live objects."""
-        tensors = model_tensors(self.model), optimizer_tensors(self.model, self.optimizer)
+        tensors = model_state(self.model), optimizer_state(self.model, self.optimizer)
         first, second = ({name: tensor.detach().cpu().clone() for name, tensor in kind.items()} for kind in tensors)
         return first, second
 
     def digest(self) -> bytes:
         """Of every bit of the state."""
         digest = hashlib.sha256()
-        for tensors in (model_tensors(self.model), optimizer_tensors(self.model, self.optimizer)):
+        for tensors in (model_state(self.model), optimizer_state(self.model, self.optimizer)):
             for name in sorted(tensors):
                 flat = tensors[name].detach().cpu().contiguous().flatten()
                 digest.update(f"{name} {tuple(tensors[name].shape)} {flat.dtype}".encode())

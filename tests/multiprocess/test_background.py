@@ -23,7 +23,7 @@ from mingpt_ddp.snapshots import async_writer as background
 from mingpt_ddp.snapshots import format
 from mingpt_ddp.snapshots import manager as saver
 from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
-from mingpt_ddp.snapshots.state_dict import model_tensors, optimizer_tensors
+from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training.trainer import Trainer
@@ -106,7 +106,7 @@ def train(
         self: saver.SnapshotManager, found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> Any:
         position = original_restore(self, found, model, optimizer)
-        tensors = {"model": model_tensors(model), "optimizer": optimizer_tensors(model, optimizer)}
+        tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         told["restored"] = [found.step, digest(tensors)]
         return position
 

@@ -22,7 +22,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.state_dict import model_tensors
+from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease
 from mingpt_ddp.storage.lease import OWNER, Lease
@@ -51,7 +51,7 @@ def call(monkeypatch, capsys):
 
 def snapshot(config: Config, step: int) -> Snapshot:
     torch.manual_seed(step)
-    model = model_tensors(build_model(config.model, len(VOCABULARY), config.data.block_size))
+    model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
     position = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "world_size": 3, "saved_at": 1e9}
     state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": position}
     return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, state)

@@ -14,7 +14,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.models.modern import Stacked
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import LEAST, Muon, polar_express
-from mingpt_ddp.snapshots.state_dict import load_optimizer, optimizer_tensors
+from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
 
 MUON = MuonConfig("muon", 0.02, 0.1, "constant", None, 0, 0.0, 0.5, 0.9, 0.3, 0.05, 0.01, (0.9, 0.95), 1e-10)
 MODELS = {
@@ -117,9 +117,9 @@ def test_the_learning_rate_and_the_decay_are_those_of_the_groups():
 def test_its_state_is_saved_and_restored_exactly(architecture):
     whole, _ = trained(architecture, 4)
     model, optimizer = trained(architecture, 2)
-    tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    tensors = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
     fresh = Muon(model, MUON)
-    load_optimizer(model, fresh, tensors)
+    load_optimizer_state(model, fresh, tensors)
     go_on(model, fresh, range(2, 4))
     for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(expected, found), name
@@ -153,18 +153,18 @@ DAMAGES = {
 @pytest.mark.parametrize("key", ["momentum", "exp_avg"])
 def test_a_strangers_state_that_does_not_fit_is_refused_before_a_kernel_sees_it(key, damage):
     model, optimizer = trained("gpt", 1)
-    tensors = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    tensors = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
     of = next(name for name in tensors if name.endswith(f":{key}"))
     DAMAGES[damage](tensors, of)
     with pytest.raises(SnapshotError, match="optimizer state"):
-        load_optimizer(model, Muon(model, MUON), tensors)
+        load_optimizer_state(model, Muon(model, MUON), tensors)
 
 
 def test_a_state_of_another_optimizer_is_refused():
     model, optimizer = trained("gpt", 1)
     adamw = torch.optim.AdamW(model.parameters())
     with pytest.raises(SnapshotError, match="is not exp_avg, exp_avg_sq, step"):
-        load_optimizer(model, adamw, optimizer_tensors(model, optimizer))
+        load_optimizer_state(model, adamw, optimizer_state(model, optimizer))
 
 
 def test_a_matrix_without_numbers_is_left_alone():

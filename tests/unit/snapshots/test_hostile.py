@@ -40,7 +40,7 @@ from mingpt_ddp.snapshots.format import (
     strict_json_loads,
 )
 from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.snapshots.state_dict import model_tensors
+from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.train_state import check_state
 
@@ -60,7 +60,7 @@ def genuine() -> dict[str, bytes]:
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)
     state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": {"step": 8}}
     return {
-        MODEL: bytes(encode(model_tensors(model))),
+        MODEL: bytes(encode(model_state(model))),
         OPTIMIZER: bytes(encode({"w:step": torch.tensor(8.0)})),
         STATE: json.dumps(state).encode(),
     }

@@ -20,7 +20,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
-from mingpt_ddp.snapshots.state_dict import load_optimizer, optimizer_tensors
+from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
 from mingpt_ddp.training.preflight import check_resumes_exactly
 
 V, T = 5, 4
@@ -156,12 +156,12 @@ def test_numbers_of_an_optimizer_come_back_as_they_were():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(model, optimizer).items()}
+    saved = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
     assert set(saved) == {
         f"{n}:{key}" for n in ("weight", "bias") for key in ("step:int", "fine:float", "odd:bool", "sum")
     }
     other = Counting(model.parameters(), {"lr": 0.1})
-    load_optimizer(model, other, saved)
+    load_optimizer_state(model, other, saved)
     for p in model.parameters():
         old, new = optimizer.state[p], other.state[p]
         assert [type(new[key]) for key in ("step", "fine", "odd")] == [int, float, bool]
