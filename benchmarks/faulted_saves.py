@@ -192,8 +192,9 @@ def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
     try:
         store.clear(step)
         with ThreadPoolExecutor(len(groups)) as pool:
-            parts = list(pool.map(lambda group: store.put(step, group), groups.values()))
-        store.commit(step, {name: file for part in parts for name, file in sorted(part.items())})
+            parts = list(pool.map(lambda group: store.write_files(step, group), groups.values()))
+        files = {name: file for part in parts for name, file in sorted(part.items())}
+        store.write_files(step, store.make_manifest(step, files))
     except OSError:
         return False
     return True

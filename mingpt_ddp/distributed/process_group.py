@@ -56,6 +56,25 @@ def _deserialize_error(packed: tuple[str, str], where: str = "") -> Exception:
     return error
 
 
+class RaiseEverywhere:
+    """A context in which all ranks fail if one does; see ProcessGroup.raise_everywhere."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        errors = self.group.all_gather(_serialize_error(error) if error else None, io=True)
+        for rank, packed in enumerate(errors):
+            if packed is not None:
+                where = "" if self.group.world_size == 1 else f"rank {rank}: "
+                raise _deserialize_error(packed, where) from error
+
+
 class ProcessGroup:
     """All ranks of the job, as seen from one of them."""
 
@@ -215,23 +234,14 @@ class ProcessGroup:
             raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
         return values[0]
 
-    def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Do something on all ranks from the thread beside training; every rank's JSON value, in rank order.
+    def raise_everywhere(self) -> RaiseEverywhere:
+        """Return a context: what one rank raises within it, every rank raises. For the thread that saves.
 
         Raises:
-            UserError: of its kind, if that is what the first rank to fail met.
-            OSError: naming that rank and what it met.
+            UserError: of its kind, if that is what the first rank to fail raised.
+            OSError: naming that rank and its error.
         """
-        outcome: dict[str, Any] = {}
-        try:
-            outcome["value"] = work()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            outcome["error"] = _serialize_error(error)
-        outcomes = self.all_gather(outcome, io=True)
-        for rank, other in enumerate(outcomes):
-            if "error" in other:
-                raise _deserialize_error(other["error"], "" if self.world_size == 1 else f"rank {rank}: ")
-        return [other["value"] for other in outcomes]
+        return RaiseEverywhere(self)
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
         """What `make` returned on the first attempt; restarts by the same agent get that value again."""

@@ -86,7 +86,8 @@ class AsyncSave(threading.Thread):
     def run(self) -> None:
         problem = place = fatal = None
         try:
-            self.runtime.group.run_on_all_ranks(self._copy)
+            with self.runtime.group.raise_everywhere():
+                self._copy()
             for store in self.stores:
                 try:
                     self._write(store)
@@ -133,12 +134,16 @@ class AsyncSave(threading.Thread):
 
     def _write(self, store: SnapshotStore) -> None:
         """Only when all ranks have done one stage does the next begin; an error of one is an error of all."""
-        main = self.runtime.group.is_rank_zero
-        self.runtime.group.run_on_all_ranks(lambda: store.clear(self.step) if main else None)
-        parts = self.runtime.group.run_on_all_ranks(lambda: store.put(self.step, self._contents))
-        files = {name: file for part in parts for name, file in sorted(part.items())}
-        self.runtime.group.run_on_all_ranks(lambda: store.commit(self.step, files) if main else None)
-        if main:
+        group = self.runtime.group
+        with group.raise_everywhere():
+            group.env.call_on_rank_zero(lambda: store.clear(self.step))
+        with group.raise_everywhere():
+            written = store.write_files(self.step, self._contents)
+        files = {name: file for part in group.all_gather(written, io=True) for name, file in sorted(part.items())}
+        with group.raise_everywhere():
+            manifest = group.env.call_on_rank_zero(lambda: store.make_manifest(self.step, files))
+            store.write_files(self.step, manifest or {})
+        if manifest:
             try:
                 self.apply_retention(store)
             except Exception as error:  # the new one is there all the same

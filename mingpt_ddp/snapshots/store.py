@@ -81,32 +81,34 @@ class SnapshotStore:
         self.damaged.discard(step)
         self._remove(step)
 
-    def put(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
-        """Write some of the files; what the manifest has to say of them."""
-
-        def put_one(name: str) -> dict[str, Any]:
-            digest = hashlib.sha256(contents[name]).hexdigest()
-            self.storage.write(f"{directory_name(step)}/{name}", contents[name])
-            return {"bytes": len(contents[name]), "sha256": digest}
-
+    def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
+        """Write some of the files of a snapshot; return their entries of the manifest."""
+        names = [f"{directory_name(step)}/{name}" for name in contents]
         with self._pool() as pool:
-            return dict(zip(contents, pool.map(put_one, contents), strict=True))
+            digests = pool.map(hashlib.sha256, contents.values())
+            files = {
+                name: {"bytes": len(content), "sha256": digest.hexdigest()}
+                for (name, content), digest in zip(contents.items(), digests, strict=True)
+            }
+            list(pool.map(self.storage.write, names, contents.values()))
+        return files
 
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
 
-    def commit(self, step: int, files: Files) -> None:
-        """From now on the snapshot exists.
+    def make_manifest(self, step: int, files: Files) -> dict[str, bytes]:
+        """Check that all files have been written; return the manifest, whose writing commits the snapshot.
 
         Raises:
-            RunError: another process has taken the place over.
+            OSError: a file is missing or has another size.
+            RunError: another process has taken over this directory of snapshots.
         """
         for name, file in files.items():
             if self.storage.size(f"{directory_name(step)}/{name}") != file["bytes"]:
                 raise OSError(f"{name} is not there as it was written")
         if self.lease is not None:
             self.lease.check()
-        self.storage.write(f"{directory_name(step)}/{MANIFEST}", manifest_of(step, files))
+        return {MANIFEST: manifest_of(step, files)}
 
     def _remove(self, step: int) -> None:
         """The manifest goes first, so that a snapshot which is deleted half-way does not exist."""
