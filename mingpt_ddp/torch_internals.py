@@ -6,6 +6,7 @@ names every one of them, so that an upgrade of torch breaks that test and not a 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -118,6 +119,17 @@ def communication_times(wrapped: DistributedDataParallel) -> tuple[float, float]
     names = ("backward_comm_time", "backward_compute_comm_overlap_time")
     total, hidden = (data.get(name, 0) / 1e9 for name in names)  # nanoseconds
     return total, hidden
+
+
+def keep_process_group(wrapped: DistributedDataParallel) -> None:
+    """Keep the process group alive until the C++ objects of DDP are destroyed. Fallback: it may die with them.
+
+    Their destructors hold the GIL. When they drop the last reference to a gloo group, its destructor joins a thread
+    that may itself wait for the GIL, to free a tensor: a deadlock. A reference from Python is dropped without the GIL.
+    """
+    for name in ("reducer", "logger"):
+        if hasattr(wrapped, name):
+            weakref.finalize(getattr(wrapped, name), id, wrapped.process_group)
 
 
 def clone_store(store: S) -> S:

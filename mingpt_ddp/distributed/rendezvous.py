@@ -7,7 +7,6 @@ rank has found its own id in it. Its process group lives below a prefix of its o
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import queue
 import socket
@@ -70,34 +69,21 @@ def _await_host(host: str, port: int, timeout_s: float) -> None:
 @cache
 def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
     """It lives as long as the process: other ranks may ask for the next job before this one has left the last."""
-    if _is_loopback(host):
-        return loopback_store(host, port, timeout)
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether ranks on other machines cannot use this address; a host name may be 127.0.1.1 here and not there."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # another name
-        return False
+def loopback_store() -> TCPStore:
+    """Start a store for local workers: on a free port, reachable from this machine only.
 
-
-def loopback_store(host: str = "localhost", port: int = 0, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
-    """Start a store that listens on a loopback address only; by itself a TCPStore listens on all interfaces.
-
-    Another `TCPStore(..., is_master=True, multi_tenant=True)` of this process with the same port shares its server.
-
-    Raises:
-        OSError: the port is in use.
+    By itself a TCPStore listens on all interfaces. Another `TCPStore(..., is_master=True, multi_tenant=True)` of this
+    process with the same port shares its server.
     """
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]  # as a client resolves it
-    listener = socket.create_server((str(address[0]), port), family=family)
+    family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]  # as a client resolves it
+    listener = socket.create_server((str(address[0]), 0), family=family)
     return TCPStore(
-        host,
+        "localhost",
         listener.getsockname()[1],
         is_master=True,
-        timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=listener.detach(),

@@ -25,7 +25,7 @@ from mingpt_ddp.distributed.shared_memory import connect_local_ranks
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import ops as arithmetic
 from mingpt_ddp.models.ops import DTYPES, choose_precision
-from mingpt_ddp.torch_internals import communication_times, cut_graph_at_buckets, time_communication
+from mingpt_ddp.torch_internals import communication_times, cut_graph_at_buckets, keep_process_group, time_communication
 
 SAMPLED_STEPS = 10  # one step in so many has its communication timed
 
@@ -133,6 +133,7 @@ class Runtime:
         if self.compiles:
             # A graph with activation checkpointing cannot be cut; outside of DDP the compiler finds no single graph.
             cut_graph_at_buckets(wrapped, not self.config.trainer.activation_checkpointing)
+        keep_process_group(wrapped)
         time_communication(wrapped, SAMPLED_STEPS)
         hook = make_hook(self.ddp, self.group.shared_memory, eager)
         if hook is not None:

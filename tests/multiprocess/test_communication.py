@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -194,6 +196,29 @@ def test_a_run_in_parts_equals_the_whole_behind_a_step_that_was_left_out(two):
 
 def test_the_size_of_buckets_decides_the_order_of_additions(three):
     assert not same(three, "small buckets", "gloo")
+
+
+def destroy_group_before_model(config: dict[str, Any]) -> int:
+    """Drop the last reference to DDP while gloo's threads wait for the GIL to free the tensors of collectives."""
+    rounds = 5
+    for job in range(rounds):
+        runtime = Runtime(from_mapping(config), read_env(), job)
+        model = runtime.wrap(torch.nn.Linear(4, 4))
+        model(torch.ones(1, 4)).sum().backward()
+        sys.setswitchinterval(100)  # this thread gives the GIL away only where it blocks
+        for _ in range(50):
+            dist.all_gather([torch.zeros(1) for _ in range(2)], torch.zeros(1), async_op=True)
+        dist.destroy_process_group()
+        del model
+        gc.collect()
+        sys.setswitchinterval(0.005)
+        del runtime
+    return rounds
+
+
+def test_a_process_group_may_be_destroyed_before_the_model(tmp_path):
+    """As after an error that all ranks of a sweep have met: the traceback keeps the model."""
+    assert run_ranks(2, destroy_group_before_model, tmp_path, config=configure()) == [5, 5]
 
 
 # SharedMemoryGroup.

@@ -32,6 +32,7 @@ NAMES = {
     "pack_linear_fp16": (torch.ops.quantized, "linear_prepack_fp16", "linear_dynamic_fp16"),
     "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
     "communication_times": (DDP, "_get_ddp_logging_data"),
+    "keep_process_group": (DDP, "register_comm_hook"),
     "clone_store": (dist.HashStore(), "clone"),
 }
 
