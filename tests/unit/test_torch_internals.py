@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,6 @@ NAMES = {
     "pack_linear_fp16": (torch.ops.quantized, "linear_prepack_fp16", "linear_dynamic_fp16"),
     "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
     "communication_times": (DDP, "_get_ddp_logging_data"),
-    "keep_process_group": (DDP, "register_comm_hook"),
     "clone_store": (dist.HashStore(), "clone"),
 }
 
@@ -55,7 +55,7 @@ def test_the_compiler_has_what_is_used():
 
 def test_every_function_is_named_here():
     defined = {n.name for n in ast.parse(FILES[MODULE].read_text()).body if isinstance(n, ast.FunctionDef)}
-    assert defined == {*NAMES, "can_pack", "cut_graph_at_buckets", "compile_error"}
+    assert defined == {*NAMES, "can_pack", "cut_graph_at_buckets", "compile_error", "keep_process_group"}
 
 
 # Nobody else touches it.
@@ -207,6 +207,22 @@ def test_communication_is_timed(wrapped, there, monkeypatch):
         wrapped(torch.randn(8, 64)).sum().backward()
     total, hidden = internals.communication_times(wrapped)
     assert (0 < total < 60 and 0 <= hidden < 60) if there else (total, hidden) == (0, 0)
+
+
+def test_the_process_group_outlives_ddp(wrapped):
+    assert isinstance(wrapped.reducer, dist.Reducer)
+    assert isinstance(wrapped.logger, dist.Logger)
+    internals.keep_process_group(wrapped)
+    group = weakref.ref(wrapped.process_group)
+    reducer, logger = wrapped.__dict__.pop("reducer"), wrapped.__dict__.pop("logger")
+    internals.keep_process_group(wrapped)  # now there is nothing to keep it for
+    del wrapped.process_group
+    dist.destroy_process_group()
+    del reducer
+    assert group() is not None
+    del logger
+    assert group() is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize(("mib", "wanted", "cuts"), [(25, True, True), (0.5, True, False), (25, False, False)])
