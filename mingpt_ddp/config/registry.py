@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import GROUPS, DataConfig, ModelConfig, OptimizerConfig, UserCodeConfig
-from mingpt_ddp.config.validation import check, is_known
+from mingpt_ddp.config.validation import check, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
 __all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register"]
@@ -51,7 +51,7 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
     if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
         raise TypeError(f"{where} must be a class below {BASES[group].__name__} with @dataclass(frozen=True)")
     for field, hint in typing.get_type_hints(config).items():
-        if not is_known(hint):
+        if not is_supported(hint):
             raise TypeError(f"{where}.{field} has a type that YAML does not have; use numbers, text, lists or null")
 
     def add(builder: Builder) -> Builder:

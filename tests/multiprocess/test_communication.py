@@ -266,7 +266,7 @@ def test_ranks_on_different_machines_do_not_meet():
     [
         (["ddp.comm_hook=powersgd"], "ddp.comm_hook='powersgd' must be one of none, fp16, bf16$"),
         (["+ddp.powersgd_rank=4"], "ddp.powersgd_rank is not a key"),
-        (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs sums of 16 bits"),
+        (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs 16-bit all-reduce"),
         (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0.0 must be greater than 0"),
         (["ddp.bucket_cap_mb=auto"], "ddp.bucket_cap_mb='auto' must be a finite number"),
     ],
