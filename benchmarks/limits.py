@@ -11,7 +11,7 @@ import torch
 from common import ROOT, environment, in_fresh_process
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.metrics.matmul_rate import fastest, measured_matmul_flops
+from mingpt_ddp.metrics.meters import fastest, measured_matmul_flops
 from mingpt_ddp.models.gpt import GPT
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
@@ -81,7 +81,7 @@ def memory_rate(device: torch.device) -> float:
     """Bytes per second that a copy reads and writes, both counted."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * BLOCK / fastest(lambda: target.copy_(source), device)
+    return 2 * BLOCK / fastest("target.copy_(source)", {"source": source, "target": target})
 
 
 def measured_rates() -> tuple[float, float]:

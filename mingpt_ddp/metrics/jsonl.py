@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.metrics.logger import MetricsLogger
 from mingpt_ddp.storage.storage import open_regular
 
 log = logging.getLogger(__name__)
@@ -20,49 +21,42 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 LONGEST_LINE = 1 << 20  # bytes
 LARGEST = 1 << 28  # bytes of the file: two million lines
+KEYS = {  # of a record, by the metric's tag
+    "train/loss": "train_loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
+    "speed/tokens_per_s": "tokens_per_s",
+    "speed/mfu": "mfu",
+    "val/loss": "val_loss",
+}
 
 
-class JSONLLogger:
-    """Appends to the file, each line as a whole; a disk that is full costs lines, not the run."""
+class JSONLLogger(MetricsLogger):
+    """Append to the file, each line as a whole. A full disk costs lines, not the run."""
 
-    def __init__(self, path: Path | None) -> None:
-        """
-        Args:
-            path: of the file, which may end in a line that a dead process did not finish; None: write nothing.
-        """
+    def __init__(self, path: Path) -> None:
         self._path, self._warned = path, False
 
     def start(self, step: int, world_size: int) -> None:
-        """An attempt begins behind `step`."""
         self._append({"start": round(time.time(), 3), "step": step, "world_size": world_size})
 
-    def go_back(self, step: int) -> None:
-        """The same attempt begins again behind `step`."""
+    def rollback(self, step: int) -> None:
         self._append({"rollback": round(time.time(), 3), "step": step})
 
-    def trained(
-        self, step: int, loss: float, lr: float, grad_norm: float, tokens_per_s: float, mfu: float | None = None
-    ) -> None:
-        record = {"step": step, "train_loss": loss, "lr": lr, "grad_norm": grad_norm, "tokens_per_s": tokens_per_s}
-        self._append(record if mfu is None else {**record, "mfu": mfu})
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._append({"step": step, **{key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}})
 
-    def evaluated(self, step: int, loss: float) -> None:
-        self._append({"step": step, "val_loss": loss})
-
-    def complete(self, step: int) -> None:
-        """The run has reached its limits or is pruned; a start that follows is no sign of a fault."""
+    def complete(self, step: int, config: dict[str, Any], metrics: dict[str, float]) -> None:
         self._append({"complete": round(time.time(), 3), "step": step})
 
     def _append(self, record: dict[str, Any]) -> None:
-        if self._path is None:
-            return
-        # JSON knows no NaN
+        # JSON has no NaN and no infinity
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             _append_line(self._path, json.dumps(plain).encode())
         except OSError as error:
             if not self._warned:
-                log.warning("%s cannot be written, training goes on without: %s", self._path, error.strerror or error)
+                log.warning("cannot write %s, training goes on without: %s", self._path, error.strerror or error)
             self._warned = True
 
 

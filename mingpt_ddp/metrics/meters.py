@@ -1,54 +1,36 @@
-"""What is measured while training: losses and times between two log steps, and a TensorBoard directory per rank."""
+"""Meters: averages over training steps, and the matmul rate that the device reaches."""
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mingpt_ddp.distributed.runtime import Runtime
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-NATS_PER_BIT = math.log(2)
-
-
-@dataclass(frozen=True)
-class TrainMetrics:
-    """Means over the steps since the last log step."""
-
-    loss: float  # nats per character, over all ranks
-    grad_norm: float  # of the last step, before clipping
-    tokens_per_s: float  # over all ranks
-    step_s: float  # seconds per step of this rank
-    data_time_s: float  # of it, fetching the batch
-    peak_memory: int  # bytes, of this rank
+MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns; the largest takes 100 MB in bf16
+SATURATED_S = 0.004  # a matrix product that takes this long keeps a device busy
+MIN_RUN_S = 0.03  # of the measurement of one size
 
 
 class Meter:
-    """Adds up without waiting for the device; `read` is the only place that does."""
+    """Accumulate losses and times without waiting for the device; only `read` and `state` synchronize."""
 
     def __init__(self, runtime: Runtime, tokens_per_step: int) -> None:
-        self.runtime = runtime
-        self.tokens_per_step = tokens_per_step
+        self.runtime, self.tokens_per_step = runtime, tokens_per_step
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
         self._grad_norm = torch.zeros((), device=runtime.device)
-        self._steps_of_loss = 0
-        self._start_clock()
+        self._reset()
 
-    def _start_clock(self) -> None:
-        self._steps, self._data_s = 0, 0.0
+    def _reset(self) -> None:
+        self._loss_sum.zero_()
+        self._steps, self._timed_steps, self._data_s = 0, 0, 0.0
         self._since = time.perf_counter()
 
     def record(self, loss: Tensor, grad_norm: Tensor, data_time_s: float) -> None:
-        """
+        """Add one step.
+
         Args:
             loss: this rank's share of the step's mean loss; the shares of all ranks add up to it.
         """
@@ -56,112 +38,66 @@ class Meter:
         self._grad_norm = grad_norm
         self._data_s += data_time_s
         self._steps += 1
-        self._steps_of_loss += 1
+        self._timed_steps += 1
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent on steps."""
+        """Exclude time that was not spent on steps."""
         self._since += seconds
 
-    def read(self) -> TrainMetrics:
-        """A collective: all ranks call it at the same step. Starts anew."""
+    def read(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last reading by tag, and reset. A collective."""
         loss_sum, steps = self.state()
         elapsed = max(time.perf_counter() - self._since, 1e-9)
-        readings = TrainMetrics(
-            loss=loss_sum / max(1, steps),
-            grad_norm=self.grad_norm(),
-            tokens_per_s=self._steps * self.tokens_per_step / elapsed,
-            step_s=elapsed / max(1, self._steps),
-            data_time_s=self._data_s / max(1, self._steps),
-            peak_memory=self.runtime.peak_memory(),
-        )
-        self._loss_sum.zero_()
-        self._steps_of_loss = 0
-        self._start_clock()
-        return readings
+        metrics = {
+            "train/loss": loss_sum / max(1, steps),
+            "train/grad_norm": self.grad_norm(),
+            "speed/tokens_per_s": self._timed_steps * self.tokens_per_step / elapsed,
+            "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
+            "speed/data_ms": self._data_s / max(1, self._timed_steps) * 1e3,
+            "memory/peak_mib": self.runtime.peak_memory() / 2**20,
+        }
+        self._reset()
+        return metrics
 
     @property
     def is_empty(self) -> bool:
         """Whether no step has been recorded since the last reading."""
-        return self._steps_of_loss == 0
+        return self._steps == 0
 
     def grad_norm(self) -> float:
-        """Of the last step."""
+        """Return the global gradient norm of the last step, before clipping."""
         return float(self._grad_norm)
 
     def state(self) -> tuple[float, int]:
-        """A collective: the sum of the losses since the last reading over all ranks, and of how many steps."""
-        return float(self.runtime.group.all_reduce(self._loss_sum.cpu().reshape(1).clone())), self._steps_of_loss
+        """Return the loss sum over all ranks since the last reading, and its number of steps. A collective."""
+        return float(self.runtime.group.all_reduce(self._loss_sum.cpu().reshape(1).clone())), self._steps
 
     def load_state(self, loss_sum: float, steps: int) -> None:
-        """Continue an interval that a snapshot cut in two."""
-        self._loss_sum.fill_(loss_sum if self.runtime.group.is_rank_zero else 0.0)
-        self._steps_of_loss = steps
+        """Continue an interval; rank zero takes the whole sum, so that `state` returns it bit for bit."""
+        self._loss_sum.fill_(self.runtime.group.env.call_on_rank_zero(lambda: loss_sum) or 0.0)
+        self._steps = steps
 
 
-HPARAMS = ".hparams"  # the end of the name of an event file that has nothing else
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest product of two square matrices, with torch's current number of threads.
+
+    Takes about 0.2 seconds and draws nothing from torch's global generators.
+    """
+    tile = torch.randn(MATRIX_SIZES[0], MATRIX_SIZES[0], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    best = 0.0
+    for n in MATRIX_SIZES:
+        a = tile.repeat(n // len(tile), n // len(tile))  # zeros would take less power, and so be faster
+        seconds = fastest("torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": torch.empty_like(a)})
+        best = max(best, 2 * n**3 / seconds)
+        if seconds > SATURATED_S:
+            break
+    return best
 
 
-class TensorBoardLogger:
-    """This rank's TensorBoard directory. What concerns the whole run stands in rank 0's alone."""
+@torch.no_grad()
+def fastest(statement: str, variables: dict[str, object]) -> float:
+    """Return the seconds that a statement takes at its fastest."""
+    from torch.utils.benchmark import Timer  # it imports setuptools, which the first step need not wait for
 
-    def __init__(self, directory: Path, first_step: int, is_main: bool) -> None:
-        """What was logged from `first_step` on belongs to an attempt that did not last: TensorBoard drops it."""
-        self._directory, self._first_step, self._is_main = str(directory), first_step, is_main
-
-    def open(self) -> None:
-        """Begin; without it, the first thing written does. TensorBoard takes a fifth of a second to load."""
-        _ = self._writer
-
-    @cached_property
-    def _writer(self) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(self._directory, purge_step=self._first_step)
-
-    @property
-    def _is_open(self) -> bool:
-        return "_writer" in vars(self)
-
-    def go_back(self, first_step: int) -> None:
-        """Drop what was logged from `first_step` on: it will be logged anew."""
-        if self._is_open:
-            self._writer.close()
-            del self._writer
-            time.sleep(1.0)  # the name of an event file has the second in it, and readers go by the names
-        self._first_step = first_step
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """What this rank measured."""
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-
-    def results(self, step: int, values: dict[str, float]) -> None:
-        """What all ranks found together."""
-        if self._is_main:
-            self.scalars(step, values)
-
-    def text(self, step: int, tag: str, text: str) -> None:
-        if self._is_main:
-            self._writer.add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
-
-    def hparams(self, config: dict[str, Any], results: dict[str, float]) -> None:
-        """Fill the HParams tab, in this directory, not in one below it, and anew: an earlier end may have done so."""
-        if self._is_main:
-            self.open()
-            directory = Path(self._directory)
-            for old in directory.glob(f"*{HPARAMS}"):
-                old.unlink()
-            flat = {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
-            plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
-            others = set(directory.iterdir())
-            self._writer.add_hparams(plain, results, run_name=".")
-            for new in set(directory.iterdir()) - others:
-                new.rename(f"{new}{HPARAMS}")
-
-    def flush(self) -> None:
-        if self._is_open:
-            self._writer.flush()
-
-    def close(self) -> None:
-        if self._is_open:
-            self._writer.close()
+    timer = Timer(statement, globals=variables, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=MIN_RUN_S).times)

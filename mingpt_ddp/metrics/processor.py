@@ -1,4 +1,4 @@
-"""What a run tells while it trains: lines in the log, the bar, TensorBoard, metrics.jsonl."""
+"""All metrics of a run on their way to the log, the progress bar, TensorBoard and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -6,125 +6,146 @@ import logging
 import math
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import torch
 import yaml
 from torch import nn
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.logs import Progress
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.jsonl import JSONLLogger
-from mingpt_ddp.metrics.matmul_rate import MatmulUtilization
-from mingpt_ddp.metrics.meters import NATS_PER_BIT, Meter, TensorBoardLogger, TrainMetrics
+from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
+from mingpt_ddp.metrics.logger import MetricsLogger
+from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
+from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
+from mingpt_ddp.models import flops_per_token
 
 log = logging.getLogger(__name__)
 
+NATS_PER_BIT = math.log(2)
+
 
 class MetricsProcessor:
-    """The journal of a run of `steps` steps, of which `done` are."""
+    """Collect metrics as dicts by tag, and hand them to the sinks. A tag is documented in docs/logs.md."""
 
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        board: TensorBoardLogger,
-        history: JSONLLogger,
-        utilization: MatmulUtilization,
-        done: int,
-        steps: int,
-        begun_at: float,
+        self, config: Config, runtime: Runtime, directory: Path, model: nn.Module, steps: range, started_at: float
     ) -> None:
         """
         Args:
-            begun_at: when this start of the run began, in seconds since 1970.
+            directory: of the run.
+            model: not wrapped; where it has `flops_per_token()`, MFU is logged.
+            steps: range(steps done so far, steps of the whole run).
+            started_at: when this start of the run began, in seconds since 1970.
         """
         self.config, self.runtime, self.steps = config, runtime, steps
-        self.board, self.history, self.utilization = board, history, utilization
+        env = runtime.group.env
+        self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}")
+        # what concerns the whole run is written by rank zero alone
+        self.run_tensorboard = env.call_on_rank_zero(lambda: self.tensorboard) or MetricsLogger()
+        self.jsonl = env.call_on_rank_zero(lambda: JSONLLogger(directory / METRICS)) or MetricsLogger()
+        self.progress = Progress(env, steps.start, steps.stop)
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
-        self.progress = Progress(runtime.group.env, done, steps)
-        self._done: int | None = done  # None: everything is ready
-        self._begun_at: float | None = begun_at  # None: the first step is done
-        history.start(done, runtime.group.world_size)
+        self._flops_per_token, self._peak_flops = flops_per_token(model), 0.0
+        self._is_set_up = False
+        self._started_at: float | None = started_at  # None: the first step is done
+        for logger in (self.tensorboard, self.jsonl):
+            logger.start(steps.start, runtime.group.world_size)
 
     def step_done(self) -> None:
-        """One more of them."""
+        """Advance the progress bar by one step."""
         self.progress.advance()
-        if self._begun_at is not None:
-            log.info("the first step was done after %.2f s", time.time() - self._begun_at)
-            self._begun_at = None
+        if self._started_at is not None:
+            log.info("the first step was done after %.2f s", time.time() - self._started_at)
+            self._started_at = None
 
-    def _ready(self) -> None:
-        """What the first step need not wait for."""
-        if self._done is None:
+    def _set_up(self) -> None:
+        """Open TensorBoard and measure the matmul rate; deferred, so that the first step does not wait for it."""
+        if self._is_set_up:
             return
         begin = time.perf_counter()
-        self.board.open()
-        self.board.text(self._done + 1, "config", yaml.safe_dump(self.config.to_dict(), sort_keys=False))
-        self.utilization.measure()
+        self.tensorboard.open()
+        config = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
+        self.run_tensorboard.log_text(self.steps.start + 1, "config", config)
+        if self._flops_per_token is not None:
+            self._peak_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
+            if self.runtime.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.runtime.device)  # exclude the measurement's matrices
         self.meter.pause(time.perf_counter() - begin)
-        self._done = None
+        self._is_set_up = True
 
-    def go_back(self, step: int) -> None:
-        """What was told of the steps after `step` will be told anew."""
-        self.board.go_back(step + 1)
-        self.history.go_back(step)
+    def rollback(self, step: int) -> None:
+        """Discard the metrics of the steps after `step`: they are trained again."""
+        for logger in (self.tensorboard, self.jsonl):
+            logger.rollback(step)
 
-    def log_train(self, step: int, lr: float, model: nn.Module, goodput: float) -> TrainMetrics | None:
-        """Of the steps since the last time; None where all of them were left out. A collective."""
+    def log_train(
+        self, step: int, model: nn.Module, metrics: dict[str, float], run_metrics: dict[str, float]
+    ) -> dict[str, float] | None:
+        """Log the steps since the last call. A collective.
+
+        Args:
+            model: wrapped for training.
+            metrics: what the meters do not know, of this rank.
+            run_metrics: of the whole run.
+
+        Returns:
+            All metrics of this rank by tag; None where all steps since the last call were skipped.
+        """
         if self.meter.is_empty:
             return None
-        readings = self.meter.read()
-        self._ready()
-        mfu = self.utilization.share(readings.tokens_per_s / self.runtime.group.world_size)
-        communication, exposed = self.runtime.comm_times(model)
-        self.board.scalars(
-            step,
-            {
-                "train/loss": readings.loss,
-                "train/lr": lr,
-                "train/grad_norm": readings.grad_norm,
-                "speed/tokens_per_s": readings.tokens_per_s,
-                "speed/step_ms": readings.step_s * 1e3,
-                "speed/data_ms": readings.data_time_s * 1e3,
-                "speed/communication_ms": communication * 1e3,
-                "speed/communication_exposed_ms": exposed * 1e3,
-                "memory/peak_mib": readings.peak_memory / 2**20,
-                **({} if mfu is None else {"speed/mfu": mfu}),
-            },
-        )
-        self.board.results(step, {"speed/goodput": goodput})
-        self.history.trained(step, readings.loss, lr, readings.grad_norm, readings.tokens_per_s, mfu)
-        left = timedelta(seconds=round(min((self.steps - step) * readings.step_s, 1e9)))
-        brief = f"loss {readings.loss:.4f}, {readings.tokens_per_s:,.0f} tokens/s"
-        brief += "" if mfu is None else f", MFU {mfu:.1%}"
+        metrics = {**metrics, **self.meter.read()}
+        self._set_up()
+        communication_s, exposed_s = self.runtime.comm_times(model)
+        metrics["speed/communication_ms"] = communication_s * 1e3
+        metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
+        if self._flops_per_token is not None:
+            tokens_per_s = metrics["speed/tokens_per_s"] / self.runtime.group.world_size
+            metrics["speed/mfu"] = self._flops_per_token * tokens_per_s / self._peak_flops
+        self._log(step, metrics)
+        for logger in (self.tensorboard, self.jsonl):
+            logger.log(step, metrics)
+        self.run_tensorboard.log(step, run_metrics)
+        return metrics
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        """Write a line, and update the progress bar."""
+        brief = f"loss {metrics['train/loss']:.4f}, {metrics['speed/tokens_per_s']:,.0f} tokens/s"
+        if "speed/mfu" in metrics:
+            brief += f", MFU {metrics['speed/mfu']:.1%}"
         self.progress.describe(brief)
+        left_s = min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)
         log.info(
             "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
-            *(step, self.steps, brief, lr, readings.grad_norm, left),
+            *(step, self.steps.stop, brief, metrics["train/lr"], metrics["train/grad_norm"]),
+            timedelta(seconds=round(left_s)),
             extra={"file_only": self.progress.shown},
         )
-        return readings
 
     def log_validation(self, step: int, loss: float) -> None:
-        self._ready()
-        self.board.results(step, {"val/loss": loss, "val/bits_per_char": loss / NATS_PER_BIT})
-        self.history.evaluated(step, loss)
-        log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, loss / NATS_PER_BIT)
+        """Log the validation loss, in nats per character."""
+        self._set_up()
+        bits = loss / NATS_PER_BIT
+        for logger in (self.run_tensorboard, self.jsonl):
+            logger.log(step, {"val/loss": loss, "val/bits_per_char": bits})
+        log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, bits)
 
     def log_sample(self, step: int, text: str | None) -> None:
-        """
-        Args:
-            text: None on the ranks that have none.
-        """
+        """Log a generated text; None on ranks that have generated none."""
         if text is not None:
-            self.board.text(step, "sample", text)
+            self.run_tensorboard.log_text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)
 
     def complete(self, step: int, val_loss: float | None) -> None:
-        """The run goes no further than `step`."""
-        self.board.hparams(self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
-        self.history.complete(step)
+        """Log that the run is complete, or pruned, at `step`."""
+        results = {"hparam/val_loss": val_loss or math.nan}
+        for logger in (self.run_tensorboard, self.jsonl):
+            logger.complete(step, self.config.to_dict(), results)
+
+    def flush(self) -> None:
+        self.tensorboard.flush()
 
     def close(self) -> None:
         self.progress.close()
-        self.board.close()
+        self.tensorboard.close()

@@ -24,11 +24,8 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import generate_text
-from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
-from mingpt_ddp.metrics.matmul_rate import MatmulUtilization
-from mingpt_ddp.metrics.meters import NATS_PER_BIT, TensorBoardLogger
-from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.models import build_model, count_parameters, flops_per_token
+from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
+from mingpt_ddp.models import build_model, count_parameters
 from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.load import candidate_stores, load
@@ -117,14 +114,7 @@ def run(
             undone = max(0.0, last_log_time - position.saved_at) if position.saved_at else 0.0
             position.wasted_seconds += undone + time.time() - begun_at
             train_step = TrainStep(config, runtime, loader, plan, model, optimizer, steps)
-            board = TensorBoardLogger(
-                directory / "tensorboard" / f"rank{runtime.group.rank}",
-                first_step=position.step + 1,
-                is_main=runtime.group.is_rank_zero,
-            )
-            history = JSONLLogger(directory / METRICS if runtime.group.is_rank_zero else None)
-            utilization = MatmulUtilization(flops_per_token(model), runtime.device, runtime.dtype)
-            metrics = MetricsProcessor(config, runtime, board, history, utilization, position.step, steps, begun_at)
+            metrics = MetricsProcessor(config, runtime, directory, model, range(position.step, steps), begun_at)
             pruner = MedianPruner(config, runtime, directory)
             trainer = Trainer(
                 config, runtime, train_step, evaluator, saver, metrics, position, sample, pruner, interrupt

@@ -131,7 +131,7 @@ class SaveSchedule:
 
     def _put_down(self) -> None:
         """Set out to save the state; the next step does not wait until it is written."""
-        self.metrics.board.flush()
+        self.metrics.flush()
         position = self.update_wall_time()
         position.loss_sum, position.loss_steps = self.metrics.meter.state()
         self.anomaly.check(position.step, position.loss_sum, self.metrics.meter.grad_norm(), position)

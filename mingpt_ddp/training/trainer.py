@@ -175,7 +175,7 @@ class Trainer:
         log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
         vars(self.position).update(vars(restored))
         self.metrics.meter.load_state(restored.loss_sum, restored.loss_steps)
-        self.metrics.go_back(restored.step)
+        self.metrics.rollback(restored.step)
         return True
 
     # What happens between the steps.
@@ -228,9 +228,9 @@ class Trainer:
         self.metrics.log_sample(step, self.sample(step))
 
     def _log(self, step: int) -> None:
-        readings = self.metrics.log_train(
-            step, self._lr, self.train_step.parallel_model, self.saves.update_wall_time().goodput
-        )
-        if readings is not None:
-            self.position.train_loss = readings.loss
-            self.anomaly.check(step, readings.loss, readings.grad_norm, self.position)
+        goodput = self.saves.update_wall_time().goodput
+        model = self.train_step.parallel_model
+        metrics = self.metrics.log_train(step, model, {"train/lr": self._lr}, {"speed/goodput": goodput})
+        if metrics is not None:
+            loss = self.position.train_loss = metrics["train/loss"]
+            self.anomaly.check(step, loss, metrics["train/grad_norm"], self.position)

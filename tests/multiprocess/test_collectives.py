@@ -76,7 +76,7 @@ def converse(config: dict[str, Any]) -> dict[str, Any]:
     state = meter.state()
     resumed = Meter(runtime, tokens_per_step=1)
     resumed.load_state(*state)
-    found["meter"] = [*state, meter.read().loss, resumed.read().loss]
+    found["meter"] = [*state, meter.read()["train/loss"], resumed.read()["train/loss"]]
     if rank == 1:
         runtime.group.report_failure("out of memory")
     found["failure"] = runtime.group.reported_failure(wait_s=10)

@@ -20,23 +20,27 @@ def path(tmp_path):
 
 def train(history: JSONLLogger, steps: range, loss: float) -> None:
     for step in steps:
-        history.trained(step, loss, 1e-3, 2.0, 1000.0)
+        history.log(step, {"train/loss": loss, "train/lr": 1e-3})
         if step % 4 == 0:
-            history.evaluated(step, loss)
+            history.log(step, {"val/loss": loss})
 
 
 def test_one_json_object_a_line(path):
     history = JSONLLogger(path)
     history.start(0, world_size=2)
-    history.trained(10, 2.5, 1e-3, 0.5, 4000.0)
-    history.evaluated(10, 2.75)
-    history.complete(10)
-    start, trained, evaluated, complete = map(json.loads, path.read_text().splitlines())
+    metrics = {"train/grad_norm": 0.5, "train/loss": 2.5, "speed/tokens_per_s": 4000.0, "speed/step_ms": 8.0}
+    history.log(10, {**metrics, "train/lr": 1e-3})
+    history.log(20, {**metrics, "train/lr": 1e-3, "speed/mfu": 0.25})
+    history.log(20, {"val/loss": 2.75, "val/bits_per_char": 4.0})
+    history.complete(20, {}, {})
+    start, trained, with_mfu, evaluated, complete = map(json.loads, path.read_text().splitlines())
     assert start.pop("start") == pytest.approx(complete.pop("complete"), abs=60)
     assert start == {"step": 0, "world_size": 2}
     assert trained == {"step": 10, "train_loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 4000.0}
-    assert evaluated == {"step": 10, "val_loss": 2.75}
-    assert complete == {"step": 10}
+    assert list(trained) == ["step", "train_loss", "lr", "grad_norm", "tokens_per_s"]
+    assert with_mfu == {**trained, "step": 20, "mfu": 0.25}
+    assert evaluated == {"step": 20, "val_loss": 2.75}
+    assert complete == {"step": 20}
 
 
 def test_steps_that_are_made_again_count_once(path):
@@ -45,7 +49,7 @@ def test_steps_that_are_made_again_count_once(path):
         history = JSONLLogger(path)
         history.start(begin, world_size=1)
         train(history, range(begin + 1, end + 1), loss)
-    history.go_back(8)
+    history.rollback(8)
     train(history, range(9, 13), 3.0)
     records = read_history(path)
     ways = [*((step, 1.0) for step in range(1, 7)), (7, 2.0), (8, 2.0), *((step, 3.0) for step in range(9, 13))]
@@ -59,7 +63,7 @@ def test_a_run_that_is_continued_has_survived_no_fault(path):
         history = JSONLLogger(path)
         history.start(limit - 4, world_size=1)
         train(history, range(limit - 3, limit + 1), 1.0)
-        history.complete(limit)
+        history.complete(limit, {}, {})
     records = read_history(path)
     assert (records.starts, records.faults) == (2, 0)
     assert [step for step, _ in records.series("train_loss")] == list(range(1, 9))
@@ -68,12 +72,12 @@ def test_a_run_that_is_continued_has_survived_no_fault(path):
 @pytest.mark.parametrize("torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12'])
 def test_a_line_that_a_dead_process_did_not_finish(path, torn):
     JSONLLogger(path).start(0, world_size=1)
-    JSONLLogger(path).evaluated(1, 3.0)
+    JSONLLogger(path).log(1, {"val/loss": 3.0})
     with open(path, "a") as file:
         file.write(torn)
     assert read_history(path).series("val_loss") == [(1, 3.0)]
     JSONLLogger(path).start(1, world_size=1)
-    JSONLLogger(path).evaluated(2, 2.0)
+    JSONLLogger(path).log(2, {"val/loss": 2.0})
     records = read_history(path)
     assert records.series("val_loss") == [(1, 3.0), (2, 2.0)]
     assert records.faults == 1
@@ -110,7 +114,7 @@ def test_any_other_line_is_refused_by_its_number(path, line):
 
 def test_what_is_not_a_number_is_left_out(path):
     history = JSONLLogger(path)
-    history.trained(1, math.nan, 1e-3, math.inf, 1000.0)
+    history.log(1, {"train/loss": math.nan, "train/lr": 1e-3, "train/grad_norm": math.inf})
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["train_loss"] is None
     with open(path, "a") as file:
         file.write('{"step": 2, "train_loss": NaN, "lr": 1e-3}\n')
@@ -141,16 +145,8 @@ def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, capl
         train(history, range(1, 5), 1.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    told = [record for record in caplog.records if "cannot be written, training goes on" in record.getMessage()]
-    assert len(set(map(id, told))) == 1  # whoever else listens as well
+    warnings = [record for record in caplog.records if f"cannot write {path}, training goes on" in record.getMessage()]
+    assert len(set(map(id, warnings))) == 1  # one record, which several handlers may have got
     assert path.read_bytes() == whole
-    history.evaluated(8, 1.0)
+    history.log(8, {"val/loss": 1.0})
     assert read_history(path).series("val_loss") == [(8, 1.0)]
-
-
-def test_only_one_rank_has_a_history(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    history = JSONLLogger(None)
-    history.start(0, world_size=2)
-    train(history, range(1, 5), 1.0)
-    assert list(tmp_path.iterdir()) == []

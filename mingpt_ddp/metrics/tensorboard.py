@@ -1,0 +1,69 @@
+"""A TensorBoard directory: scalars, texts, and the HParams tab."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mingpt_ddp.metrics.logger import MetricsLogger
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+HPARAMS = ".hparams"  # suffix of the event file of the HParams tab
+
+
+class TensorBoardLogger(MetricsLogger):
+    """Write event files. The first one is created by the first value: importing TensorBoard takes 0.2 seconds."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+
+    def start(self, step: int, world_size: int) -> None:
+        self._purge_step = step + 1
+
+    def rollback(self, step: int) -> None:
+        if self._writer:
+            self._writer.close()
+            self._writer = None
+            time.sleep(1.0)  # readers go by the names of event files, which contain the second
+        self._purge_step = step + 1
+
+    def open(self) -> SummaryWriter:
+        """Create the event file unless it is open."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # purge_step: readers drop the points that an earlier attempt logged from that step on
+            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+        return self._writer
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for tag, value in metrics.items():
+            self.open().add_scalar(tag, value, step)
+
+    def log_text(self, step: int, tag: str, text: str) -> None:
+        # indented, because Markdown would reflow it
+        self.open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
+
+    def complete(self, step: int, config: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Fill the HParams tab, and replace what an earlier end of the same run has put there."""
+        writer = self.open()
+        for old in self._directory.glob(f"*{HPARAMS}"):
+            old.unlink()
+        flat = {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
+        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
+        others = set(self._directory.iterdir())
+        writer.add_hparams(plain, metrics, run_name=".")  # the default would show as one more run, below this one
+        for new in set(self._directory.iterdir()) - others:
+            new.rename(f"{new}{HPARAMS}")
+
+    def flush(self) -> None:
+        if self._writer:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer:
+            self._writer.close()

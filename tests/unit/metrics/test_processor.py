@@ -1,0 +1,123 @@
+"""Which sinks get which metrics, on which rank."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import CodeError
+from mingpt_ddp.metrics import processor as processor_module
+from mingpt_ddp.metrics.jsonl import METRICS
+from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.models import build_model, flops_per_token
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def config():
+    return from_mapping(configure("model=gpt_nano", "data.block_size=16", "trainer.batch_size=12"))
+
+
+@pytest.fixture
+def runtime(config):
+    return Runtime(config, DistEnv())
+
+
+def train(processor: MetricsProcessor, step: int) -> dict[str, float] | None:
+    processor.meter.record(torch.tensor(4.0), torch.tensor(1.0), data_time_s=0.0)
+    return processor.log_train(step, nn.Linear(1, 1), {"train/lr": 1e-3}, {"speed/goodput": 1.0})
+
+
+def read_back(directory) -> EventAccumulator:
+    return EventAccumulator(str(directory)).Reload()
+
+
+TAGS = {
+    *("train/loss", "train/lr", "train/grad_norm", "speed/tokens_per_s", "speed/step_ms", "speed/data_ms"),
+    *("speed/communication_ms", "speed/communication_exposed_ms", "memory/peak_mib"),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_concerns_the_whole_run_is_written_by_rank_zero_alone(rank, config, runtime, tmp_path, monkeypatch):
+    env = replace(runtime.group.env, rank=rank)
+    monkeypatch.setattr(runtime.group, "env", env)
+    processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
+    assert set(train(processor, 1)) == TAGS
+    processor.log_validation(1, 3.0)
+    processor.log_sample(1, "ROMEO:" if rank == 0 else None)
+    processor.rollback(1)
+    processor.complete(1, 3.0)
+    processor.close()
+    (directory,) = (tmp_path / "tensorboard").iterdir()
+    assert directory.name == f"rank{rank}"
+    tags = read_back(directory).Tags()
+    if rank == 0:
+        assert set(tags["scalars"]) == {*TAGS, "speed/goodput", "val/loss", "val/bits_per_char", "hparam/val_loss"}
+        assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
+        records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+        assert [next(k for k in record if k != "step") for record in records] == [
+            *("start", "train_loss", "val_loss", "rollback", "complete")
+        ]
+    else:
+        assert set(tags["scalars"]) == TAGS
+        assert tags["tensors"] == []
+        assert not (tmp_path / METRICS).exists()
+        assert not list(directory.glob("*.hparams"))
+
+
+def test_nothing_is_logged_where_all_steps_were_skipped(config, runtime, tmp_path):
+    processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
+    assert processor.log_train(1, nn.Linear(1, 1), {"train/lr": 1e-3}, {}) is None
+    processor.close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("count", [0, -1, None, "1", float("inf"), float("nan")])
+def test_a_count_that_is_none_is_refused(count):
+    model = nn.Linear(1, 1)
+    model.flops_per_token = lambda: count
+    with pytest.raises(CodeError, match=r"Linear.flops_per_token\(\) must give a number above 0"):
+        flops_per_token(model)
+
+
+def test_mfu(config, runtime, tmp_path, monkeypatch):
+    """Two ranks, of which each does half of the work; a device of 1 GFLOP/s that takes a second to measure."""
+    model = build_model(config.model, 65, 16)
+    monkeypatch.setattr(runtime.group, "world_size", 2)
+    monkeypatch.setattr(runtime.group, "all_reduce", lambda values: values)
+    monkeypatch.setattr(processor_module, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype])
+    begin = time.perf_counter()
+    monkeypatch.setattr(processor_module, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__))
+    processor = MetricsProcessor(config, runtime, tmp_path, model, range(0, 9), started_at=0.0)
+    for step in (1, 2):
+        train(processor, step)
+        since = processor.meter._since - time.perf_counter()
+        assert (since > 0.5) == (step == 1), "the measurement counts as training"
+    processor.close()
+    lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()][1:]
+    expected = [flops_per_token(model) * line["tokens_per_s"] / 2 / 1e9 for line in lines]
+    assert [line["mfu"] for line in lines] == pytest.approx(expected)
+    shown = [event.value for event in read_back(tmp_path / "tensorboard" / "rank0").Scalars("speed/mfu")]
+    assert shown == pytest.approx(expected)
+
+
+def test_no_mfu_where_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
+    assert flops_per_token(nn.Linear(1, 1)) is None
+    monkeypatch.setattr(processor_module, "measured_matmul_flops", None)  # not called
+    processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
+    assert "speed/mfu" not in train(processor, 1)
+    processor.close()
+    assert "mfu" not in (tmp_path / METRICS).read_text()

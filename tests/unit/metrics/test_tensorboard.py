@@ -1,0 +1,120 @@
+"""What TensorBoard shows of a run, also after interruptions."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from multiprocess.ranks import configure
+from tensorboard.backend.event_processing import plugin_event_accumulator
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata as hparams
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
+
+
+def start(directory: Path, step: int) -> TensorBoardLogger:
+    logger = TensorBoardLogger(directory)
+    logger.start(step, world_size=1)
+    return logger
+
+
+def read_back(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def points(directory: Path, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read_back(directory).Scalars(tag)]
+
+
+def test_scalars_and_text_arrive(tmp_path):
+    logger = start(tmp_path, 0)
+    logger.log(1, {"train/loss": 4.5, "train/lr": 0.25})
+    logger.log(2, {"train/loss": 4.0})
+    logger.log_text(2, "sample", "one\n  two")
+    logger.close()
+    assert points(tmp_path, "train/loss") == [(1, 4.5), (2, 4.0)]
+    assert points(tmp_path, "train/lr") == [(1, 0.25)]
+    assert texts(tmp_path) == [(2, "    one\n      two")]  # Markdown shows indented lines as they are
+
+
+def test_no_file_before_the_first_value(tmp_path):
+    logger = start(tmp_path, 4)
+    logger.flush()
+    logger.rollback(2)
+    logger.close()
+    assert not list(tmp_path.iterdir())
+    logger.open()
+    logger.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def texts(directory: Path) -> list[tuple[int, str]]:
+    """As TensorBoard's own pages read them: the accumulator above never purges what is not a number."""
+    events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    events.Reload()
+    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("sample/text_summary")]
+
+
+def log_steps(logger: TensorBoardLogger, steps: range, value: float) -> None:
+    for step in steps:
+        logger.log(step, {"train/loss": value})
+        if step % 4 == 0:
+            logger.log(step, {"val/loss": value})
+            logger.log_text(step, "sample", f"{value}")
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
+def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
+    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained, and logged, again."""
+    first = start(tmp_path, 0)
+    log_steps(first, range(1, 11), value=1.0)
+    first.flush()
+    if closed:
+        first.close()
+    second = start(tmp_path, 6)
+    log_steps(second, range(7, 13), value=2.0)
+    second.close()
+    assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [(s, 2.0) for s in range(7, 13)]
+    assert points(tmp_path, "val/loss") == [(4, 1.0), (8, 2.0), (12, 2.0)]
+    assert texts(tmp_path) == [(4, "    1.0"), (8, "    2.0"), (12, "    2.0")]
+
+
+def test_a_run_that_is_resumed_twice(tmp_path):
+    for first, last, value in ((1, 10, 1.0), (5, 8, 2.0), (7, 12, 3.0)):
+        logger = start(tmp_path, first - 1)
+        log_steps(logger, range(first, last + 1), value)
+        logger.close()
+    assert points(tmp_path, "train/loss") == [
+        *((step, 1.0) for step in range(1, 5)),
+        *((step, 2.0) for step in range(5, 7)),
+        *((step, 3.0) for step in range(7, 13)),
+    ]
+
+
+def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(tmp_path):
+    """A directory below that of the run would show up in TensorBoard as one more run."""
+    config = from_mapping(configure())
+    logger = start(tmp_path, 0)
+    logger.log(1, {"train/loss": 1.0})
+    logger.complete(1, config.to_dict(), {"hparam/val_loss": 1.5})
+    logger.close()
+    time.sleep(1.1)  # event files are read in the order of their names, which have the second in them
+    longer = replace(config, trainer=replace(config.trainer, max_steps=77))
+    logger = start(tmp_path, 1)
+    logger.complete(2, longer.to_dict(), {"hparam/val_loss": 1.25})
+    logger.close()
+    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
+    events = read_back(tmp_path)
+    assert [event.value for event in events.Scalars("hparam/val_loss")] == [1.25]
+    assert points(tmp_path, "train/loss") == [(1, 1.0)]
+    assert len(list(tmp_path.glob("*.hparams"))) == 1 and len(list(tmp_path.iterdir())) == 3
+    content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    session = hparams.parse_session_start_info_plugin_data(content)
+    assert session.hparams["trainer.max_steps"].number_value == 77, "what the run was when it ended the first time"
+    assert {"optimizer.lr", "data.block_size"} <= set(session.hparams)
