@@ -1,7 +1,7 @@
-"""One writer per place in an object store, where there is no lock that ends with its holder.
+"""A lease on a URL: one writer at a time in object stores, which have no lock that ends with its holder.
 
-The owner writes an object with its id and a counter, and counts on. Who finds such an object watches it: a counter that
-moves belongs to someone alive, one that stands still to someone dead. No clocks are compared.
+The owner writes `owner.json` with its id and a counter, and keeps increasing the counter. A process that finds the file
+watches it: if the counter moves the owner is alive, otherwise the lease is stale. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mingpt_ddp.storage.storage import Storage
 log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
-HEARTBEAT_INTERVAL_S = 5.0  # between two counts
-LEASE_TTL_S = 60.0  # without a count, which may take as long as a request that has to be repeated
-TAKEOVER_GRACE_S = 1.0  # after which the last of several that took the place at the same time has it
-SMALL = 1 << 16  # bytes
+HEARTBEAT_INTERVAL_S = 5.0  # between two heartbeats
+LEASE_TTL_S = 60.0  # without a heartbeat, after which a lease is stale; longer than a request with its retries
+TAKEOVER_GRACE_S = 1.0  # after which the last of several processes that wrote owner.json at once has the lease
+MAX_RECORD_BYTES = 1 << 16
 
 
 class Lease:
-    """The right to write below a URL, for as long as this process counts."""
+    """The right to write below a URL, held by a heartbeat thread until `release` or the end of the process."""
 
     def __init__(self, storage: Storage, dead: str | None = None) -> None:
-        """Become the owner; takes LEASE_TTL_S seconds where an earlier owner may be alive.
+        """Become the owner; takes LEASE_TTL_S seconds if an earlier owner may be alive.
 
         Args:
-            dead: the id of an earlier owner that is known to be.
+            dead: the id of an earlier owner that is known to be dead.
 
         Raises:
             RunError: the owner is alive.
@@ -43,16 +43,16 @@ class Lease:
         self.storage = storage
         self.id = uuid.uuid4().hex
         self._beat = 0
-        self._lost_to: str | None = None
+        self._new_owner: str | None = None  # that took the lease over
         self._stopped = threading.Event()
         try:
-            self._take(dead)
+            self._acquire(dead)
         except OSError as error:
             raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
-        self._counting = threading.Thread(target=self._heartbeat_loop, name="lease", daemon=True)
-        self._counting.start()
+        self._heartbeat = threading.Thread(target=self._heartbeat_loop, name="lease", daemon=True)
+        self._heartbeat.start()
 
-    def _take(self, dead: str | None) -> None:
+    def _acquire(self, dead: str | None) -> None:
         owner = self._read()
         if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
@@ -61,77 +61,80 @@ class Lease:
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
         time.sleep(TAKEOVER_GRACE_S)
-        taken = self._read()
-        if taken is None or taken.get("id") != self.id:
-            raise self._refusal(taken or {})
+        owner = self._read() or {}
+        if owner.get("id") != self.id:
+            raise self._refusal(owner)
 
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
-        log.info("%s belongs to %s; waiting %.0f s for a sign of life", self.storage.url, _who(owner), LEASE_TTL_S)
-        still, seen = 0.0, time.monotonic()
-        while still < LEASE_TTL_S:
+        log.info("%s belongs to %s; waiting %.0f s for a heartbeat", self.storage.url, _describe(owner), LEASE_TTL_S)
+        silence, last_read = 0.0, time.monotonic()
+        while silence < LEASE_TTL_S:
             time.sleep(HEARTBEAT_INTERVAL_S / 4)
-            now = self._read()
-            if now is None:
+            current = self._read()
+            if current is None:
                 return
-            if now != owner:
-                raise self._refusal(now)
-            still += min(
-                time.monotonic() - seen, HEARTBEAT_INTERVAL_S / 2
-            )  # a storage that does not answer shows nothing
-            seen = time.monotonic()
+            if current != owner:
+                raise self._refusal(current)
+            # A read that took long says nothing about the owner, so each read counts for half an interval at most.
+            silence += min(time.monotonic() - last_read, HEARTBEAT_INTERVAL_S / 2)
+            last_read = time.monotonic()
 
     def _refusal(self, owner: dict[str, Any]) -> RunError:
         return RunError(
-            f"{self.storage.url} belongs to {_who(owner)}, which is still running; wait for it, "
+            f"{self.storage.url} belongs to {_describe(owner)}, which is still running; wait for it, "
             "or choose another run.name"
         )
 
     def _record(self) -> bytes:
-        who = f"process {os.getpid()} on {socket.gethostname()}"
-        return json.dumps({"id": self.id, "owner": who, "beat": self._beat}).encode()
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        return json.dumps({"id": self.id, "owner": owner, "beat": self._beat}).encode()
 
     def _read(self) -> dict[str, Any] | None:
+        """Return the record of the owner: None if there is none, empty if it is damaged."""
         try:
-            record = json.loads(self.storage.read(OWNER, limit=SMALL))
+            record = json.loads(self.storage.read(OWNER, limit=MAX_RECORD_BYTES))
         except FileNotFoundError:
             return None
         except (ValueError, RecursionError):
-            record = None
+            return {}
         return record if isinstance(record, dict) else {}
 
     def _heartbeat_loop(self) -> None:
-        while not self._stopped.wait(HEARTBEAT_INTERVAL_S) and self._lost_to is None:
+        while not self._stopped.wait(HEARTBEAT_INTERVAL_S) and self._new_owner is None:
             try:
                 self.check()
                 self._beat += 1
                 self.storage.write(OWNER, self._record())
             except RunError as error:
                 log.error("%s", error)
-            except Exception as error:  # the storage is away: the next snapshot tells
-                log.info("no sign of life at %s: %s", self.storage.url, error, extra={"file_only": True})
+            except Exception as error:  # the storage does not answer: the next snapshot will report it
+                log.info("no heartbeat at %s: %s", self.storage.url, error, extra={"file_only": True})
 
     def check(self) -> None:
-        """
+        """Check that the lease is still held.
+
         Raises:
-            RunError: another process has taken the place over.
+            RunError: another process has taken it over.
             OSError: the storage does not answer.
         """
-        if self._lost_to is None:
+        if self._new_owner is None:
             owner = self._read()
             if owner is not None and owner.get("id") != self.id:
-                self._lost_to = _who(owner)
-        if self._lost_to is not None:
-            raise RunError(f"{self.storage.url} was taken over by {self._lost_to}, because this run seemed to be dead")
+                self._new_owner = _describe(owner)
+        if self._new_owner is not None:
+            raise RunError(
+                f"{self.storage.url} was taken over by {self._new_owner}, because this run seemed to be dead"
+            )
 
     def release(self) -> None:
-        """Leave the place to whoever comes next; if the storage does not answer soon, they wait for a sign of life."""
+        """Delete owner.json; if the storage does not answer soon, it stays, and the next owner waits LEASE_TTL_S."""
         self._stopped.set()
-        leaving = threading.Thread(target=self._leave, name="lease", daemon=True)
-        leaving.start()
-        leaving.join(HEARTBEAT_INTERVAL_S)
+        thread = threading.Thread(target=self._delete, name="lease", daemon=True)
+        thread.start()
+        thread.join(HEARTBEAT_INTERVAL_S)
 
-    def _leave(self) -> None:
-        self._counting.join()
+    def _delete(self) -> None:
+        self._heartbeat.join()
         try:
             self.check()
             self.storage.delete(OWNER)
@@ -139,5 +142,5 @@ class Lease:
             log.info("cannot release %s: %s", self.storage.url, error, extra={"file_only": True})
 
 
-def _who(owner: dict[str, Any]) -> str:
+def _describe(owner: dict[str, Any]) -> str:
     return " ".join(str(owner.get("owner", "another process")).split())[:100]

@@ -1,10 +1,11 @@
-"""The run directory: its name, its owner, the record of how it was started, its result."""
+"""The run directory: its name, its lock, the configurations it was started with, its result."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -25,10 +26,10 @@ from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
 log = logging.getLogger(__name__)
 
-LOCK_WAIT_S = 10.0  # the dead of the last attempt may need a moment to be gone
+LOCK_WAIT_S = 10.0  # processes of the last attempt that were killed may take a moment to exit
 RESULT = "result.json"
-HALF_WRITTEN = (".config*.partial", ".result.json.*.partial", "..lease-*.partial", ".hydra/.*.partial")
-LARGEST_RECORD = 1 << 16  # bytes of result.json and config.yaml
+PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..lease-*.partial", ".hydra/.*.partial")
+MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
 
@@ -42,123 +43,123 @@ class RunStatus(str, Enum):
 
 
 def run_directory(config: Config) -> Path:
-    """Where this run lives: a function of the configuration alone."""
+    """Return the directory of this run, a function of the configuration alone."""
     return Path(config.run.root) / config.run_name()
 
 
 def with_run_name(config: Config, name: str) -> Config:
+    """Return the configuration with another `run.name`."""
     return replace(config, run=replace(config.run, name=name))
 
 
 def next_free_name(config: Config) -> str:
-    """The first of the run's name, `name-2`, `name-3` ... that no directory has yet."""
-    first = candidate = run_directory(config)
-    number = 1
-    while candidate.exists():
-        number += 1
-        candidate = first.with_name(f"{first.name}-{number}")
-    return candidate.relative_to(config.run.root).as_posix()
+    """Return the first of the run's name, `name-2`, `name-3` ... that has no directory yet."""
+    first = run_directory(config)
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    free = next(path for path in itertools.chain([first], numbered) if not path.exists())
+    return free.relative_to(config.run.root).as_posix()
 
 
 class RunDirectory:
-    """The directory, held by an advisory lock for as long as this process lives. Rank 0's business alone."""
+    """A run directory that this process has locked; only rank 0 makes one."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
-        """Create it where needed and become its owner.
+        """Create the directory if needed, lock it with flock, and delete partial files of an owner that was killed.
 
         Raises:
-            RunError: another process group owns it, or it cannot be written.
+            RunError: another process has locked it, or it cannot be written to.
         """
         self.path = path
-        self._lock = acquire_lock(path, wait_s)
-        for pattern in HALF_WRITTEN:  # by an owner who was killed
-            for left in path.glob(pattern):
-                left.unlink(missing_ok=True)
-        self._others: list[IO[str]] = []
+        self._locks = [acquire_lock(path, wait_s)]
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
+        for pattern in PARTIAL_FILES:
+            for partial in path.glob(pattern):
+                partial.unlink(missing_ok=True)
 
-    def lock_snapshots(self, place: Storage) -> None:
-        """Own a place outside the run directory, that other runs could use as well.
+    def lock_snapshots(self, storage: Storage) -> None:
+        """Lock a location of snapshots that other runs may use too: with flock if it is local, else with a lease.
 
         Raises:
-            RunError: another process group owns it, or it cannot be written.
+            RunError: another process has locked it, or it cannot be written to.
+            StorageUnavailableError: the storage does not answer.
         """
-        if place.local and self.path.absolute() not in (path := Path(place.root)).parents:
-            self._others.append(_open_lock(path, "the snapshots' directory", "place for them"))
-            _acquire(self._others[-1], path, time.monotonic())
-        elif place.shared:
-            record = self.path / f".lease-{hashlib.sha256(place.url.encode()).hexdigest()[:8]}"
-            try:  # the last owner of this directory is dead: the directory is ours
+        if storage.local and self.path.absolute() not in (path := Path(storage.root)).parents:
+            self._locks.append(acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots"))
+        elif storage.shared:
+            # This process holds the lock of the run directory, so the owner that wrote this file is dead.
+            record = self.path / f".lease-{hashlib.sha256(storage.url.encode()).hexdigest()[:8]}"
+            try:
                 dead = record.read_text() if record.exists() else None
-                self.leases[place.url] = Lease(place, dead)
-                atomic_write(record, self.leases[place.url].id.encode())
+                self.leases[storage.url] = Lease(storage, dead)
+                atomic_write(record, self.leases[storage.url].id.encode())
             except OSError as error:
-                raise StorageUnavailableError(f"cannot use {place.url}: {error}") from error
+                raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
 
     def last_log_time(self) -> float:
-        """When the last attempt wrote to its log, in seconds since 1970; 0 if there was none."""
+        """Return when the last attempt wrote to its log, in seconds since 1970; 0 if there is no log."""
         try:
             return (self.path / "main.rank0.log").stat().st_mtime
         except OSError:
             return 0.0
 
     def release(self) -> None:
-        for lock in (self._lock, *self._others):
+        """Release all locks and leases."""
+        for lock in self._locks:
             lock.close()
         for lease in self.leases.values():
             lease.release()
 
     def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
-        """Keep the configuration of the first start, and of each later start that differs from the one before."""
+        """Write config.yaml at the first start, and config.<n>.yaml at a start whose configuration has changed."""
         for name, content in hydra_files.items():
-            _record(self.path / ".hydra" / name, content)
+            _write(self.path / ".hydra" / name, content)
         previous = recorded_config(self.path)
         if previous is None:
-            _record(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
-            return
-        changes = difference(previous, config)
-        if changes:
+            _write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+        elif changes := difference(previous, config):
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
-            number = max([1, *_later_configs(self.path)]) + 1
-            _record(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False))
+            number = max([1, *_config_numbers(self.path)]) + 1
+            _write(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False))
 
     def clear_result(self) -> None:
-        """The run goes on: how it once ended is no longer true."""
+        """Delete result.json, because the run goes on."""
         try:
             (self.path / RESULT).unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"cannot remove {self.path / RESULT}: {error.strerror}") from error
 
     def write_result(self, result: dict[str, Any]) -> None:
-        _record(self.path / RESULT, json.dumps(result, indent=2) + "\n")
+        """Write result.json."""
+        _write(self.path / RESULT, json.dumps(result, indent=2) + "\n")
 
 
-def _record(path: Path, content: str) -> None:
+def _write(path: Path, content: str) -> None:
     try:
         atomic_write(path, content.encode())
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}; mend this and run again") from error
+        raise RunError(f"cannot write {path}: {error.strerror}; fix this and run the same command again") from error
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """How the run in this directory ended the last time; empty where it did not, or without a word."""
+    """Return the result of the run in this directory; empty if it has none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        result = json.loads(read_regular(directory / RESULT, LARGEST_RECORD))
+        result = json.loads(read_regular(directory / RESULT, MAX_RECORD_BYTES))
         return result if isinstance(result, dict) else {}
     return {}
 
 
-def _later_configs(directory: Path) -> list[int]:
+def _config_numbers(directory: Path) -> list[int]:
+    """Return the numbers n of the files config.<n>.yaml, sorted."""
     numbers = (re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in directory.glob("config.*.yaml"))
     return sorted(int(number[1]) for number in numbers if number)
 
 
 def recorded_config(directory: Path) -> dict[str, Any] | None:
-    """The newest record that can be read of how the run was configured."""
-    names = [f"config.{number}.yaml" for number in reversed(_later_configs(directory))]
+    """Return the configuration of the last start, from the newest config file that can be read."""
+    names = [f"config.{number}.yaml" for number in reversed(_config_numbers(directory))]
     for name in [*names, "config.yaml"]:
         with contextlib.suppress(OSError, ValueError):
-            config = load_yaml(read_regular(directory / name, LARGEST_RECORD))
+            config = load_yaml(read_regular(directory / name, MAX_RECORD_BYTES))
             if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
                 return config
     return None
@@ -181,28 +182,25 @@ def load_yaml(text: str | bytes) -> Any:
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
-def acquire_lock(directory: Path, wait_s: float = LOCK_WAIT_S) -> IO[str]:
-    """Create a directory below run.root where needed and own it for as long as the file returned is open.
+def acquire_lock(
+    directory: Path, wait_s: float = LOCK_WAIT_S, *, what: str = "the run directory", key: str = "run.root"
+) -> IO[str]:
+    """Create a directory if needed and lock it with flock, until the returned file is closed or the process ends.
+
+    Args:
+        what, key: the directory's name for users, and what they can change to choose another.
 
     Raises:
-        RunError: another process owns it, or it cannot be written.
+        RunError: another process has locked it, or it cannot be written to.
     """
-    lock = _open_lock(directory, "the run directory", "run.root")
-    _acquire(lock, directory, time.monotonic() + wait_s)
-    return lock
-
-
-def _open_lock(path: Path, what: str, key: str) -> IO[str]:
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        # Not what a link leads to: that may be anybody's.
-        descriptor = os.open(path / ".lock", os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        return open(descriptor, "a+")
+        directory.mkdir(parents=True, exist_ok=True)
+        # O_NOFOLLOW: a symbolic link could lead to any file.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.fdopen(os.open(directory / ".lock", flags, 0o666), "a+")
     except OSError as error:
-        raise RunError(f"cannot write to {what} {path}: {error.strerror}; choose another {key}") from error
-
-
-def _acquire(lock: IO[str], path: Path, deadline: float) -> None:
+        raise RunError(f"cannot write to {what} {directory}: {error.strerror}; choose another {key}") from error
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -212,26 +210,26 @@ def _acquire(lock: IO[str], path: Path, deadline: float) -> None:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
                 raise RunError(
-                    f"{path} belongs to {owner}, which is still running; wait for it, or choose another run.name"
+                    f"{directory} belongs to {owner}, which is still running; wait for it, or choose another run.name"
                 ) from error
             time.sleep(0.1)
-    with contextlib.suppress(OSError):  # a disk that is full will be told of by what matters
+    with contextlib.suppress(OSError):  # a full disk will be reported by a write that matters
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """`group.key: old -> new` for every value that differs."""
-    before, after = _flat(old), _flat(new)
-    keys = [*before, *(k for k in after if k not in before)]
-    pairs = [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
-    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in pairs]
+    """Return `group.key: old -> new` for every value that differs."""
+    before, after = _flatten(old), _flatten(new)
+    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
+    return [f"{key}: {_format(old)} -> {_format(new)}" for key, (old, new) in pairs.items() if old != new]
 
 
-def _shown(value: Any) -> str:
-    """As the command line takes it."""
+def _format(value: Any) -> str:
+    """Return a value as one types it in an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
+def _flatten(values: dict[str, Any]) -> dict[str, Any]:
     return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}

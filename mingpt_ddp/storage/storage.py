@@ -1,4 +1,4 @@
-"""Files by name below one URL: local directories, memory:// and every other fsspec protocol alike."""
+"""Files by name below a URL: local directories, memory:// and every other fsspec protocol behind one interface."""
 
 from __future__ import annotations
 
@@ -16,134 +16,117 @@ from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.remote import RemoteFiles, StorageError
+from mingpt_ddp.storage.remote import RemoteFiles
+from mingpt_ddp.storage.remote import StorageError as StorageError
 from mingpt_ddp.storage.s3 import S3Files
 
-__all__ = [
-    "Storage",
-    "StorageError",
-    "atomic_create",
-    "atomic_write",
-    "check_url",
-    "open_regular",
-    "read_regular",
-    "sync_directory",
-]
-
 S3 = ("s3", "s3a")
-# Endpoint, credentials and region come from the environment and files that all AWS tools read. Retries are ours.
+# Endpoint, credentials and region come from the environment and files that all AWS tools read; `RetryPolicy` retries.
 S3_OPTIONS: dict[str, Any] = {"config_kwargs": {"retries": {"max_attempts": 0}}}
-EXTRAS = dict.fromkeys(S3, "s3")  # protocol -> the extra of this package that brings it
 READ_ONLY = ("http", "https")
 
 
 def check_url(url: str, key: str, writable: bool = False) -> None:
-    """Refuse a URL whose protocol fsspec does not know, whose package is not installed, or that cannot be written to.
+    """Refuse a URL whose protocol is unknown or not installed, or, if `writable`, read-only.
 
     Raises:
-        ConfigError: naming `key`, the configuration's name of the URL.
+        ConfigError: naming `key`, the configuration key that holds the URL.
     """
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
         if writable and protocol in READ_ONLY:
-            raise ConfigError(
-                f"{key}={url}: nothing can be written to {protocol}://; use a directory or an object store"
-            )
+            raise ConfigError(f"{key}={url}: {protocol}:// is read-only; use a directory or an object store")
         try:
             fsspec.get_filesystem_class(protocol)
         except ValueError as error:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
-            extra = EXTRAS.get(protocol)
-            package = f"mingpt_ddp[{extra}]" if extra else f"fsspec[{protocol}]"
+            package = "mingpt_ddp[s3]" if protocol in S3 else f"fsspec[{protocol}]"
             raise ConfigError(f"{key}={url}: {protocol}:// is not installed; pip install '{package}'") from error
 
 
 class Storage:
     """A directory of small trees, addressed by relative names with forward slashes.
 
-    On a local disk all methods raise OSError. Anywhere else they try again what may pass, end within the limits of
-    `remote`, and raise StorageError: one line that names the URL and the cause. No method makes a bucket.
+    On a local disk all methods raise OSError. On any other filesystem they retry transient errors, return before the
+    deadline of the operation (see remote.py) and raise StorageError: one line that names the URL and the cause. No
+    method creates a bucket.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/") or url
         base = split_protocol(self.url.rsplit("::", 1)[-1])[0] or "file"
         options = S3_OPTIONS if split_protocol(self.url)[0] in S3 else {}
-        # An instance of our own, whose listings nobody else fills.
+        # An instance of its own, so that its cache of listings is never older than the last request made here.
         fs, self.root = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **options)
         self.shared = base not in ("file", "local", "memory")  # all machines see the same files
-        self.local = isinstance(fs, LocalFileSystem)  # the operating system can lock them
+        self.local = isinstance(fs, LocalFileSystem)  # flock works
         self._files: LocalFiles | RemoteFiles
-        if self.local:
-            self._files = LocalFiles()
-        else:
-            self._files = (S3Files if options else RemoteFiles)(fs, self.url)
+        self._files = LocalFiles() if self.local else S3Files(fs) if options else RemoteFiles(fs)
 
-    def _at(self, name: str) -> str:
+    def _path(self, name: str) -> str:
         parts = name.split("/")
         if name and any(part in ("", ".", "..") for part in parts):
             raise ValueError(f"{name!r} is not a name below {self.url}")
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
     def read(self, name: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
-        """The whole file, or its first `limit` bytes.
+        """Read the whole file, or its first `limit` bytes.
 
         Args:
-            expected_size: bytes of the file, as `size` has just told: a remote storage is not asked again.
+            expected_size: bytes of the file, as `size` has just returned: it saves a remote storage one request.
 
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._files.read(self._at(name), limit, expected_size)
+        return self._files.read(self._path(name), limit, expected_size)
 
     def chunks(self, name: str, size: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
-        """The file in pieces of `size` bytes, of which one is in memory at a time; an empty file has none.
+        """Read the file in chunks of `size` bytes, with one in memory at a time; an empty file has none.
 
         Args:
-            expected_size: as of `read`.
+            expected_size: as for `read`.
 
         Raises:
             FileNotFoundError: there is none.
         """
-        return self._files.chunks(self._at(name), size, expected_size)
+        return self._files.chunks(self._path(name), size, expected_size)
 
     def write(self, name: str, content: bytes | bytearray | memoryview) -> None:
-        """Publish a file whole or not at all; on a local disk it has reached the disk when this returns.
+        """Write a file atomically; on a local disk it is durable when this returns.
 
-        A large content is never copied as a whole on its way to a local disk or to S3.
+        Large content is never copied as a whole on its way to a local disk or to S3.
         """
-        self._files.write(self._at(name), memoryview(content).cast("B"))
+        self._files.write(self._path(name), memoryview(content).cast("B"))
 
     def put_if_absent(self, name: str, content: bytes | bytearray | memoryview) -> bool:
-        """Publish a file unless there is one of this name; whether this call did.
+        """Write a file atomically unless it exists; return whether this call wrote it.
 
-        Of several processes that try, one succeeds. Filesystems that cannot refuse to overwrite are asked first, which
-        leaves a moment for a race. Where `shared`, contents must differ between callers, by a random word for example:
-        it is how a call whose request was carried out without an answer knows its own file.
+        Of several processes that try, one succeeds. On filesystems without a conditional write this checks first, which
+        leaves a short race. If `shared`, callers must pass different contents, by a random id for example: a retry
+        whose first request was carried out, but not answered, recognises its own file by them.
         """
-        return self._files.put_if_absent(self._at(name), memoryview(content).cast("B"))
+        return self._files.put_if_absent(self._path(name), memoryview(content).cast("B"))
 
     def set_deadline(self, seconds: float) -> None:
-        """From then on a remote storage is not waited for any more: what is not done fails."""
+        """Let all operations on a remote storage, running and later ones, fail after this many seconds from now."""
         if isinstance(self._files, RemoteFiles):
             self._files.set_deadline(seconds)
 
     def size(self, name: str) -> int | None:
-        """Bytes of the file, or None where there is none."""
-        return self._files.size(self._at(name))
+        """Return the bytes of the file, or None if there is none."""
+        return self._files.size(self._path(name))
 
     def list(self) -> list[str]:
-        """Names directly below this directory, sorted; empty where the directory does not exist."""
+        """Return the names directly below this directory, sorted; empty if the directory does not exist."""
         return self._files.list(self.root)
 
     def delete(self, name: str) -> None:
-        """Remove a file or a directory with all that is in it; nothing happens where there is none.
+        """Delete a file, or a directory with its contents, if there is one.
 
-        A symbolic link is removed, not what it leads to. On S3, parts of uploads below the name that were never
-        completed go too.
+        A symbolic link is deleted, not its target. On S3, this also aborts unfinished multipart uploads below the name.
         """
-        self._files.delete(self._at(name))
+        self._files.delete(self._path(name))
 
 
 class LocalFiles:
@@ -151,7 +134,7 @@ class LocalFiles:
 
     def read(self, path: str, limit: int | None, expected_size: int | None) -> bytes:
         with open_regular(Path(path)) as file:
-            return file.read(min((most for most in (limit, expected_size) if most is not None), default=-1))
+            return file.read(min((size for size in (limit, expected_size) if size is not None), default=-1))
 
     def chunks(self, path: str, size: int, expected_size: int | None) -> Iterator[bytes]:
         with open_regular(Path(path)) as file:
@@ -185,10 +168,10 @@ class LocalFiles:
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file that may be anybody's.
+    """Open a regular file for reading, without blocking on a named pipe.
 
     Raises:
-        OSError: it is no regular file (a pipe would never end) or cannot be opened.
+        OSError: it is not a regular file, or cannot be opened.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -198,10 +181,10 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """The bytes of a small file, which may be anybody's.
+    """Read a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it is no regular file, is larger than `limit` bytes or cannot be read.
+        OSError: it is not a regular file, is larger or cannot be read.
     """
     with open_regular(path) as file:
         content = file.read(limit + 1)
@@ -211,14 +194,14 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def atomic_write(path: Path, content: bytes | bytearray | memoryview) -> None:
-    """Write a local file atomically: readers see the old content or the new, also after a power failure."""
-    with _beside(path, content) as partial:
+    """Write a local file atomically: readers see the old content or the new, even after a power failure."""
+    with _partial_file(path, content) as partial:
         os.replace(partial, path)
 
 
 def atomic_create(path: Path, content: bytes | bytearray | memoryview) -> bool:
-    """As `publish`, but an existing file stays as it is; whether this call made the file."""
-    with _beside(path, content) as partial:
+    """Write a local file atomically unless it exists; return whether this call wrote it."""
+    with _partial_file(path, content) as partial:
         try:
             os.link(partial, path)
         except OSError:
@@ -229,8 +212,8 @@ def atomic_create(path: Path, content: bytes | bytearray | memoryview) -> bool:
 
 
 @contextmanager
-def _beside(path: Path, content: bytes | bytearray | memoryview) -> Iterator[Path]:
-    """A file next to `path` with this content, on the disk and for the caller to rename; then, its name is too."""
+def _partial_file(path: Path, content: bytes | bytearray | memoryview) -> Iterator[Path]:
+    """Write and fsync a temporary file next to `path`, which the caller renames; then fsync the directory."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -245,9 +228,7 @@ def _beside(path: Path, content: bytes | bytearray | memoryview) -> Iterator[Pat
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a local directory durable, where the system can."""
-    if os.name != "posix":
-        return
+    """Fsync a local directory, so that the names in it are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -179,7 +179,7 @@ def test_store_away_for_too_long(proxy, path, tmp_path):
     wait_for(lambda: committed(tmp_path), what="the first snapshot")
     proxy.down = True
     assert job.wait() == 2, job.text()
-    told = [line for line in job.text().splitlines() if not re.match(r"step \d+/|trying again", line)]
+    told = [line for line in job.text().splitlines() if not re.match(r"step \d+/|retrying", line)]
     assert re.match(
         r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", told[-1]
     )
@@ -240,7 +240,7 @@ def test_store_away_at_resume(proxy, path, tmp_path):
     for options in ([], [f"snapshot.fallback_path={tmp_path / 'other'}"]):
         done = call([*command, "trainer.max_steps=24", *options], tmp_path, **through(proxy), **hasty(tmp_path))
         assert done.returncode == 2
-        [line] = [line for line in done.stdout.splitlines() if not line.startswith("trying again")]
+        [line] = [line for line in done.stdout.splitlines() if not line.startswith("retrying")]
         assert re.match(rf"storage error: {AWAY}", line)
     assert "step 13/" not in log_of(tmp_path)
     assert log_of(tmp_path).count("\n") - before.count("\n") <= 2
