@@ -1,7 +1,8 @@
-"""The loss over a whole text: every character predicted once, the sum shared by all ranks."""
+"""The validation loss: every character of a text predicted once, the sum reduced over all ranks."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,42 +19,35 @@ class Evaluator:
     """Mean cross-entropy of a model over a text, in nats per character."""
 
     def __init__(self, tokens: np.ndarray[Any, Any], block_size: int, runtime: Runtime) -> None:
-        self.tokens = tokens
-        self.block_size = block_size
-        self.runtime = runtime
+        self.tokens, self.block_size, self.runtime = tokens, block_size, runtime
 
     def run(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> float | None:
-        """A collective. The windows stand end to end: every character but the first is predicted exactly once.
+        """Return the loss. A collective; batch i is computed by rank i mod world size.
 
         Args:
-            stop: asked before every batch; when it says yes on one rank, the result is None on all.
+            stop: called before every batch; where it returns true on one rank, all ranks return None.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        group = self.runtime.group
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         stopped = False
         with eval_mode(model):
-            for number, (x, y) in enumerate(self._batches()):
+            for number, batch in enumerate(self._batches()):
                 if stopped := stop():
                     break
-                if number % self.runtime.group.world_size == self.runtime.group.rank:
-                    self.runtime.group.set_activity("evaluating")
-                    x, y = self.runtime.to_device(x), self.runtime.to_device(y)
+                if number % group.world_size == group.rank:
+                    group.set_activity("evaluating")
+                    x, y = map(self.runtime.to_device, batch)
                     with self.runtime.autocast():
-                        total += model(x, y).double() * y.numel()
-        sums = self.runtime.group.all_reduce(
-            torch.stack([total.cpu(), torch.tensor(float(stopped), dtype=torch.float64)])
-        )
+                        loss_sum += model(x, y).double() * y.numel()
+        sums = group.all_reduce(torch.tensor([float(loss_sum), float(stopped)], dtype=torch.float64))
         return None if sums[1] else float(sums[0]) / (len(self.tokens) - 1)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Whole windows in batches (B, T), then what is left as one short window (1, rest)."""
+        """Yield inputs and targets (B, T): windows without overlap, then the rest as one shorter window (1, rest)."""
         T, n = self.block_size, len(self.tokens) - 1  # n characters have a predecessor
-        rows = max(1, TOKENS_PER_BATCH // T)
         whole = n // T * T
-        for start in range(0, whole, rows * T):
-            yield self._pair(start, min(start + rows * T, whole), T)
-        if whole < n:
-            yield self._pair(whole, n, n - whole)
-
-    def _pair(self, start: int, stop: int, T: int) -> tuple[Tensor, Tensor]:
-        piece = torch.from_numpy(self.tokens[start : stop + 1].astype(np.int64))
-        return piece[:-1].view(-1, T), piece[1:].view(-1, T)
+        edges = [*range(0, whole, max(1, TOKENS_PER_BATCH // T) * T), whole, n]
+        for start, stop in itertools.pairwise(edges):
+            if start < stop:
+                piece, length = torch.from_numpy(self.tokens[start : stop + 1].astype(np.int64)), min(T, stop - start)
+                yield piece[:-1].view(-1, length), piece[1:].view(-1, length)

@@ -1,6 +1,6 @@
-"""Jobs of a sweep that do worse than most end early.
+"""The median stopping rule for the jobs of a sweep.
 
-The median stopping pruner of Golovin et al., "Google Vizier: A Service for Black-Box Optimization", 2017.
+Golovin et al., "Google Vizier: A Service for Black-Box Optimization", 2017.
 """
 
 from __future__ import annotations
@@ -17,61 +17,57 @@ from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 
 log = logging.getLogger(__name__)
 
-FEWEST = 5  # jobs to compare with
+MIN_JOBS = 5  # to take a median of
 
 
 class MedianPruner:
-    """Compares a job with those that began before it, whose directories stand beside its own.
+    """End a job whose lowest validation loss is above the median of earlier jobs at the same step.
 
-    They are the same when a sweep is continued: which jobs are pruned does not depend on where it was killed.
+    Only jobs that began earlier count, so which jobs are pruned does not depend on where a sweep was interrupted.
     """
 
     def __init__(self, config: Config, runtime: Runtime, directory: Path) -> None:
         """
         Args:
-            directory: the job's.
+            directory: of the job; its siblings are the other jobs of the sweep.
         """
-        in_group = "/" in config.run_name()  # else there are unrelated runs beside it
-        self.applies = config.trainer.prune == "median" and in_group
+        in_sweep = "/" in config.run_name()  # else the siblings are unrelated runs
+        self.enabled = config.trainer.prune == "median" and in_sweep
         self.after, self.runtime, self.directory = config.trainer.prune_after, runtime, directory
-        self._read: dict[Path, tuple[tuple[int, int], MetricsHistory]] = {}
+        self._histories: dict[Path, tuple[tuple[int, int], MetricsHistory]] = {}  # by file, with its size and time
 
-    def should_prune(self, step: int, lowest: float) -> bool:
-        """Whether the job is to end behind `step`. A collective.
-
-        Args:
-            lowest: of its validation losses so far.
-        """
-        if not self.applies or step < self.after:
+    def should_prune(self, step: int, best_val_loss: float) -> bool:
+        """Return whether the job is to end after `step`. A collective."""
+        if not self.enabled or step < self.after:
             return False
         median = self.runtime.group.run_on_rank_zero(lambda: self._median(step))
-        if median is None or lowest <= median:
+        if median is None or best_val_loss <= median:
             return False
         log.info(
             "pruned at step %d: the lowest validation loss %.4f is above %.4f, the median of the jobs before it",
-            *(step, lowest, median),
+            *(step, best_val_loss, median),
         )
         return True
 
     def _median(self, step: int) -> float | None:
-        """Of the other jobs' lowest losses up to `step`; None where too few of them have got so far."""
-        own = self._records(self.directory)
+        """Return the median of the earlier jobs' lowest losses up to `step`; None where too few have reached it."""
+        own = self._history(self.directory)
         lowest = []
         for directory in self.directory.parent.iterdir() if own else ():
-            records = self._records(directory)
-            if own and records and records.began < own.began:
-                losses = records.series("val_loss")
+            history = self._history(directory)
+            if own and history and history.began < own.began:
+                losses = history.series("val_loss")
                 if losses and losses[-1][0] >= step:
-                    lowest.append(min(loss for measured, loss in losses if measured <= step))
-        return statistics.median(lowest) if len(lowest) >= FEWEST else None
+                    lowest.append(min(loss for at, loss in losses if at <= step))
+        return statistics.median(lowest) if len(lowest) >= MIN_JOBS else None
 
-    def _records(self, directory: Path) -> MetricsHistory | None:
-        """A job's history, read anew if it has grown."""
+    def _history(self, directory: Path) -> MetricsHistory | None:
+        """Return what a job has logged; the file is read again only if it has changed."""
         path = directory / METRICS
         with contextlib.suppress(OSError, DataError):
-            now = path.stat()
-            state = (now.st_size, now.st_mtime_ns)
-            if path not in self._read or self._read[path][0] != state:
-                self._read[path] = (state, read_history(path))
-            return self._read[path][1]
+            stat = path.stat()
+            version = (stat.st_size, stat.st_mtime_ns)
+            if path not in self._histories or self._histories[path][0] != version:
+                self._histories[path] = (version, read_history(path))
+            return self._histories[path][1]
         return None

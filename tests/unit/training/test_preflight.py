@@ -1,4 +1,4 @@
-"""Three steps before anything is written: code that would not resume exactly, or not at all, is refused."""
+"""Trial steps refuse user code that would not resume exactly, before anything is written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def runtime(config) -> Runtime:
 
 @pytest.fixture
 def try_out(config, runtime, monkeypatch):
-    """Rehearse with a model and an optimizer, of which one may be ours."""
+    """Check a model and an optimizer, one of which may be ours."""
 
     def run(model=None, optimizer=None, ranks: int = 1) -> None:
         for group in ("model", "optimizer"):
@@ -324,5 +324,5 @@ def test_parameters_without_gradients_are_refused_where_ranks_would_wait_for_the
         try_out(Unused, ranks=2)
 
 
-def test_what_is_ours_is_not_rehearsed(config):
+def test_our_own_models_and_optimizers_are_not_tried(config):
     assert not registry.uses_user_code(config)
