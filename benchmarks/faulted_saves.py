@@ -31,7 +31,7 @@ from fault_proxy import Fault, FaultProxy, Rule
 from s3_server import SeaweedServer
 
 from mingpt_ddp.snapshots.buffer import encode
-from mingpt_ddp.snapshots.format import CorruptSnapshotError, part_name
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, shard_name
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import remote
 
@@ -173,7 +173,7 @@ def make(generator: random.Random, parts: int) -> dict[str, bytes]:
     contents = {"state.json": b'{"random": %d}' % generator.randrange(1 << 30)}
     for part in range(parts):
         for kind, size in (("model", 500_000), ("optimizer", 1_500_000)):
-            contents[part_name(kind, part, parts)] = bytes(encode({f"weight{part}": torch.randn(size // parts)}))
+            contents[shard_name(kind, part, parts)] = bytes(encode({f"weight{part}": torch.randn(size // parts)}))
     return contents
 
 

@@ -1,4 +1,4 @@
-"""Look after snapshots by hand.
+"""List, verify, prune and export the snapshots of a run.
 
     python -m mingpt_ddp.snapshots list   URL
     python -m mingpt_ddp.snapshots verify URL
@@ -6,67 +6,235 @@
     python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=1000
 
 URL        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
-list       what is there, by manifests and sizes: quick
-verify     read every byte; exit code 1 where one is not as it was written
+list       show what is there; reads manifests and sizes only, so it is quick
+verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss
-export     the weights as one model.safetensors beside a config.json in a new local directory; the newest, or step
+export     write the weights as one model.safetensors and a config.json to a new local directory; the newest, or step
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.cli.sample import values_of
-from mingpt_ddp.config.validation import build, did_you_mean
-from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import cli_errors
-from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.storage import check_url
+from tqdm import tqdm
 
-COMMANDS = ("list", "verify", "prune", "export")
+from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
+from mingpt_ddp.cli.export import ExportConfig, export
+from mingpt_ddp.config.validation import check, did_you_mean, refuse_credentials
+from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
+from mingpt_ddp.snapshots.load import find_steps, step_in
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.run_dir import RunDirectory
+from mingpt_ddp.storage.storage import Storage, check_url
+
+HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
+
+
+@dataclass(frozen=True)
+class ListConfig:
+    url: str
+
+
+@dataclass(frozen=True)
+class PruneConfig:
+    url: str
+    keep_last: int
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.keep_last >= 1, f"keep_last={self.keep_last} must be at least 1")
 
 
 def main() -> None:
     """The entry point of `python -m mingpt_ddp.snapshots`."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__)
-        return
-    logs.to_console(DistEnv())
-    with cli_errors():
-        sys.exit(_command(words))
+    run_command(__doc__, _command)
 
 
 def _command(words: list[str]) -> int:
-    """Do what the words ask for; the exit code.
+    commands: dict[str, tuple[type, Callable[[Any], int]]] = {
+        "list": (ListConfig, list_snapshots),
+        "verify": (ListConfig, verify),
+        "prune": (PruneConfig, prune),
+        "export": (ExportConfig, export),
+    }
+    name, *arguments = words
+    if name not in commands:
+        meant = did_you_mean(name, commands)
+        hint = f"did you mean {meant}?" if meant else f"there are {', '.join(commands)}"
+        raise ConfigError(f"{name} is not a command; {hint}")
+    check(bool(arguments), f"{name} needs a URL; name a run directory, its snapshots or one of them")
+    url, *options = arguments
+    check(bool(url.strip()), "the URL is empty; name a run directory")
+    refuse_credentials("URL", url)
+    check_url(url, "URL")
+    config_class, command = commands[name]
+    return command(parse_arguments(config_class, [*options, f"url={url}"]))
+
+
+# list
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One snapshot, as its manifest, its state and the sizes of its files describe it."""
+
+    step: int
+    status: str  # whole | damaged | unfinished
+    size: int  # bytes
+    files: int
+    train_state: dict[str, Any]  # as state.json has it, not checked
+
+
+def list_snapshots(config: ListConfig) -> int:
+    """Print a table for each store."""
+    for store, steps in find_steps(config.url):
+        entries = [inspect(store, step) for step in steps]
+        best = next((e.train_state.get("best_step") for e in reversed(entries) if e.status == "whole"), None)
+        rows = [HEADINGS, *(_row(entry, best) for entry in entries)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
+        echo("\n".join([store.url, *lines]))
+    return 0
+
+
+def inspect(store: SnapshotStore, step: int) -> Entry:
+    """Describe a snapshot without reading its tensors.
 
     Raises:
-        UserError: it cannot be done.
+        SnapshotError: a newer version wrote it.
+        StorageError: the storage does not answer.
     """
-    command, arguments = words[0], words[1:]
-    if command not in COMMANDS:
-        meant = did_you_mean(command, COMMANDS)
-        hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
-        raise ConfigError(f"{command} is not a command; {hint}")
-    if not arguments:
-        raise ConfigError(f"{command} needs a URL; name a run directory, its snapshots or one of them")
-    from mingpt_ddp.cli import snapshots_manage as manage
-    from mingpt_ddp.cli import snapshots_survey as survey
+    try:
+        files, state = store.read_metadata(step)
+    except CorruptSnapshotError as damage:
+        status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
+        names = Storage(f"{store.url}/{directory_name(step)}").list()
+        return Entry(step, status, sum(store.size(step, name) or 0 for name in names), len(names), {})
+    train_state = state.get("position") if isinstance(state, dict) else None
+    size = sum(file["bytes"] for file in files.values())
+    return Entry(step, "whole", size, len(files) + 1, train_state if isinstance(train_state, dict) else {})
 
-    works: tuple[tuple[type, Callable[[Any], int]], ...] = (  # in the order of COMMANDS
-        (survey.ListConfig, survey.list_),
-        (survey.ListConfig, survey.verify),
-        (manage.PruneConfig, manage.prune),
-        (manage.ExportConfig, manage.export),
+
+def _row(entry: Entry, best: Any) -> tuple[str, ...]:
+    def cell(key: str, text: Callable[[Any], str]) -> str:
+        value = entry.train_state.get(key)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
+            return "-"
+        try:
+            return text(value)
+        except (ValueError, OverflowError, OSError):  # a year that datetime does not have
+            return "-"
+
+    return (
+        *(str(entry.step), entry.status, human_size(entry.size), str(entry.files), cell("world_size", "{:.0f}".format)),
+        *(cell("train_loss", "{:.4f}".format), cell("val_loss", "{:.4f}".format)),
+        *("*" if entry.step == best else "", cell("saved_at", lambda time: str(datetime.fromtimestamp(int(time))))),
     )
-    shape, work = dict(zip(COMMANDS, works, strict=True))[command]
-    config: Any = build(shape, {**values_of(arguments[1:], literal=("to",)), "url": arguments[0]}, "")
-    check_url(config.url, "URL")
-    return work(config)
 
 
-if __name__ == "__main__":
-    main()
+def human_size(size: float) -> str:
+    """Format bytes in the unit that suits them."""
+    if size < 1024:
+        return f"{size} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        size /= 1024
+        if size < 1024 or unit == "TiB":
+            break
+    return f"{size:.1f} {unit}"
+
+
+# verify
+
+
+def verify(config: ListConfig) -> int:
+    """Print a line for each snapshot; the exit code is 1 if one is damaged."""
+    damaged = False
+    for store, steps in find_steps(config.url):
+        for step in steps:
+            problem = verify_step(store, step)
+            is_damage = problem is not None and not isinstance(problem, IncompleteSnapshotError)
+            damaged |= is_damage
+            echo(f"{store.url}/{directory_name(step)}: {'damaged: ' if is_damage else ''}{problem or 'whole'}")
+    return int(damaged)
+
+
+def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
+    """Read a whole snapshot, with a progress bar on a terminal; return what is wrong with it and let the store know."""
+    with tqdm(desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
+        try:
+            store.verify(step, bar.update)
+            return None
+        except CorruptSnapshotError as damage:
+            store.damaged.add(step)
+            return damage
+
+
+# prune
+
+
+def prune(config: PruneConfig) -> int:
+    """Delete old snapshots; the newest whole one of each store always stays."""
+    if step_in(config.url) is not None:
+        raise ConfigError(f"{config.url} is one snapshot; prune takes a run directory or its snapshots")
+    stores = [store for store, _ in find_steps(config.url)]
+    with _locked(config.url, stores):
+        for store in stores:
+            whole = _newest_whole(store, config.keep_last)
+            if not whole:
+                raise SnapshotError(f"there is no whole snapshot at {store.url}, so that nothing is deleted")
+            best = inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
+            expired = store.expired_steps(config.keep_last, best if isinstance(best, int) else None, whole[0])
+            for step in expired:
+                echo(f"deleting {store.url}/{directory_name(step)}")
+                store.clear(step)
+            echo(f"{store.url}: {len(expired)} deleted, {len(store.steps())} kept")
+    return 0
+
+
+def _newest_whole(store: SnapshotStore, count: int) -> list[int]:
+    """Find the newest `count` snapshots in which every byte is right: no damaged one may take the place of another."""
+    whole: list[int] = []
+    for step in reversed(store.steps()):
+        if len(whole) < count and verify_step(store, step) is None:
+            whole.append(step)
+    return whole
+
+
+@contextlib.contextmanager
+def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
+    """Hold the locks and leases that a run holds, so that none can be using these snapshots.
+
+    Raises:
+        RunError: a run is using them.
+        StorageUnavailableError: a storage does not answer.
+    """
+    owners: dict[Path, RunDirectory] = {}
+    with contextlib.ExitStack() as held:
+
+        def lock(path: Path) -> None:
+            if path.resolve() not in owners:
+                owners[path.resolve()] = owner = RunDirectory(path.resolve(), wait_s=0)
+                held.callback(owner.release)
+
+        try:
+            run = Storage(url)
+            if run.local and (Path(run.root) / "config.yaml").exists():
+                lock(Path(run.root))
+            for store in stores:
+                path = Path(store.storage.root)
+                if store.storage.shared and owners:
+                    next(iter(owners.values())).lock_snapshots(store.storage)
+                elif store.storage.shared:
+                    held.callback(Lease(store.storage).release)
+                elif store.storage.local:
+                    lock(path.parent if path.name == "snapshots" and (path.parent / ".lock").exists() else path)
+        except RunError as error:
+            raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
+        yield

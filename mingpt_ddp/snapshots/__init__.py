@@ -1,7 +1,6 @@
-"""Snapshots: what is saved, how it is written beside training, how it is found again.
+"""Snapshots: the state of a run on disk. How it is captured, written while training goes on, found again and restored.
 
-`tensors` and `image` turn live objects into files, `format` says what a snapshot consists of, `store` keeps and `find`
-finds them, `background` and `saver` do that for a run, `position` says how far that is, `lease` whose a place in an
-object store is.
-`python -m mingpt_ddp.snapshots` looks after them by hand: `survey` and `manage`.
+`state_dict` turns live objects into named tensors and back, `format` and `buffer` define the files, `store` writes,
+reads and deletes them, `load` finds them by URL, `load_model` builds the model alone. A run saves through `manager` and
+`async_writer`; `train_state` says how far it is. `python -m mingpt_ddp.snapshots` is cli/snapshots.py.
 """

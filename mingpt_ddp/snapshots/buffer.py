@@ -1,7 +1,7 @@
-"""A safetensors file in host memory: tensors are copied to where they stand in the file, which is written as it is.
+"""A safetensors file in host memory: tensors are copied to their final offsets, and the buffer is written as it is.
 
 The format is that of https://github.com/huggingface/safetensors: the header's length (8 bytes, little-endian), the
-header (JSON), the data. Making the file in place saves the second copy that an encoder would need.
+header (JSON), the data. Laying the file out in advance saves the second copy that `safetensors.torch.save` makes.
 """
 
 from __future__ import annotations
@@ -14,56 +14,39 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-LARGEST_HEADER = 1 << 24  # bytes; that of a model with 100,000 tensors is smaller
-NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+MAX_HEADER_BYTES = 1 << 24  # that of a model with 100,000 tensors is smaller
+DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
 }
 
 
 class SafetensorsBuffer:
-    """The file that holds certain tensors, to be filled with their values again and again."""
+    """A file for tensors of fixed names, shapes and types, which can be filled with new values again and again."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Room for tensors of these names, shapes and types; pinned where they are on a GPU."""
-        ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps all aligned
-        header: dict[str, Any] = {}
-        end = 0
-        for name, tensor in ordered:
-            begin, end = end, end + tensor.nbytes
-            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        encoded = json.dumps(header, separators=(",", ":")).encode()
+        """Allocate the file and write its header; the memory is pinned if a tensor is on a GPU."""
+        self._header = _header(tensors)
+        encoded = json.dumps(self._header, separators=(",", ":")).encode()
         encoded += b" " * (-len(encoded) % 8)
-        data = 8 + len(encoded)
+        start = len(encoded).to_bytes(8, "little") + encoded
+        size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        self._bytes = torch.empty(data + end, dtype=torch.uint8, pin_memory=on_gpu)
-        self._bytes[:data] = torch.frombuffer(
-            bytearray(len(encoded).to_bytes(8, "little") + encoded), dtype=torch.uint8
-        )
-        self._places = {}
-        for name, tensor in ordered:
-            begin, stop = header[name]["data_offsets"]
-            place = self._bytes[data + begin : data + stop]
-            self._places[name] = place.view(tensor.dtype).view(tensor.shape)
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        self._views = {}
+        for name, tensor in tensors.items():
+            begin, end = (len(start) + offset for offset in self._header[name]["data_offsets"])
+            self._views[name] = self._bytes[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether it has room for exactly these."""
-        if tensors.keys() != self._places.keys():
-            return False
-        return all((p.shape, p.dtype) == (tensors[n].shape, tensors[n].dtype) for n, p in self._places.items())
+        """Whether these tensors have exactly the names, shapes and types of the file."""
+        return _header(tensors) == self._header
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values; those of a GPU are there when its current stream has got so far."""
-        for name, place in self._places.items():
-            place.copy_(tensors[name].detach(), non_blocking=True)
+        """Copy the values; those on a GPU have arrived once its current stream has been synchronized."""
+        for name, view in self._views.items():
+            view.copy_(tensors[name].detach(), non_blocking=True)
 
     @property
     def content(self) -> memoryview:
@@ -71,23 +54,32 @@ class SafetensorsBuffer:
         return memoryview(self._bytes.numpy())  # type: ignore[arg-type]
 
 
+def _header(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Lay the tensors out, the widest types first, so that each is aligned."""
+    header, end = {}, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    return header
+
+
 def encode(tensors: Mapping[str, Tensor]) -> memoryview:
-    """The bytes of a safetensors file."""
-    image = SafetensorsBuffer(tensors)
-    image.fill(tensors)
-    return image.content
+    """Return the bytes of a safetensors file."""
+    buffer = SafetensorsBuffer(tensors)
+    buffer.fill(tensors)
+    return buffer.content
 
 
 def decode(content: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, none of them larger than the file.
+    """Return the tensors of a safetensors file, none of them larger than the file.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a safetensors file.
     """
-    if int.from_bytes(content[:8], "little") > LARGEST_HEADER:
+    if int.from_bytes(content[:8], "little") > MAX_HEADER_BYTES:
         raise ValueError("its header is too large")
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(content)
-    except Exception as error:  # the library has an exception of its own
+    except Exception as error:  # the library raises a class of its own
         raise ValueError(str(error)) from error
     return tensors

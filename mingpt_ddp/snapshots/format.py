@@ -1,10 +1,10 @@
-"""What a snapshot consists of, and how its manifest says so.
+"""The files of a snapshot, their names, and the manifest that commits them.
 
 A snapshot is a directory `step_00001000` with model.safetensors, optimizer.safetensors, state.json and, written last,
-manifest.json with the size and SHA-256 of the others. Where several ranks write, the tensors are divided over files
-model-00001-of-00002.safetensors and so on. Without a manifest that fits, it does not exist. Nothing in it can run code:
-tensors are safetensors, the rest is JSON. What a stranger made can be read as safely: names are ours or refused, sizes
-are known before anything is read.
+manifest.json with the size and SHA-256 of the others. When several ranks write, the tensors are sharded over files
+model-00001-of-00002.safetensors and so on. Without a valid manifest the snapshot does not exist. Nothing in it can run
+code: tensors are safetensors, the rest is JSON. A snapshot from a stranger is safe to read: any other file name is
+refused, and sizes are known before anything is read.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from mingpt_ddp.errors import SnapshotError
 
 Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
 
-FORMAT = 1  # a newer one has to write its manifest in another form: a flipped bit in this digit is damage
+FORMAT = 1  # a later format must change the manifest's layout too, or a flipped bit in this digit would pass for it
 MANIFEST, STATE = "manifest.json", "state.json"
 KINDS = ("model", "optimizer")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-SMALL = 1 << 24  # bytes: no state of ours is larger, not even with every character there is
-LARGEST_MANIFEST = 1 << 22  # bytes: that of 10,000 parts is smaller
-LARGEST_CONFIG = 1 << 16  # characters of a run's configuration, in a snapshot's state or in its config.yaml
-DEEPEST = 20  # JSON within JSON
-SMALLEST_PART = 1 << 24  # bytes: dividing less than this costs more in files than it gains
+MAX_STATE_BYTES = 1 << 24  # a state with every Unicode character in its vocabulary is smaller
+MAX_MANIFEST_BYTES = 1 << 22  # that of 10,000 shards is smaller
+MAX_CONFIG_CHARS = 1 << 16  # of a run's configuration, in a snapshot's state or in its config.yaml
+MAX_JSON_DEPTH = 20
+MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than they gain in parallel writing
 
 
 class CorruptSnapshotError(Exception):
-    """This snapshot is not what was written."""
+    """A file of the snapshot is missing or is not what was written."""
 
 
 class IncompleteSnapshotError(CorruptSnapshotError):
-    """It was never committed."""
+    """The snapshot has no manifest: it was never committed."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Snapshot:
 
     step: int
     model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see tensors.py
-    state: dict[str, Any]  # plain values: configuration, position, scaler, losses, vocabulary
+    optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
+    state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
 
 
 def directory_name(step: int) -> str:
@@ -59,76 +59,81 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and directory_name(int(match[1])) == name else None
 
 
-def part_name(kind: str, part: int, parts: int) -> str:
-    """The file of one part of the tensors; parts count from 0, in the name from 1."""
-    return f"{kind}.safetensors" if parts == 1 else f"{kind}-{part + 1:05d}-of-{parts:05d}.safetensors"
+def shard_name(kind: str, shard: int, shards: int) -> str:
+    """Name the file of one shard; shards count from 0, in the name from 1."""
+    return f"{kind}.safetensors" if shards == 1 else f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[dict[str, dict[str, Tensor]]]:
-    """The files of each writer, as equal in bytes as whole tensors can be; the same on every rank.
+    """Divide whole tensors over the writers, as equally in bytes as possible; every rank gets the same answer.
 
     Args:
         tensors: by kind and name.
+
+    Returns:
+        For each writer its tensors by file and name; there are fewer writers where shards would be too small.
     """
     everything = [(tensor.nbytes, kind, name) for kind, named in tensors.items() for name, tensor in named.items()]
-    parts = max(1, min(writers, sum(size for size, _, _ in everything) // SMALLEST_PART))
-    loads = [0] * parts
-    files: list[dict[str, dict[str, Tensor]]] = [{part_name(k, i, parts): {} for k in tensors} for i in range(parts)]
-    for size, kind, name in sorted(everything, reverse=True):  # the largest first, each to whom has least
-        part = loads.index(min(loads))
-        loads[part] += size
-        files[part][part_name(kind, part, parts)][name] = tensors[kind][name]
+    shards = max(1, min(writers, sum(size for size, _, _ in everything) // MIN_SHARD_BYTES))
+    loads = [0] * shards
+    files: list[dict[str, dict[str, Tensor]]] = [{shard_name(k, i, shards): {} for k in tensors} for i in range(shards)]
+    for size, kind, name in sorted(everything, reverse=True):  # the largest first, each to the smallest shard
+        shard = loads.index(min(loads))
+        loads[shard] += size
+        files[shard][shard_name(kind, shard, shards)][name] = tensors[kind][name]
     return files
 
 
-def manifest_of(step: int, files: Files, version: int = FORMAT) -> bytes:
+def encode_manifest(step: int, files: Files, version: int = FORMAT) -> bytes:
     return json.dumps({"format": version, "step": step, "files": files}, indent=1).encode()
 
 
-def files_of(manifest: bytes, step: int) -> Files:
-    """What the manifest of a step lists.
+def decode_manifest(content: bytes, step: int) -> Files:
+    """Return the files that the manifest of a step lists.
 
     Raises:
-        CorruptSnapshotError: it is not byte for byte as we write it.
-        SnapshotError: it is of a newer format.
+        CorruptSnapshotError: it is not byte for byte what `encode_manifest` writes.
+        SnapshotError: a newer version wrote it.
     """
     try:
-        values = strict_json_loads(manifest)
+        values = load_json(content)
         version, files = values["format"], values.get("files")
         newer = isinstance(version, int) and version > FORMAT
-        if newer and manifest != manifest_of(values.get("step"), files, version):
+        if newer and content != encode_manifest(values.get("step"), files, version):
             raise SnapshotError(f"the snapshot of step {step} has format {version}, of a newer version; upgrade")
-        sound = values["step"] == step and manifest_of(step, files) == manifest
-        sound &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        valid = values["step"] == step and encode_manifest(step, files) == content
+        valid &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
-    if not sound or not _is_complete(files) or files[STATE]["bytes"] > SMALL:
+    if not valid or not _is_complete(files) or files[STATE]["bytes"] > MAX_STATE_BYTES:
         raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
     return files
 
 
 def _is_complete(files: Files) -> bool:
-    """State, model and optimizer are there with all their parts, and nothing else is."""
-    parts = max(1, (len(files) - 1) // len(KINDS))
-    return files.keys() == {STATE, *(part_name(kind, i, parts) for kind in KINDS for i in range(parts))}
+    """Whether the state and all shards of model and optimizer are listed, and nothing else."""
+    shards = max(1, (len(files) - 1) // len(KINDS))
+    return files.keys() == {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
 
 
-def strict_json_loads(content: bytes) -> Any:
-    """The value of a JSON text.
+def load_json(content: bytes) -> Any:
+    """Parse JSON that a stranger may have written.
 
     Raises:
-        ValueError: it is none, has numbers that JSON does not know, or is nested deeper than anything of ours.
-        RecursionError: likewise.
+        ValueError: it is not JSON, has NaN or infinite numbers, or is nested too deeply.
     """
 
-    def refuse(word: str) -> NoReturn:
-        raise ValueError(f"{word} is not a number")
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a JSON number")
 
-    value = json.loads(content, parse_constant=refuse)
+    try:
+        value = json.loads(content, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(MAX_JSON_DEPTH):
         groups = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
         level = [inner for group in groups for inner in group]
     if level:
-        raise ValueError("it is nested deeply")
+        raise ValueError("it is nested too deeply")
     return value

@@ -1,4 +1,4 @@
-"""Where the snapshots are that a path or URL means: a run directory, a directory of snapshots or one of them."""
+"""Find snapshots by URL: of a run directory, of a directory of snapshots, or one snapshot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
-from mingpt_ddp.snapshots.format import KINDS, LARGEST_CONFIG, CorruptSnapshotError, Snapshot, step_of
+from mingpt_ddp.snapshots.format import KINDS, MAX_CONFIG_CHARS, CorruptSnapshotError, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.storage import Storage
@@ -15,39 +15,58 @@ log = logging.getLogger(__name__)
 
 
 def candidate_stores(url: str) -> Iterator[SnapshotStore]:
-    """Where the snapshots of a run directory may be, or of a directory of snapshots.
+    """Yield the stores that may hold the snapshots of a run directory or of a directory of snapshots.
 
     Raises:
-        SnapshotError: one of the places cannot be reached from here.
+        SnapshotError: one of their URLs has a protocol that is not installed here.
     """
-    for candidate in (f"{url}/snapshots", url, *_recorded_places(url)):
+    for candidate in (f"{url}/snapshots", url, *_recorded_urls(url)):
         try:
             yield SnapshotStore(candidate)
-        except (ImportError, ValueError) as error:  # the protocol of another machine
+        except (ImportError, ValueError) as error:  # the run was on another machine
             raise SnapshotError(f"cannot look for snapshots at {candidate}: {error}") from error
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
-    """The store and the step that a URL names, if it names one snapshot."""
+    """Return the store and the step if the URL names one snapshot."""
     parent, _, last = url.rstrip("/").rpartition("/")
     step = step_of(last)
     return None if step is None else (SnapshotStore(parent or "."), step)
 
 
-def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
-    """The newest snapshot at a run directory, a directory of snapshots or one snapshot.
-
-    Args:
-        kinds: which tensors are wanted; there are none of the others.
+def find_steps(url: str) -> list[tuple[SnapshotStore, list[int]]]:
+    """List the stores at a URL that have snapshots, committed or not, with their steps.
 
     Raises:
-        SnapshotError: there is none.
+        SnapshotError: there are none.
+    """
+    named = step_in(url)
+    if named is not None:
+        store, step = named
+        candidates = [(store, [step] if step in store.steps() else [])]
+    else:
+        candidates = [(store, store.steps()) for store in candidate_stores(url.rstrip("/") or url)]
+    found = [(store, steps) for store, steps in candidates if steps]
+    if not found:
+        raise SnapshotError(f"there are no snapshots at {url}; name a run directory, its snapshots or one of them")
+    return found
+
+
+def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
+    """Read the newest snapshot of a run directory or of a directory of snapshots, or the one that the URL names.
+
+    Args:
+        kinds: which tensors to read; the others are left empty.
+
+    Raises:
+        SnapshotError: there is no undamaged snapshot.
     """
     url = url.rstrip("/")
     named = step_in(url)
     if named is not None:
+        store, step = named
         try:
-            return named[0].read(named[1], kinds)
+            return store.read(step, kinds)
         except CorruptSnapshotError as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
     found: Snapshot | None = None
@@ -64,16 +83,16 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
     return found
 
 
-def _recorded_places(run: str) -> list[str]:
-    """Where a run directory says that it keeps its snapshots, if that is somewhere else."""
+def _recorded_urls(run: str) -> list[str]:
+    """Read from the run's config.yaml where else it writes snapshots, if it does."""
     try:
         directory = Storage(run)
-        recorded = load_yaml(directory.read("config.yaml", limit=LARGEST_CONFIG))
+        recorded = load_yaml(directory.read("config.yaml", limit=MAX_CONFIG_CHARS))
         paths = [recorded["snapshot"].get("path"), recorded["snapshot"].get("fallback_path")]
-        parts = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job is two
-    except Exception:  # it is no run directory of ours
+        depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
+    except Exception:  # not a run directory
         return []
-    # A chain of URLs could name a file system that runs what it reads, or writes; snapshot.path is never one.
+    # A chained URL (a::b) could open a file system that runs what it reads, or writes; snapshot.path is never one.
     paths = [path for path in paths if isinstance(path, str) and "::" not in path]
-    name = "/".join(directory.root.rstrip("/").split("/")[-parts:])  # as it is now: a -2 may have come after run.name
-    return [f"{path}{name}" if path.endswith("/") else f"{path}/{name}" for path in paths]
+    name = "/".join(directory.root.rstrip("/").split("/")[-depth:])  # the directory's: it may be run.name with a -2
+    return [f"{path.removesuffix('/')}/{name}" for path in paths]

@@ -1,9 +1,7 @@
-"""Between live objects and named tensors: what of a model and an optimizer is saved, and how it is put back."""
+"""Model and optimizer as named tensors: what of their state a snapshot holds, and how it is loaded again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -11,25 +9,26 @@ from torch import Tensor, nn
 
 from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.optim.muon import Muon
-from mingpt_ddp.snapshots.buffer import NAMES
+from mingpt_ddp.snapshots.buffer import DTYPES
 
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # how plain numbers of an optimizer are kept
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # plain numbers of an optimizer, as tensors
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters by name, and copies of its buffers: a forward pass may already change those."""
+    """Return the parameters by name, and copies of the buffers: the next forward pass may change those in place."""
     buffers = {name for name, _ in model.named_buffers()}
     state = model.state_dict()
     return {name: tensor.clone() if name in buffers else tensor for name, tensor in state.items()}
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
-    """
+    """Load what `model_state` returned.
+
     Args:
-        assign: take the tensors themselves instead of their values.
+        assign: make the tensors themselves the parameters instead of copying their values.
 
     Raises:
-        SnapshotError: other names or shapes.
+        SnapshotError: names, shapes or types differ.
     """
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
@@ -39,20 +38,19 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     model.load_state_dict(tensors, assign=assign)
 
 
-def _named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by the model's names, in the order of the optimizer's state_dict."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield names[parameter], parameter
+    return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter>:<name>`, for plain numbers `<parameter>:<name>:<int, float or bool>`.
+    """Return the state as `<parameter>:<name>`, and plain numbers as `<parameter>:<name>:<int, float or bool>`.
 
-    Hyper-parameters are configuration.
+    Hyper-parameters are not in it: they come from the configuration.
     """
     tensors = {}
-    for name, parameter in _named_states(model, optimizer):
+    for name, parameter in _parameters(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{name}:{key}"] = value
@@ -62,87 +60,87 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """
+    """Check that a snapshot can hold the state of a user's model and optimizer.
+
     Raises:
-        CodeError: something of the state does not go into a snapshot.
+        CodeError: naming what it cannot hold.
     """
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or value.dtype not in NAMES:
-            raise CodeError(f"the model's {name} cannot be saved: {_kind(value)}; use a tensor of a usual type")
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
+            raise CodeError(f"the model's {name} cannot be saved: {_type_name(value)}; use a tensor of a usual type")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter not in names:
-            raise CodeError("the optimizer has a parameter that is not the model's")
+    if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise CodeError("the optimizer has a parameter that is not the model's")
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise CodeError(f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it is of no parameter")
         for key, value in state.items():
-            fits = value is None or type(value) in NUMBERS or (isinstance(value, Tensor) and value.dtype in NAMES)
+            fits = value is None or type(value) in NUMBERS or (isinstance(value, Tensor) and value.dtype in DTYPES)
             if not fits or not isinstance(key, str) or ":" in key:
                 raise CodeError(
-                    f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {_kind(value)}; "
+                    f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {_type_name(value)}; "
                     "snapshots hold tensors, numbers and null, by names without a colon"
                 )
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """
+    """Load what `optimizer_state` returned.
+
     Raises:
-        SnapshotError: state of parameters that the model does not have.
+        SnapshotError: it is the state of other parameters, or of another optimizer.
     """
-    parameters = dict(_named_states(model, optimizer))
+    parameters = _parameters(model, optimizer)
+    number_types = {kind.__name__: kind for kind in NUMBERS}
     states: dict[str, dict[str, Tensor | float]] = {name: {} for name in parameters}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.partition(":")
         key, _, kind = key.partition(":")
-        if name not in states or (kind and (kind not in _KINDS or tensor.dim())):
+        if name not in states or (kind and (kind not in number_types or tensor.dim())):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
-        states[name][key] = _KINDS[kind](tensor.item()) if kind else tensor
-    if type(optimizer) in UNIFORM:
-        remaining = iter(parameters.items())
-        for group in optimizer.param_groups:
-            _check_state(dict(islice(remaining, len(group["params"]))), states, _kept(optimizer, group))
-    # The optimizer's own loader knows which of its tensors follow the parameter to its device and which stay.
+        states[name][key] = number_types[kind](tensor.item()) if kind else tensor
+    _check_state(optimizer, parameters, states)
+    # The optimizer's own loader knows which of its tensors move to the parameter's device and which stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
     optimizer.load_state_dict(packed)
-    for name, parameter in parameters.items():  # but it would give all of them the parameter's type
+    for name, parameter in parameters.items():  # but it casts all of them to the parameter's type
         for key, value in states[name].items():
             own = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(own, Tensor) and own.dtype != value.dtype:
                 optimizer.state[parameter][key] = value.to(own.device)
 
 
-UNIFORM = (torch.optim.AdamW, torch.optim.SGD, Muon)  # their states: of one kind in a group, of the parameter's shape
-_KINDS = {kind.__name__: kind for kind in NUMBERS}
+def _check_state(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, nn.Parameter],
+    states: dict[str, dict[str, Tensor | float]],
+) -> None:
+    """Check names, shapes and types of the state: fused kernels do not, and would write beyond a tensor that is short.
+
+    Raises:
+        SnapshotError: the built-in optimizer would keep another state. Those of users are not checked.
+    """
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.SGD, Muon):
+        return
+    expected = {parameter: _expected_keys(optimizer, g) for g in optimizer.param_groups for parameter in g["params"]}
+    for name, parameter in parameters.items():
+        keys = expected[parameter]
+        if states[name] and states[name].keys() != keys:  # a parameter without gradients has no state
+            raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}")
+        for key, value in states[name].items():
+            wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
+            if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
+                raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
 
 
-def _kept(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """The names of what one of `UNIFORM` keeps of a parameter in this group, once it has changed it."""
+def _expected_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
+    """The names of what a built-in optimizer keeps for a parameter of this group after its first step."""
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"}
     if group.get("muon"):
         return {"step", "momentum"}
     return {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
-
-
-def _check_state(
-    parameters: dict[str, nn.Parameter], states: dict[str, dict[str, Tensor | float]], kept: set[str]
-) -> None:
-    """Fused kernels trust it blindly: what is too short or of another type would have them write anywhere in memory.
-
-    Raises:
-        SnapshotError: something of it is lacking, or has another shape or type than the optimizer would give it.
-    """
-    for name, parameter in parameters.items():
-        state = states[name]
-        if state and state.keys() != kept:  # one without gradients has none
-            raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(kept))}")
-        for key, value in state.items():
-            wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
-            if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
-                raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")

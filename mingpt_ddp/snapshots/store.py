@@ -1,4 +1,7 @@
-"""The snapshots of a run on disk or in an object store, in a form that a kill at any moment leaves whole."""
+"""The snapshots of a run on disk or in an object store: write, read, verify, delete old ones.
+
+A process may be killed (SIGKILL) at any moment: a snapshot exists once its manifest does, which is written last.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,25 @@ from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import (
     KINDS,
-    LARGEST_MANIFEST,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
     STATE,
     CorruptSnapshotError,
     Files,
     IncompleteSnapshotError,
     Snapshot,
+    decode_manifest,
     directory_name,
-    files_of,
-    manifest_of,
+    encode_manifest,
+    load_json,
     step_of,
-    strict_json_loads,
 )
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.storage import Storage, StorageError
 
 log = logging.getLogger(__name__)
 
-PARALLEL = 4  # files written to or read from an object store at the same time
+PARALLEL = 4  # files of an object store that are written or read at the same time
 
 
 class SnapshotStore:
@@ -45,14 +48,14 @@ class SnapshotStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.storage = Storage(url)
-        self.damaged: set[int] = set()  # steps that turned out to be
-        self.lease: Lease | None = None  # where no lock of the file system says whose they are
+        self.damaged: set[int] = set()  # steps that failed their check; retention does not count them
+        self.lease: Lease | None = None  # proves ownership on an object store, which has no file locks
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, whole or not, in ascending order.
+        """List the steps that have a directory, committed or not, in ascending order.
 
         Raises:
-            StorageUnavailableError, SnapshotError: the place cannot be read.
+            StorageUnavailableError, SnapshotError: the URL cannot be read.
         """
         try:
             names = self.storage.list()
@@ -63,23 +66,25 @@ class SnapshotStore:
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
     def is_committed(self, step: int) -> bool:
-        return self._size(f"{directory_name(step)}/{MANIFEST}") is not None
+        return self.size(step, MANIFEST) is not None
 
-    def _size(self, path: str) -> int | None:
-        """Bytes of a regular file that can be reached, else None: links may lead in a circle, disks may be broken."""
+    def size(self, step: int, name: str) -> int | None:
+        """Bytes of a regular file; None where there is none or it cannot be reached: a loop of links, a broken disk."""
         try:
-            return self.storage.size(path)
+            return self.storage.size(f"{directory_name(step)}/{name}")
         except StorageError:
             raise
         except OSError:
             return None
 
-    # Writing, in three stages, of which several ranks may share the second.
+    # Writing: clear, write_files (every rank its share), make_manifest, write_files.
 
     def clear(self, step: int) -> None:
-        """Remove what an earlier attempt left of this step."""
+        """Delete a snapshot or what a failed attempt left; the manifest first, so that half a deletion uncommits it."""
         self.damaged.discard(step)
-        self._remove(step)
+        if not (self.storage.local and Path(self.storage.root, directory_name(step)).is_symlink()):
+            self.storage.delete(f"{directory_name(step)}/{MANIFEST}")
+        self.storage.delete(directory_name(step))  # of a symbolic link the link alone
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
         """Write some of the files of a snapshot; return their entries of the manifest."""
@@ -108,130 +113,83 @@ class SnapshotStore:
                 raise OSError(f"{name} is not there as it was written")
         if self.lease is not None:
             self.lease.check()
-        return {MANIFEST: manifest_of(step, files)}
-
-    def _remove(self, step: int) -> None:
-        """The manifest goes first, so that a snapshot which is deleted half-way does not exist."""
-        if not (self.storage.local and Path(self.storage.root, directory_name(step)).is_symlink()):
-            self.storage.delete(f"{directory_name(step)}/{MANIFEST}")
-        self.storage.delete(directory_name(step))  # a link alone, and not what it leads to
+        return {MANIFEST: encode_manifest(step, files)}
 
     # Reading.
 
-    def read(self, step: int, kinds: Sequence[str] = KINDS) -> Snapshot:
-        """A snapshot, every byte that is read checked against the manifest.
+    def files(self, step: int, kinds: Sequence[str] = KINDS) -> Files:
+        """Read the manifest and compare the sizes of the files; every reader starts here.
 
         Args:
-            kinds: which tensors are wanted; there are none of the others.
+            kinds: leave out the tensors of all other kinds.
 
         Raises:
-            CorruptSnapshotError: it is not whole.
-            StorageUnavailableError: the storage does not answer.
-            SnapshotError: the snapshot is of a newer format.
+            IncompleteSnapshotError: there is no manifest.
+            CorruptSnapshotError: the manifest is damaged, or a file has another size.
+            StorageError: the storage does not answer.
         """
+        size = self.size(step, MANIFEST)
+        if size is None:  # or it is a pipe, which could be read for ever
+            raise IncompleteSnapshotError("it was never finished")
+        with _unreadable_is_corrupt(MANIFEST):
+            path = f"{directory_name(step)}/{MANIFEST}"
+            content = self.storage.read(path, limit=MAX_MANIFEST_BYTES, expected_size=size)
+        listed = decode_manifest(content, step)
+        files = {name: file for name, file in listed.items() if name.startswith((STATE, *kinds))}
+        with self._pool() as pool:
+            sizes = pool.map(lambda name: self.size(step, name), files)
+            for (name, file), size in zip(files.items(), sizes, strict=True):
+                if size != file["bytes"]:
+                    raise CorruptSnapshotError(f"{name} is missing or has another size")
+        return files
+
+    def read_metadata(self, step: int, kinds: Sequence[str] = KINDS) -> tuple[Files, Any]:
+        """Read the manifest and the state; of the tensors only the sizes are checked. Raises as `files` does."""
+        files = self.files(step, kinds)
         try:
-            wanted = (STATE, *kinds)
-            files = {name: file for name, file in self.files(step).items() if name.startswith(wanted)}
-            # As bytes and as tensors, some of them at the same time.
-            if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():
-                raise CorruptSnapshotError("it is larger than the memory of this machine")
+            return files, load_json(self._read_file(step, STATE, files[STATE]))
+        except ValueError as error:
+            raise CorruptSnapshotError(f"{STATE} cannot be parsed") from error
+
+    def read(self, step: int, kinds: Sequence[str] = KINDS) -> Snapshot:
+        """Read a snapshot and check every byte that is read against the manifest.
+
+        Args:
+            kinds: which tensors to read; the others are left empty.
+
+        Raises:
+            CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
+            StorageUnavailableError: the storage does not answer.
+            SnapshotError: a newer version wrote it.
+        """
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+        try:
+            files, state = self.read_metadata(step, kinds)
+            del files[STATE]
+            if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
+                raise MemoryError
             with self._pool() as pool:
-                read = pool.map(lambda name: self._verified(step, name, files[name]), files)
+                read = pool.map(lambda name: self._read_file(step, name, files[name]), files)
                 contents = dict(zip(files, read, strict=True))
-        except StorageError as error:  # that says nothing about the snapshot
+            for name in files:  # pop: free the bytes of a file when its tensors are there
+                tensors[re.split("[.-]", name)[0]].update(decode(contents.pop(name)))
+        except StorageError as error:  # says nothing about the snapshot
             raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
-        try:
-            state = strict_json_loads(contents.pop(STATE))
-            tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-            for name in list(contents):  # a file goes when its tensors are there
-                tensors[re.split("[.-]", name)[0]].update(decode(contents.pop(name)))
-            return Snapshot(step, tensors["model"], tensors["optimizer"], state)
-        except (ValueError, RecursionError, MemoryError) as error:  # as in the manifest, but nothing that we wrote
+        except ValueError as error:  # the manifest fits, but we did not write the file
             raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
-
-    def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
-        """Compare every byte with the manifest, a piece at a time, however large the snapshot is.
-
-        Args:
-            progress: is told how many bytes more have been read.
-
-        Returns:
-            What the manifest lists.
-
-        Raises:
-            CorruptSnapshotError: it is not whole.
-            StorageError: the storage does not answer.
-        """
-        files = self.files(step)
-        for name, expected in files.items():
-            self._check_size(step, name, expected)
-            digest = hashlib.sha256()
-            with _reading(name):
-                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}", expected_size=expected["bytes"]):
-                    digest.update(chunk)
-                    progress(len(chunk))
-            self._check_digest(name, digest.hexdigest(), expected)
-        return files
-
-    def read_metadata(self, step: int) -> tuple[Files, Any]:
-        """What the manifest lists, and the state; of the tensors only the sizes are compared.
-
-        Raises:
-            CorruptSnapshotError: that much shows that it is not whole.
-            StorageError: the storage does not answer.
-        """
-        files = self.files(step)
-        for name, expected in files.items():
-            if name != STATE:
-                self._check_size(step, name, expected)
-        try:
-            return files, strict_json_loads(self._verified(step, STATE, files[STATE]))
-        except (ValueError, RecursionError) as error:
-            raise CorruptSnapshotError(f"{STATE} cannot be parsed") from error
-
-    def files(self, step: int) -> Files:
-        """What the manifest lists.
-
-        Raises:
-            IncompleteSnapshotError: there is none.
-            CorruptSnapshotError: it is not as we write it.
-            StorageError: the storage does not answer.
-        """
-        path = f"{directory_name(step)}/{MANIFEST}"
-        size = self._size(path)
-        if size is None:  # also where it is a pipe, which could be read for ever
-            raise IncompleteSnapshotError("it was never finished")
-        with _reading(MANIFEST):
-            content = self.storage.read(path, limit=LARGEST_MANIFEST, expected_size=size)
-        return files_of(content, step)
-
-    def _verified(self, step: int, name: str, expected: dict[str, Any]) -> bytes:
-        self._check_size(step, name, expected)
-        with _reading(name):
-            content = self.storage.read(f"{directory_name(step)}/{name}", expected_size=expected["bytes"])
-        self._check_digest(name, hashlib.sha256(content).hexdigest(), expected)
-        return content
-
-    def _check_size(self, step: int, name: str, expected: dict[str, Any]) -> None:
-        if self._size(f"{directory_name(step)}/{name}") != expected["bytes"]:
-            raise CorruptSnapshotError(f"{name} is missing or has another size")
-
-    @staticmethod
-    def _check_digest(name: str, digest: str, expected: dict[str, Any]) -> None:
-        if digest != expected["sha256"]:
-            raise CorruptSnapshotError(f"{name} has other content than was written")
+        return Snapshot(step, tensors["model"], tensors["optimizer"], state)
 
     def read_latest(self, kinds: Sequence[str] = KINDS) -> Snapshot | None:
-        """The newest whole snapshot; each damaged one that is newer is reported in one line.
+        """Read the newest undamaged snapshot; log one line for each newer one that is damaged.
 
         Args:
-            kinds: which tensors are wanted.
+            kinds: which tensors to read.
 
         Raises:
             StorageUnavailableError: the storage does not answer.
-            SnapshotError: all that were committed are damaged.
+            SnapshotError: all committed snapshots are damaged.
         """
         for step in reversed(self.steps()):
             try:
@@ -245,11 +203,42 @@ class SnapshotStore:
             raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
 
-    def expired_steps(self, keep_last: int, best: int | None, newest: int) -> list[int]:
-        """All but the last `keep_last` committed snapshots up to `newest` and the `best` one.
+    def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
+        """Compare every byte with the manifest, in chunks: a snapshot may be larger than the memory.
 
-        Directories beyond `newest` belong to a future that this run left behind by resuming from an older snapshot;
-        they stay until it writes them anew.
+        Args:
+            progress: called with the number of bytes of each chunk.
+
+        Returns:
+            What the manifest lists.
+
+        Raises:
+            CorruptSnapshotError: it is incomplete or damaged.
+            StorageError: the storage does not answer.
+        """
+        files = self.files(step)
+        for name, file in files.items():
+            digest = hashlib.sha256()
+            with _unreadable_is_corrupt(name):
+                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}", expected_size=file["bytes"]):
+                    digest.update(chunk)
+                    progress(len(chunk))
+            _check_digest(name, digest.hexdigest(), file)
+        return files
+
+    def _read_file(self, step: int, name: str, file: dict[str, Any]) -> bytes:
+        with _unreadable_is_corrupt(name):
+            content = self.storage.read(f"{directory_name(step)}/{name}", expected_size=file["bytes"])
+        _check_digest(name, hashlib.sha256(content).hexdigest(), file)
+        return content
+
+    # Retention.
+
+    def expired_steps(self, keep_last: int, best: int | None, newest: int) -> list[int]:
+        """List all steps up to `newest` but the last `keep_last` committed ones and the `best` one.
+
+        Directories beyond `newest` come from an abandoned branch: the run resumed from an older snapshot. They stay
+        until the run saves those steps again.
         """
         past = [step for step in self.steps() if step <= newest]
         committed = [step for step in past if step not in self.damaged and self.is_committed(step)]
@@ -257,16 +246,21 @@ class SnapshotStore:
         return [step for step in past if step not in kept]
 
     def prune(self, keep_last: int, best: int | None, newest: int) -> list[int]:
-        """Delete what is `surplus`; which went."""
-        gone = self.expired_steps(keep_last, best, newest)
-        for step in gone:
-            self._remove(step)
-        return gone
+        """Delete the expired steps; return which."""
+        expired = self.expired_steps(keep_last, best, newest)
+        for step in expired:
+            self.clear(step)
+        return expired
+
+
+def _check_digest(name: str, digest: str, file: dict[str, Any]) -> None:
+    if digest != file["sha256"]:
+        raise CorruptSnapshotError(f"{name} has other content than was written")
 
 
 @contextlib.contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """A file that cannot be read is damage; a storage that does not answer says nothing about it."""
+def _unreadable_is_corrupt(name: str) -> Iterator[None]:
+    """A file that cannot be read is damaged; a storage that does not answer says nothing about the file."""
     try:
         yield
     except StorageError:

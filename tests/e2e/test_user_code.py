@@ -12,8 +12,8 @@ from pydoc_data.topics import topics
 import pytest
 from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
 
+from mingpt_ddp.cli.export import ExportConfig, export
 from mingpt_ddp.cli.sample import SampleConfig, sample
-from mingpt_ddp.cli.snapshots_manage import ExportConfig, export
 from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30
@@ -117,7 +117,7 @@ def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
 
 def test_only_the_user_says_what_is_run(undisturbed, tmp_path):
     """The snapshot names the file, which lies where it did: without the user's word it is not touched."""
-    with pytest.raises(SnapshotError, match=r"model\.architecture=lstm is none of ours; name the Python file"):
+    with pytest.raises(SnapshotError, match=r"model\.architecture=lstm is not built in; name the Python file"):
         sample(SampleConfig(str(undisturbed)), "")
     assert export(ExportConfig(str(undisturbed), str(tmp_path / "export"))) == 0
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(undisturbed)

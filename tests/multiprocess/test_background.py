@@ -66,7 +66,7 @@ def train(
             then the step of the snapshot into the file.
         ruin: at this step a file takes the place of the directory of the snapshots.
     """
-    format.SMALLEST_PART = part
+    format.MIN_SHARD_BYTES = part
     saver.QUICK_S = 0.0 if lag else 60.0  # how busy the machine is decides nothing
     rank, now = int(os.environ["RANK"]), {"step": 0}
     moved = threading.Condition()

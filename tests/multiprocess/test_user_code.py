@@ -43,7 +43,7 @@ class Mean(nn.Module):
 def train(configs: list[dict[str, Any]]) -> list[float]:
     """One run after the other; each rank writes its share of the snapshots, however small that is."""
     register("model", "mean", ModelConfig)(Mean)
-    snapshot_format.SMALLEST_PART = 1
+    snapshot_format.MIN_SHARD_BYTES = 1
     losses = []
     for job, values in enumerate(configs):
         runtime = Runtime(from_mapping(values), read_env(), job)

@@ -13,9 +13,8 @@ from hydra import compose, initialize_config_dir
 from snapshot_helpers import commit
 from tools import call_tool
 
+from mingpt_ddp.cli import export as export_module
 from mingpt_ddp.cli import snapshots as tool
-from mingpt_ddp.cli import snapshots_manage as manage
-from mingpt_ddp.cli import snapshots_survey as survey
 from mingpt_ddp.config.config import Config, from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.models import build_model
@@ -144,7 +143,7 @@ def test_verify_reads_every_byte(run, config, call):
 
 
 def test_verify_of_a_divided_snapshot(run, config, call, monkeypatch):
-    monkeypatch.setattr(format_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
     store = SnapshotStore(f"{run}/snapshots")
     commit(store, snapshot(config, 4), writers=3)
     assert call("verify", run)[0] == 0
@@ -237,7 +236,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
 
 
 def test_export_joins_the_parts(run, config, call, tmp_path, monkeypatch):
-    monkeypatch.setattr(format_module, "SMALLEST_PART", 1)
+    monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
     store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
     commit(store, whole, writers=2)
     code, out, err = call("export", run, f"to={tmp_path}/out")
@@ -278,7 +277,7 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
         path.parent.mkdir(exist_ok=True)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(manage, "atomic_write", full)
+    monkeypatch.setattr(export_module, "atomic_write", full)
     code, _, err = call("export", run, f"to={tmp_path}/new")
     assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
     assert sorted(tmp_path.iterdir()) == before
@@ -324,4 +323,4 @@ def test_help(call):
     ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 29, "2.5 GiB"), (1 << 50, "1024.0 TiB")]
 )
 def test_sizes(size, text):
-    assert survey.human(size) == text
+    assert tool.human_size(size) == text

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from mingpt_ddp.snapshots.buffer import LARGEST_HEADER, NAMES, SafetensorsBuffer, decode, encode
+from mingpt_ddp.snapshots.buffer import DTYPES, MAX_HEADER_BYTES, SafetensorsBuffer, decode, encode
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_the_library_reads_it():
     check_equal(decode(bytes(encode(MIXED))), MIXED)
 
 
-@pytest.mark.parametrize("dtype", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type(dtype):
     check_equal(safetensors.torch.load(bytes(encode({"x": some(dtype, 3, 2)}))), {"x": some(dtype, 3, 2)})
 
@@ -107,7 +107,7 @@ def test_what_fits():
         b"",
         b"\0" * 7,
         b"\xff" * 64,
-        (LARGEST_HEADER + 1).to_bytes(8, "little") + b"{}",
+        (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}",
         (2).to_bytes(8, "little") + b"[]",
         (1000).to_bytes(8, "little") + b"{}",
     ],

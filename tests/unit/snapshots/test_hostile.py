@@ -18,9 +18,9 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.cli import sample as sample_module
+from mingpt_ddp.cli.export import ExportConfig, export
 from mingpt_ddp.cli.sample import SampleConfig, sample
-from mingpt_ddp.cli.snapshots_manage import ExportConfig, export
-from mingpt_ddp.cli.snapshots_survey import check, look
+from mingpt_ddp.cli.snapshots import inspect, verify_step
 from mingpt_ddp.config.config import from_dictconfig, from_mapping
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.data.dataset import EncodedText
@@ -28,16 +28,16 @@ from mingpt_ddp.errors import SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.buffer import decode, encode
 from mingpt_ddp.snapshots.format import (
-    LARGEST_MANIFEST,
     MANIFEST,
+    MAX_MANIFEST_BYTES,
+    MAX_STATE_BYTES,
     MODEL,
     OPTIMIZER,
-    SMALL,
     STATE,
     CorruptSnapshotError,
     directory_name,
-    manifest_of,
-    strict_json_loads,
+    encode_manifest,
+    load_json,
 )
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.state_dict import model_state
@@ -73,7 +73,7 @@ def lay(place: Path, files: dict[str, bytes], manifest: bytes | None = None, ste
     for name, content in files.items():
         (directory / name).write_bytes(content)
     listed = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()}
-    (directory / MANIFEST).write_bytes(manifest_of(step, listed) if manifest is None else manifest)
+    (directory / MANIFEST).write_bytes(encode_manifest(step, listed) if manifest is None else manifest)
     return str(directory)
 
 
@@ -116,7 +116,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 
 def test_the_honest_one_is_accepted(tmp_path, genuine):
     url = lay(tmp_path, genuine)
-    assert check(SnapshotStore(str(tmp_path)), 8) is None
+    assert verify_step(SnapshotStore(str(tmp_path)), 8) is None
     assert sample(SampleConfig(url, max_new_tokens=3), "a")[0].startswith("a")
 
 
@@ -130,17 +130,17 @@ def test_the_honest_one_is_accepted(tmp_path, genuine):
 @pytest.mark.parametrize("replaced", [MODEL, STATE])
 def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuine):
     listed = {name if n == replaced else n: {"bytes": 1, "sha256": "0" * 64} for n in genuine}
-    lay(tmp_path, genuine, manifest_of(8, listed))
+    lay(tmp_path, genuine, encode_manifest(8, listed))
     store = SnapshotStore(str(tmp_path))
     with pytest.raises(CorruptSnapshotError, match="does not describe"):
         store.read(8)
-    assert "does not describe" in str(check(store, 8))
-    assert look(store, 8).status == "damaged"
+    assert "does not describe" in str(verify_step(store, 8))
+    assert inspect(store, 8).status == "damaged"
 
 
 def test_more_names_than_ours_are_refused(tmp_path, genuine):
     listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*genuine, "../../victim"]}
-    lay(tmp_path, genuine, manifest_of(8, listed))
+    lay(tmp_path, genuine, encode_manifest(8, listed))
     with pytest.raises(CorruptSnapshotError, match="does not describe"):
         SnapshotStore(str(tmp_path)).read(8)
 
@@ -197,7 +197,7 @@ def test_numbers_that_json_does_not_know(number, tmp_path, genuine):
 def test_json_that_is_nested_deeply(opening, closing, depth, tmp_path, genuine):
     nested = opening * depth + b"1" + closing * depth
     with pytest.raises((ValueError, RecursionError)):
-        strict_json_loads(nested)
+        load_json(nested)
     assert "cannot be parsed" in refused(lay(tmp_path / "a", {**genuine, STATE: nested}))
     assert "manifest.json is damaged" in refused(lay(tmp_path / "b", genuine, nested))
 
@@ -205,14 +205,14 @@ def test_json_that_is_nested_deeply(opening, closing, depth, tmp_path, genuine):
 def test_a_giant_number(tmp_path, genuine):
     state = genuine[STATE].replace(b'"step": 8', b'"step": ' + b"9" * 100_000)
     lay(tmp_path, {**genuine, STATE: state})
-    assert look(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")  # older versions of Python read it
+    assert inspect(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")  # older versions of Python read it
 
 
 @pytest.mark.parametrize("content", [b"[]", b"7", b"null", b'"text"', b"{}", b'{"config": {}, "vocabulary": "a"}'])
 def test_a_state_of_another_kind(content, tmp_path, genuine):
     message = refused(lay(tmp_path, {**genuine, STATE: content}))
     assert "does not hold what it should" in message
-    assert look(SnapshotStore(str(tmp_path)), 8).status == "whole"  # a table can be made of it all the same
+    assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"  # a table can be made of it all the same
 
 
 @pytest.mark.parametrize("vocabulary", [["a" * 9] * 14, 7, None, {"a": 1}])
@@ -294,11 +294,11 @@ def test_giant_files_are_not_read(tmp_path, genuine):
     urls = [lay(tmp_path / str(i), genuine) for i in range(5)]
     sparse(Path(urls[0]) / MANIFEST, giant)
     sparse(Path(urls[1]) / MODEL, giant)
-    for url, name, size in ((urls[2], MODEL, giant), (urls[3], STATE, giant), (urls[4], STATE, SMALL + 1)):
+    for url, name, size in ((urls[2], MODEL, giant), (urls[3], STATE, giant), (urls[4], STATE, MAX_STATE_BYTES + 1)):
         sparse(Path(url) / name, size)
         listed = json.loads((Path(url) / MANIFEST).read_bytes())["files"]
         listed[name]["bytes"] = size
-        (Path(url) / MANIFEST).write_bytes(manifest_of(8, listed))
+        (Path(url) / MANIFEST).write_bytes(encode_manifest(8, listed))
     (tmp_path / "run").mkdir()
     sparse(tmp_path / "run" / "config.yaml", giant)
     expected = [
@@ -315,8 +315,8 @@ def test_giant_files_are_not_read(tmp_path, genuine):
 
 def test_json_of_many_small_things_is_limited(tmp_path, genuine):
     """A list of a million empty lists takes thirty times its text."""
-    many = b"[" + b"[]," * (SMALL // 3 - 2) + b"[]]"
-    assert LARGEST_MANIFEST < len(many) <= SMALL
+    many = b"[" + b"[]," * (MAX_STATE_BYTES // 3 - 2) + b"[]]"
+    assert MAX_MANIFEST_BYTES < len(many) <= MAX_STATE_BYTES
     urls = [lay(tmp_path / "a", {**genuine, STATE: many}), lay(tmp_path / "b", genuine, many)]
     assert all(line.startswith("snapshot error: ") for line in limited(*urls))
 
@@ -361,8 +361,8 @@ def test_links_to_what_is_no_file(name, target, tmp_path, genuine):
         path.symlink_to(name if target == "loop" else target)
     assert "cannot be used" in refused(url)
     store = SnapshotStore(str(tmp_path))
-    assert check(store, 8) is not None
-    assert look(store, 8).status == ("unfinished" if name == MANIFEST else "damaged")
+    assert verify_step(store, 8) is not None
+    assert inspect(store, 8).status == ("unfinished" if name == MANIFEST else "damaged")
 
 
 def test_a_link_shows_nothing_of_another_file(tmp_path, genuine):
@@ -440,5 +440,7 @@ def test_half_a_character_can_be_printed(tmp_path, genuine, monkeypatch, capsys)
     state = {**json.loads(genuine[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
     url = lay(tmp_path, {**genuine, STATE: json.dumps(state).encode()})
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}", "max_new_tokens=2"])
-    sample_module.main()
+    with pytest.raises(SystemExit) as left:
+        sample_module.main()
+    assert left.value.code == 0
     assert capsys.readouterr().out == "\\ud800" * 2 + "\n"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from snapshot_helpers import commit
 
 import mingpt_ddp
-from mingpt_ddp.cli.snapshots_survey import check
+from mingpt_ddp.cli.snapshots import verify_step
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import (
@@ -427,7 +427,7 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
 def snapshots(request, tmp_path_factory):
     """A directory with the steps 4 and 8, the files of both, and the files of step 8 in another run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format_module, "SMALLEST_PART", 1)
+        patch.setattr(format_module, "MIN_SHARD_BYTES", 1)
         directory, other = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("other")
         old, new = (bytes_of(directory, step, request.param, seed=step) for step in (4, 8))
         return directory, old, new, bytes_of(other, 8, request.param, seed=99)
@@ -472,7 +472,7 @@ def assert_noticed(directory: Path) -> None:
     store = SnapshotStore(str(directory))
     with pytest.raises(CorruptSnapshotError):
         store.read(8)
-    assert check(store, 8) is not None
+    assert verify_step(store, 8) is not None
     found = SnapshotStore(str(directory)).read_latest()
     assert found.step == 4
 
@@ -487,7 +487,7 @@ def test_any_single_damage_is_noticed(snapshots, data):
     finally:
         lay(directory / directory_name(8), new)
     assert SnapshotStore(str(directory)).read(8).step == 8
-    assert check(SnapshotStore(str(directory)), 8) is None
+    assert verify_step(SnapshotStore(str(directory)), 8) is None
 
 
 def test_every_bit_of_the_manifest_counts(snapshots):

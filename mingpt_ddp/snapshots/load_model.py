@@ -1,0 +1,104 @@
+"""Build the model of a snapshot alone, without a run: the weights and tokenizer for sampling, the shape for export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.config import UnknownCode, build_group
+from mingpt_ddp.config.registry import attribute_errors_to_user_code
+from mingpt_ddp.config.schema import GPTConfig, ModelConfig
+from mingpt_ddp.config.validation import convert
+from mingpt_ddp.data.dataset import CharTokenizer
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.models import build_model
+from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS
+from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.state_dict import load_model_state
+
+
+def load_model(url: str) -> tuple[nn.Module, CharTokenizer]:
+    """Load the newest snapshot at a URL, without its optimizer; the model is on the CPU.
+
+    Raises:
+        SnapshotError: there is no snapshot, or no model can be built from it.
+    """
+    snapshot = load(url, kinds=("model",))
+    spec = read_model_spec(snapshot.state)
+    return _build(spec, snapshot.model), CharTokenizer(spec.vocabulary)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What the state of a snapshot says about its model. Nothing is trusted before `config` has checked it."""
+
+    model: dict[str, Any]  # the group `model` of the run's configuration
+    block_size: int  # characters of context
+    vocabulary: str  # the character of each token
+
+    def config(self) -> ModelConfig:
+        """Check the values and give them their types.
+
+        Raises:
+            SnapshotError: a value does not fit, or no Python file has registered the architecture.
+        """
+        try:
+            config: ModelConfig = build_group("model", self.model)
+            return config
+        except UnknownCode as error:
+            raise SnapshotError(
+                f"model.architecture={self.model['architecture']} is not built in; name the Python file that "
+                "registers it, if you trust it, as in code=my_project/mine.py"
+            ) from error
+        except (ConfigError, TypeError, ValueError) as error:
+            raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
+
+
+def read_model_spec(state: Any) -> ModelSpec:
+    """Find the model's description in the state of a snapshot, whoever wrote it.
+
+    Raises:
+        SnapshotError: it is missing, too large or of another type.
+    """
+    try:
+        vocabulary, config = state["vocabulary"], state["config"]
+        if not isinstance(vocabulary, str) or len(json.dumps(config)) > MAX_CONFIG_CHARS:
+            raise ValueError("expected a vocabulary and a configuration")
+        block_size = convert(config["data"]["block_size"], int, "data.block_size")
+        convert(config["model"]["architecture"], str, "model.architecture")
+        return ModelSpec(dict(config["model"]), max(1, block_size), vocabulary)
+    except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
+
+
+def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
+    """Build the model around the snapshot's own tensors: no number in its configuration allocates more than they have.
+
+    Raises:
+        SnapshotError: the tensors do not fit the configuration.
+    """
+    vocab_size = len(spec.vocabulary)
+    with attribute_errors_to_user_code():
+        config = spec.config()
+        if not isinstance(config, GPTConfig):  # a user's model may have buffers that it computes when it is built
+            model = build_model(config, vocab_size, spec.block_size)
+            load_model_state(model, tensors)
+            return model
+
+    def on_meta(n_layer: int) -> nn.Module:
+        with torch.device("meta"):  # shapes without memory
+            return build_model(replace(config, n_layer=n_layer), vocab_size, spec.block_size)
+
+    try:
+        one, two = (len(on_meta(n).state_dict()) for n in (1, 2))
+        if one + (config.n_layer - 1) * (two - one) != len(tensors):  # before a billion modules are built
+            raise SnapshotError(f"the snapshot's {len(tensors)} tensors are not those of {config.n_layer} layers")
+        model = on_meta(config.n_layer)
+    except RuntimeError as error:  # the size of a tensor overflows
+        raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
+    load_model_state(model, tensors, assign=True)
+    return model
