@@ -1,0 +1,43 @@
+"""What the documents promise names tests that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLES = (
+    "docs/fault-tolerance.md",
+    "docs/multi-node.md",
+    "docs/sweeps.md",
+    "docs/your-own-model.md",
+    "docs/s3.md",
+    "docs/slurm.md",
+)
+
+
+def named_tests() -> list[tuple[str, str]]:
+    """Documents with the paths and the test functions that they name in code quotes."""
+    found = []
+    for document in TABLES:
+        text = (ROOT / document).read_text()
+        found += [
+            (document, name)
+            for name in re.findall(r"`((?:tests/)?(?:unit|multiprocess|e2e)/[\w/]+\.py|test_\w+)", text)
+        ]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("document", "name"), named_tests())
+def test_named_test_exists(document, name):
+    if name.endswith(".py"):
+        assert (ROOT / "tests" / name.removeprefix("tests/")).is_file()
+    else:
+        sources = (path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+        assert any(f"def {name}(" in source for source in sources)
+
+
+def test_documents_name_tests():
+    assert {document for document, _ in named_tests()} >= {"docs/fault-tolerance.md", "docs/multi-node.md"}
