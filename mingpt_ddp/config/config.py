@@ -51,17 +51,21 @@ class Config:
                     del values[key]
         return plain
 
-    def run_name(self, beside: dict[str, str] | None = None) -> str:
-        """`run.name`, or `<data>-<model>-<8 hex>`: the same on every rank, node and restart.
+    def run_name(self, extra: dict[str, Any] | None = None) -> str:
+        """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
 
         Args:
-            beside: what else tells this run from others, by key.
+            extra: see `digest`.
         """
-        return self.run.name or f"{_slug(self.data.name)}-{_slug(self.model.name)}-{self.digest(beside)}"
+        return self.run.name or f"{_slug(self.data.name)}-{_slug(self.model.name)}-{self.digest(extra)}"
 
-    def digest(self, beside: dict[str, str] | None = None) -> str:
-        """8 hexadecimal digits of what makes the training, however long it lasts."""
-        text = json.dumps({**hashed_fields(self.to_dict()), **({"beside": beside} if beside else {})}, sort_keys=True)
+    def digest(self, extra: dict[str, Any] | None = None) -> str:
+        """Return 8 hexadecimal digits of the SHA-256 of the fields that determine the numerics.
+
+        Args:
+            extra: JSON values to hash with them, by keys that no group has.
+        """
+        text = json.dumps({**hashed_fields(self.to_dict()), **(extra or {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 

@@ -1,12 +1,8 @@
-"""Where this process stands among the ranks, and whom it must not outlive. Only this module reads RANK and the like."""
+"""This process's ranks; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR and the like."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,16 +15,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DistEnv:
-    """This process among the ranks of the job."""
+    """The ranks of this process, and how it was started."""
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    has_agent: bool = False  # the parent holds the store, and starts this process again when it dies
+    has_agent: bool = False  # the parent hosts the store and restarts this process when it dies
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
-    is_standalone: bool = True  # nobody has set RANK and its relatives
-    has_local_rank: bool = False  # whoever set them has started this process as one of several on this machine
-    shares_devices: bool = False  # the parent has given all of those the same environment, and so the same GPUs
+    is_standalone: bool = True  # RANK and WORLD_SIZE are not set
+    has_local_rank: bool = False  # LOCAL_RANK is set: the launcher starts one process per local rank
+    shares_devices: bool = False  # all local ranks have the same CUDA_VISIBLE_DEVICES
 
     @property
     def is_rank_zero(self) -> bool:
@@ -48,20 +44,20 @@ def read_env() -> DistEnv:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return DistEnv()
     needed = ["RANK", "WORLD_SIZE"]
-    if os.environ.get("WORLD_SIZE") and _number("WORLD_SIZE") > 1:
+    if os.environ.get("WORLD_SIZE") and _read_int("WORLD_SIZE") > 1:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     for name in needed:
         if not os.environ.get(name):
             raise ConfigError(f"{name} is not set, but others of {', '.join(needed)} are; set all of them or none")
     env = DistEnv(
-        rank=_number("RANK"),
-        local_rank=_number("LOCAL_RANK", 0),
-        world_size=_number("WORLD_SIZE"),
+        rank=_read_int("RANK"),
+        local_rank=_read_int("LOCAL_RANK", "0"),
+        world_size=_read_int("WORLD_SIZE"),
         has_agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        master_address=(os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT", 0)),
+        master_address=(os.environ.get("MASTER_ADDR", ""), _read_int("MASTER_PORT", "0")),
         is_standalone=False,
         has_local_rank="LOCAL_RANK" in os.environ,
-        shares_devices="TORCHELASTIC_RUN_ID" in os.environ,
+        shares_devices=has_parent_launcher(),
     )
     if not 0 <= env.master_address[1] < 1 << 16:
         raise ConfigError(f"MASTER_PORT={env.master_address[1]} must lie below 65536")
@@ -71,30 +67,30 @@ def read_env() -> DistEnv:
 
 
 def read_env_or_default() -> DistEnv:
-    """Where this process stands, or that of a single one if that cannot be told."""
+    """Return what `read_env` does, or the environment of a single process where it raises."""
     try:
         return read_env()
     except ConfigError:
         return DistEnv()
 
 
-def _number(name: str, default: int | None = None) -> int:
-    text = os.environ.get(name, "" if default is None else str(default))
+def has_parent_launcher() -> bool:
+    """Return whether torchrun or a parent of `ddp.nproc_per_node` has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _read_int(name: str, default: str = "") -> int:
+    text = os.environ.get(name, default)
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"the environment variable {name}={text!r} must be a whole number")
     return int(text)
 
 
-def local_agent_env(port: int, world_size: int) -> DistEnv:
-    """The first of `world_size` ranks on this machine, whose parent holds a store at `port`."""
-    return DistEnv(world_size=world_size, has_agent=True, master_address=("localhost", port))
-
-
 def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[str, str]:
-    """What tells worker number `index` of a machine its env, as torchrun would.
+    """Return the environment variables of worker number `index` of a machine, as torchrun sets them.
 
     Args:
-        first: the place of the machine's first worker.
+        first: the ranks of the machine's first worker.
     """
     variables = {
         "RANK": first.rank + index,
@@ -103,36 +99,15 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
         "LOCAL_WORLD_SIZE": local_world_size,
         "MASTER_ADDR": first.master_address[0],
         "MASTER_PORT": first.master_address[1],
-        "TORCHELASTIC_RUN_ID": "none",  # it has a parent, which it must not outlive
+        "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": first.has_agent,
     }
     return {name: str(value) for name, value in variables.items()}
 
 
 def process_start_time() -> float:
-    """When this process began, in seconds since 1970."""
+    """Return when this process began, in seconds since 1970; now, where there is no /proc."""
     try:
         return os.stat("/proc/self").st_ctime
-    except OSError:  # no such system
+    except OSError:
         return time.time()
-
-
-def die_with_parent() -> None:
-    """Leave at once when the process that started this one is gone: an orphan must not train beside its successor."""
-    parent = os.getppid()
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # it died while we asked
-            os._exit(1)
-    else:
-        _watch(lambda: os.getppid() != parent)
-
-
-def _watch(orphaned: Callable[[], bool]) -> None:
-    def look() -> None:
-        while not orphaned():
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=look, name="parent-watch", daemon=True).start()

@@ -1,144 +1,190 @@
-"""How a process ends: what it tells last, and with which exit code. The last line of a worker names what went wrong."""
+"""How a process ends: the exit codes, the last line of its log, and os._exit."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.env import DistEnv, read_env_or_default
 from mingpt_ddp.errors import LONGEST_LINE, StorageUnavailableError, UserError, printable
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.distributed.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
-USER_ERROR, FAILURE = 2, 1  # exit codes
-EX_TEMPFAIL = 75  # of a worker to its agent, of a job to its scheduler: EX_TEMPFAIL of <sysexits.h>
-ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost the others waits for the reason
-STORE_S = 5.0  # how long the job's store may take to answer
-AGENT_POLL_S = 1.0  # within which an elastic agent notices that one worker is gone and ends the others
+# The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted worker exits with 0:
+# an agent restarts it after any other code.
+FAILURE = 1  # a crash: a restart may help
+USER_ERROR = 2  # the last line says what to fix: a restart would not help
+EX_TEMPFAIL = 75  # of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
+
+ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
+STORE_TIMEOUT_S = 5.0
+AGENT_POLL_S = 1.0  # an agent notices within this time that a worker has exited, and kills the others
 
 
 def exit_process(message: str | None, code: int) -> NoReturn:
-    """End at once: neither Hydra's launcher may go on with the next job, nor a process group wait for its members."""
-    if message is not None:
-        log.error(message)
-    logs.close()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never there
-            stream.flush()
-    os._exit(code)
+    """Log `message` and call os._exit, so that Hydra starts no other job and no destructor waits for other ranks."""
+    try:
+        if message is not None:
+            log.error(message)
+        logs.close()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                stream.flush()
+    finally:  # in a signal handler any of these may raise
+        os._exit(code)
 
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Around a command-line tool: its error is one line, exit code 2."""
+    """Turn the errors of a command-line tool into one line and an exit code."""
     try:
         yield
-    except BrokenPipeError:  # the reader has had enough
+    except BrokenPipeError:  # stdout was closed early, e.g. piped into head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
         text = str(error) if isinstance(error, UserError) else f"error: {' '.join(str(error).split())}"
         print(printable(text)[:LONGEST_LINE], file=sys.stderr)
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)
+
+
+def die_with_parent() -> None:
+    """End this process when its parent dies: an orphaned worker must not train along with its successor."""
+    parent = os.getppid()
+
+    def poll_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        exit_process(None, FAILURE)
+
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call
+            exit_process(None, FAILURE)
+    else:
+        threading.Thread(target=poll_parent, name="parent-watch", daemon=True).start()
 
 
 def signal_exit_code(env: DistEnv, code: int) -> int:
-    """The exit code of a process that ends early because a signal has asked for it.
+    """Return the exit code of a process that a signal ends early.
 
-    A SLURM job of submitit's has one with which it is queued again (conf/sweep/slurm.yaml), but not when its time was
-    over before training began: it would be again.
+    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), but not when its time
+    limit was reached before training began: the next attempt would not get further.
     """
     submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
     return EX_TEMPFAIL if submitted and code != 128 + signal.SIGUSR1 else code
 
 
-def exit_user_error(error: UserError, env: DistEnv, job: int) -> NoReturn:
-    """All ranks have the same error, or one alone: each parent tells it once, by rank 0 if that has it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not logging.getLogger(logs.ROOT).handlers:
-        logs.to_console(env)
-    if env.has_agent and not env.is_rank_zero:
-        time.sleep(AGENT_POLL_S)
-    if isinstance(error, StorageUnavailableError):  # every rank has met it, and the next attempt may not
-        exit_process(str(error) if env.is_rank_zero else None, EX_TEMPFAIL if env.has_agent else USER_ERROR)
-    exit_process(str(error) if _first_to_report(str(error), env, job) else None, USER_ERROR)
-
-
-def _first_to_report(message: str, env: DistEnv, job: int) -> bool:
-    if not env.has_agent:
-        return True
-    from mingpt_ddp.distributed.rendezvous import call_with_timeout, claim_error_report, connect
-
-    try:
-        parent = f"{socket.gethostname()}/{os.getppid()}"  # each has a console of its own
-        return call_with_timeout(
-            STORE_S, lambda: claim_error_report(connect(env, job, timeout_s=STORE_S), message, parent)
-        )
-    except Exception:  # without the agent's store nobody can know: better twice than never
-        return True
-
-
-def exit_failure(error: BaseException, env: DistEnv, runtime: Runtime | None) -> NoReturn:
-    """The rank that failed reports why; a rank that only lost its peers waits for that report and repeats it."""
-    summary = " ".join(f"{type(error).__name__}: {error}".split())
-    if not _is_lost_peer(error):
-        if runtime is not None:
-            runtime.group.report_failure(summary)
-        _record_for_agent(error)
-        log.error("rank %d failed", env.rank, exc_info=error)
-        exit_process(f"error: rank {env.rank}: {summary}", FAILURE)
-    log.info("rank %d lost its peers", env.rank, exc_info=error, extra={"file_only": True})
-    reason = runtime.group.reported_failure(ROOT_CAUSE_TIMEOUT_S) if runtime is not None else None
-    log.error("error: %s", reason or f"rank {env.rank} lost another rank: {summary[:200]}")
-    logs.close()  # what a thread beside this one sees of the same failure is not the last word
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if env.has_agent:
-        time.sleep(AGENT_POLL_S)  # the agent blames the first to go
-    exit_process(None, FAILURE)
-
-
-def exit_hang(reason: str) -> None:
-    """The others have a moment to tell it as well: the agent ends all when the first has gone."""
+def exit_hang(reason: str) -> NoReturn:
+    """End a process whose group hangs, after the other ranks have had time to log the reason as well."""
     log.error("error: %s", reason)
     time.sleep(AGENT_POLL_S)
     exit_process(None, FAILURE)
 
 
-def exit_on_signal(number: int, env: DistEnv, runtime: Runtime | None) -> None:
-    """An agent ends the ranks that are left when one has failed: they tell why, as far as they know."""
-    try:
-        reason = (
-            runtime.group.reported_failure(ROOT_CAUSE_TIMEOUT_S) if runtime is not None and env.world_size > 1 else None
-        )
-        if reason:
-            log.error("error: %s", reason)
-        elif env.is_rank_zero:
-            log.error("ended by %s; the same command continues from the last snapshot", signal.Signals(number).name)
-    finally:
-        os._exit(signal_exit_code(env, 128 + number))
+class ProcessExit:
+    """Ends this process with a last line that names the root cause, which another rank may have reported."""
+
+    def __init__(self, job: int = 0) -> None:
+        """
+        Args:
+            job: the number of the job in a sweep.
+        """
+        self.env, self.job = read_env_or_default(), job
+        self.group: ProcessGroup | None = None  # once this rank has joined it
+        self.is_symmetric = True  # an error now is the same on all ranks
+
+    def user_error(self, error: UserError) -> NoReturn:
+        """Log the error once per agent, although every rank may have it."""
+        if self.group is not None:
+            self.group.report_failure(str(error))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not logging.getLogger(logs.ROOT).handlers:
+            logs.to_console(self.env)
+        if self.env.has_agent and not self.env.is_rank_zero:
+            time.sleep(AGENT_POLL_S)  # rank zero reports first
+        if isinstance(error, StorageUnavailableError):  # the same on every rank, but a restart may help
+            code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
+            exit_process(self.env.call_on_rank_zero(lambda: str(error)), code)
+        exit_process(str(error) if self._is_first_to_report(str(error)) else None, USER_ERROR)
+
+    def failure(self, error: Exception) -> NoReturn:
+        """Report the error of this rank; after the loss of a peer, wait for the peer's report and repeat that."""
+        rank, summary = self.env.rank, " ".join(f"{type(error).__name__}: {error}".split())
+        if not _is_lost_peer(error):
+            if self.group is not None:
+                self.group.report_failure(summary)
+            _record_for_agent(error)
+            log.error("rank %d failed", rank, exc_info=error)
+            exit_process(f"error: rank {rank}: {summary}", FAILURE)
+        log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
+        log.error("error: %s", self._root_cause() or f"rank {rank} lost another rank: {summary[:200]}")
+        logs.close()  # so that errors of other threads do not follow the root cause
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self.env.has_agent:
+            time.sleep(AGENT_POLL_S)  # torchrun blames the first worker to exit: let that be the failed one
+        exit_process(None, FAILURE)
+
+    def on_signal(self, number: int) -> NoReturn:
+        """End at once. The signal may come from an agent after another rank has failed: then log the root cause."""
+        try:
+            if cause := self._root_cause():
+                log.error("error: %s", cause)
+            elif self.env.is_rank_zero:
+                log.error("ended by %s; rerun the same command to resume", signal.Signals(number).name)
+        finally:
+            exit_process(None, signal_exit_code(self.env, 128 + number))
+
+    def failed_on_all_ranks(self, error: UserError) -> bool:
+        """Return whether every rank has this error, so that all of them can start the next job of a sweep."""
+        return self.is_symmetric or (self.group is not None and self.group.have_all_failed(str(error)))
+
+    def peer_failed(self) -> bool:
+        """Return whether another rank has reported a failure."""
+        return self.group is not None and self.group.reported_failure(wait_s=0) is not None
+
+    def _root_cause(self) -> str | None:
+        return self.group.reported_failure(ROOT_CAUSE_TIMEOUT_S) if self.group is not None else None
+
+    def _is_first_to_report(self, message: str) -> bool:
+        if not self.env.has_agent:
+            return True
+        from mingpt_ddp.distributed.rendezvous import call_with_timeout, claim_error_report, connect
+
+        def claim() -> bool:
+            parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has a console of its own
+            return claim_error_report(connect(self.env, self.job, timeout_s=STORE_TIMEOUT_S), message, parent)
+
+        try:
+            return call_with_timeout(STORE_TIMEOUT_S, claim)
+        except Exception:  # the store is unreachable: print, even if another rank does too
+            return True
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    """Whether the error came from the connection to other ranks rather than from this one."""
+def _is_lost_peer(error: Exception) -> bool:
+    """Return whether the error came from the connection to another rank."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def _record_for_agent(error: BaseException) -> None:
-    """Leave the error where torchrun's summary finds it."""
+def _record_for_agent(error: Exception) -> None:
+    """Write the error to the file from which torchrun makes its summary."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     def fail() -> None:

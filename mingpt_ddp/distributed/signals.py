@@ -1,46 +1,40 @@
-"""What asks a run to stop: a scheduler's SIGTERM or SIGUSR1, the user's Ctrl-C."""
+"""The signals that ask a run to stop: a scheduler's SIGTERM or SIGUSR1, the user's Ctrl-C."""
 
 from __future__ import annotations
 
-import logging
-import os
 import signal
 import time
-from collections.abc import Callable
 from types import FrameType
 
-log = logging.getLogger(__name__)
+from mingpt_ddp.distributed.exit import ProcessExit
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class SignalHandler:
-    """While `heeded` someone looks at `asked` at every step; else a signal ends the process at once."""
+    """While `deferred`, a signal only sets `signal_name`, which the training loop polls; else it ends the process."""
 
-    def __init__(self) -> None:
-        self.signal_name: str | None = None  # the name of the first signal
-        self.at = 0.0  # time.monotonic() when it came
+    def __init__(self, exits: ProcessExit | None = None) -> None:
+        self.exits = exits or ProcessExit()
+        self.signal_name: str | None = None  # of the first signal
+        self.received_at = 0.0  # time.monotonic() of the first signal
         self.deferred = False
-        self.exit: Callable[[int], None] = lambda number: os._exit(128 + number)
-        self.on_hang: Callable[[str], None] = lambda reason: os._exit(1)  # a rank has: see `watch`
-        self.peer_failed: Callable[[], bool] = lambda: False  # nobody could answer: another rank has failed
 
     def install(self) -> None:
-        """From now on this process handles the signals; only its main thread may call this."""
+        """Handle the signals from now on; only the main thread may call this."""
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        leaving = (
-            self.signal_name is not None
-        )  # a scheduler tells all processes, and then the launcher tells its workers
-        again = leaving and number == signal.SIGINT
-        if again or not (self.deferred or leaving) or self.peer_failed():
-            self.exit(number)
-        if self.signal_name is None:
-            self.signal_name, self.at = name, time.monotonic()
+        first = self.signal_name is None
+        # A scheduler's signal may come twice, the second time through the launcher: only a second Ctrl-C counts.
+        repeated_interrupt = not first and number == signal.SIGINT
+        # After the failure of another rank a collective save would hang.
+        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failed():
+            self.exits.on_signal(number)
+        if first:
+            self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()
 
     def elapsed(self) -> float:
-        """Seconds since the signal came; 0 where none did."""
-        return time.monotonic() - self.at if self.signal_name is not None else 0.0
+        """Return the seconds since the first signal; 0 where there was none."""
+        return time.monotonic() - self.received_at if self.signal_name is not None else 0.0

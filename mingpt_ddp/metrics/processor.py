@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.logs import Progress
+from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
 from mingpt_ddp.metrics.logger import MetricsLogger
@@ -45,7 +45,7 @@ class MetricsProcessor:
         # what concerns the whole run is written by rank zero alone
         self.run_tensorboard = env.call_on_rank_zero(lambda: self.tensorboard) or MetricsLogger()
         self.jsonl = env.call_on_rank_zero(lambda: JSONLLogger(directory / METRICS)) or MetricsLogger()
-        self.progress = Progress(env, steps.start, steps.stop)
+        self.progress = progress_bar(env, steps.start, steps.stop)
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self._flops_per_token, self._peak_flops = flops_per_token(model), 0.0
         self._is_set_up = False
@@ -55,7 +55,7 @@ class MetricsProcessor:
 
     def step_done(self) -> None:
         """Advance the progress bar by one step."""
-        self.progress.advance()
+        self.progress.update()
         if self._started_at is not None:
             log.info("the first step was done after %.2f s", time.time() - self._started_at)
             self._started_at = None
@@ -114,13 +114,13 @@ class MetricsProcessor:
         brief = f"loss {metrics['train/loss']:.4f}, {metrics['speed/tokens_per_s']:,.0f} tokens/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
-        self.progress.describe(brief)
+        self.progress.set_postfix_str(brief, refresh=False)
         left_s = min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)
         log.info(
             "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
             *(step, self.steps.stop, brief, metrics["train/lr"], metrics["train/grad_norm"]),
             timedelta(seconds=round(left_s)),
-            extra={"file_only": self.progress.shown},
+            extra={"file_only": not self.progress.disable},
         )
 
     def log_validation(self, step: int, loss: float) -> None:

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what each is called, and whether it is done."""
+"""The jobs of a sweep: their directories, and whether they are complete."""
 
 from __future__ import annotations
 
@@ -9,43 +9,50 @@ from pathlib import Path
 from typing import TypeAlias
 
 from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
+from mingpt_ddp.snapshots.format_1 import SWEPT_OVERRIDES
 from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
-Known: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is done
+JobRecord: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is complete
 
 
-def look_up(config: Config, varying: dict[str, str]) -> Known:
-    name = name_job(config, varying)
-    return name, _objective(run_directory(with_run_name(config, name)), config)
+def look_up(config: Config, swept: dict[str, str]) -> JobRecord:
+    """Find a job's directory and result.
+
+    Args:
+        swept: the overrides that the sweep varies, by key.
+    """
+    name = job_name(config, swept)
+    return name, _validation_loss(run_directory(with_run_name(config, name)), config)
 
 
-def name_job(config: Config, varying: dict[str, str]) -> str:
-    """The `run.name` of a job: below that of the sweep what varies, readable, and a digest of what the job is.
+def job_name(config: Config, swept: dict[str, str]) -> str:
+    """Return the `run.name` of a job: below the sweep's, the swept overrides in readable form and a digest.
 
-    The words in front may be others when the sweep is edited; whatever ends with the digest is the job's directory.
+    The digest identifies the job: a directory that ends with it is the job's, even if the sweep was edited since and
+    the readable part would be another one.
     """
     values = {f"{group}.{key}": value for group, keys in config.to_dict().items() for key, value in keys.items()}
-    # As they are, not as they were written: 100 and 1e2 are one job.
-    beside = {k: json.dumps(values.get(k, text)) for k, text in varying.items() if k not in _in_digest(config)}
+    # Parsed values, not their spelling: 100 and 1e2 are the same job.
+    extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in _hashed_keys(config)}
+    hashed = {SWEPT_OVERRIDES: extra} if extra else {}
     if config.run.name is None:
-        return config.run_name(beside)
-    digest = config.digest(beside)
-    there = sorted(Path(config.run.root, config.run.name).glob(f"*-{digest}"))
-    readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(f"{k}={v}" for k, v in sorted(varying.items())))
-    directory = there[0].name if there else f"{readable.lstrip('._=,+-')[:100] or 'job'}-{digest}"
+        return config.run_name(hashed)
+    digest = config.digest(hashed)
+    existing = sorted(Path(config.run.root, config.run.name).glob(f"*-{digest}"))
+    readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(f"{k}={v}" for k, v in sorted(swept.items())))
+    directory = existing[0].name if existing else f"{readable.lstrip('._=,+-')[:100] or 'job'}-{digest}"
     return f"{config.run.name}/{directory}"
 
 
-def _in_digest(config: Config) -> set[str]:
-    """The keys and groups whose values a configuration's digest covers."""
-    made = hashed_fields(config.to_dict())
-    del made["seed"]
-    keys = {f"{group}.{key}" for group, values in made.items() for key in values}
+def _hashed_keys(config: Config) -> set[str]:
+    """Return the keys and groups that the digest covers in any case."""
+    hashed = hashed_fields(config.to_dict())
+    keys = {f"{group}.{key}" for group in ("model", "optimizer", "data", "trainer") for key in hashed[group]}
     return {*keys, "model", "optimizer", "data", "run.seed"}
 
 
-def _objective(directory: Path, config: Config) -> float | None:
-    """The validation loss of a job that is done; None where there is something left to do."""
+def _validation_loss(directory: Path, config: Config) -> float | None:
+    """Return the validation loss of a job that has reached the limits of `config`, else None."""
     result, recorded = read_result(directory), recorded_config(directory)
     if config.run.resume == "never" or recorded is None:
         return None
@@ -53,11 +60,11 @@ def _objective(directory: Path, config: Config) -> float | None:
         pruned = result.get("status") == RunStatus.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == RunStatus.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
         wanted = config.to_dict()
-        # What had no such limit went on to the other one; a smaller one was reached on the way.
+        # A limit of null was no limit: the other one was reached. A smaller limit was reached on the way.
         limits = [(recorded["trainer"][key], wanted["trainer"][key]) for key in LIMITS]
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
-        same = hashed_fields(recorded) == hashed_fields(wanted) and reached
-        known = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
-        return float(result["val_loss"]) if ended and same and known else None
-    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # the files were made by something else
+        same = hashed_fields(recorded) == hashed_fields(wanted)
+        valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
+        return float(result["val_loss"]) if ended and reached and same and valid else None
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # files of another origin
         return None

@@ -1,6 +1,6 @@
 """A search: a sweep whose values Optuna draws.
 
-It is continued by drawing the same trials again: those that are done return what they returned before.
+A search resumes by drawing the same trials again from the sampler's seed: complete jobs return their recorded loss.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError, RunError
 
-PATIENCE_S = 60  # for somebody else who reads the study
+SQLITE_TIMEOUT_S = 60  # for which Optuna waits while another process reads the study
 
 
 def is_search(config: DictConfig) -> bool:
@@ -26,17 +25,17 @@ def is_search(config: DictConfig) -> bool:
 
 
 def check_search(config: DictConfig) -> None:
-    """What the plugin would find out when it has already made a new study.
+    """Check what the plugin would refuse only after it has created a study.
 
     Raises:
-        ConfigError: it cannot search like this.
+        ConfigError: a setting that cannot work.
     """
     sweeper = config.hydra.sweeper
     for key, least, most in (("n_trials", 1, math.inf), ("n_jobs", 1, math.inf), ("max_failure_rate", 0, 1)):
         value = sweeper[key]
         if not least <= value <= most:
-            bound = "at least" if value < least else "at most"
-            raise ConfigError(f"hydra.sweeper.{key}={value} must be {bound} {least if value < least else most}")
+            bound = f"at least {least}" if value < least else f"at most {most}"
+            raise ConfigError(f"hydra.sweeper.{key}={value} must be {bound}")
     if getattr(sweeper.direction, "name", sweeper.direction) != "minimize":
         raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
@@ -46,13 +45,30 @@ def check_search(config: DictConfig) -> None:
         )
     try:
         instantiate(sweeper.sampler)
-    except Exception as error:  # of any sampler
-        told = " ".join(str(error.__cause__ or error).split())[:300]
-        raise ConfigError(f"hydra.sweeper.sampler cannot be used: {told}") from error
+    except Exception as error:  # each sampler has its own
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise ConfigError(f"hydra.sweeper.sampler cannot be used: {reason}") from error
+    if sweeper.storage is not None:
+        _check_storage(str(sweeper.storage))
 
 
-def quiet() -> None:
-    """Optuna tells of every trial on the console, where the jobs tell more."""
+def _check_storage(url: str) -> None:
+    if not _sqlite_file(url):
+        raise ConfigError(f"hydra.sweeper.storage={url} must be sqlite:///FILE or null")
+    with contextlib.suppress(PackageNotFoundError):
+        if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
+            raise ConfigError(
+                f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
+                "install what constraints.txt says for the extra sweep"
+            )
+
+
+def _sqlite_file(url: str) -> re.Match[str] | None:
+    return re.fullmatch(r"sqlite:///([^?]+)(\?.*)?", url)
+
+
+def disable_optuna_logging() -> None:
+    """Silence Optuna's lines for each trial: the jobs log more."""
     with contextlib.suppress(ImportError):
         import optuna
 
@@ -60,55 +76,39 @@ def quiet() -> None:
     logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
 
 
-def study_of(config: DictConfig, env: DistEnv) -> Path | None:
-    """The file of the study, where this process is the one that writes it; others are told to write none.
+def new_study(url: str) -> str:
+    """Move an older study out of the way and return the URL of a new one, with a timeout for its lock.
+
+    The results themselves are kept in the job directories.
 
     Raises:
-        ConfigError: a study that cannot be written.
+        RunError: the study's directory cannot be written.
     """
-    storage = OmegaConf.select(config, "hydra.sweeper.storage")
-    if storage is None:
-        return None
-    file = re.fullmatch(r"sqlite:///([^?]+)(\?.*)?", str(storage))
-    if not file:
-        raise ConfigError(f"hydra.sweeper.storage={storage} must be sqlite:///FILE or null")
-    with contextlib.suppress(PackageNotFoundError):
-        if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
-            raise ConfigError(
-                f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
-                "install what constraints.txt says for the extra sweep"
-            )
-    if not env.is_rank_zero:
-        config.hydra.sweeper.storage = None
-        return None
-    if not file[2]:
-        config.hydra.sweeper.storage = f"{storage}?timeout={PATIENCE_S}"
-    return Path(file[1])
+    match = _sqlite_file(url)
+    assert match is not None  # see _check_storage
+    _backup(Path(match[1]))
+    return url if match[2] else f"{url}?timeout={SQLITE_TIMEOUT_S}"
 
 
-def put_aside(study: Path) -> None:
-    """The study is written anew: the results themselves lie with the jobs. One without a trial is no loss.
-
-    Raises:
-        RunError: its directory cannot be written.
-    """
+def _backup(study: Path) -> None:
+    """Rename a study to FILE.before, together with the journal of an unfinished write; delete an empty study."""
     try:
         study.parent.mkdir(parents=True, exist_ok=True)
         if study.exists() and _is_empty(study):
             study.unlink()
             study.with_name(f"{study.name}-journal").unlink(missing_ok=True)
             return
-        for end in ("-journal", ""):  # what a kill left half written needs its journal
-            before = study.with_name(f"{study.name}.before{end}")
-            before.unlink(missing_ok=True)
+        for suffix in ("-journal", ""):
+            backup = study.with_name(f"{study.name}.before{suffix}")
+            backup.unlink(missing_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                study.with_name(study.name + end).replace(before)
+                study.with_name(study.name + suffix).replace(backup)
     except OSError as error:
         raise RunError(f"cannot write {study}: {error.strerror}; choose another hydra.sweeper.storage") from error
 
 
 def _is_empty(study: Path) -> bool:
-    """Whether it is a study of no trial; what cannot be read is none."""
+    """Return whether the file is a study without trials."""
     import sqlite3
 
     with (

@@ -19,6 +19,7 @@ from mingpt_ddp.data.dataset import CharTokenizer, EncodedText, TextDataset, pre
 from mingpt_ddp.data.rng import derive_seed, seed_everything
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
+from mingpt_ddp.distributed.exit import exit_hang
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.distributed.watchdog import Watchdog
@@ -180,7 +181,7 @@ def _saver(
 
 def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> RunStatus:
     """Train while signals are heeded and the other ranks are watched."""
-    watch = Watchdog(runtime.group, interrupt.on_hang)
+    watch = Watchdog(runtime.group, exit_hang)
     interrupt.deferred = True
     try:
         return trainer.fit()

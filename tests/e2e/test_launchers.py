@@ -149,7 +149,7 @@ def test_a_mistake_on_two_machines_is_told_once_on_each(tmp_path):
     assert [machines.jobs[machine].wait() for machine in (0, 1)] == [2, 2]
     for machine, job in machines.jobs.items():
         *before, line = job.text().splitlines()
-        assert [text.split(" ranks;")[0] for text in before] == (["starting 2"] if machine else [])
+        assert [text.split(" local workers;")[0] for text in before] == (["starting 2"] if machine else [])
         assert "data error: the training text has" in line
     assert not (tmp_path / "outputs").exists()
 

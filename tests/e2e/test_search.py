@@ -78,7 +78,7 @@ def test_a_search_killed_at_a_random_moment_ends_as_if_nothing_had_happened(undi
     assert 10 < len(finished) < 20
     job = Job([*python_main(), *PRUNING], tmp_path)
     assert job.wait(240) == 0, job.text()
-    assert f"sweep: 20 jobs, {len(finished)} of them done before, 0 failed" in job.text()
+    assert f"sweep: 20 jobs, {len(finished)} already complete, 0 failed" in job.text()
 
     trials = study(directory)
     assert len(trials) == 20
@@ -102,7 +102,7 @@ def test_what_was_pruned_is_trained_on_without_pruning(undisturbed, tmp_path):
     done = call([*python_main(), *SHORT, *options], tmp_path)
     assert done.returncode == 0, done.stdout
     again = [name for name, count in starts(tmp_path / DIRECTORY).items() if count > 1]
-    assert f"sweep: 10 jobs, {10 - len(again)} of them done before, 0 failed" in done.stdout
+    assert f"sweep: 10 jobs, {10 - len(again)} already complete, 0 failed" in done.stdout
     assert again
     assert {before[name] for name in again} == {"pruned"}
     assert done.stdout.count("resuming from the snapshot of step 2 of 4") == len(again)
@@ -128,7 +128,7 @@ def test_two_ranks_in_step_or_below_one_parent(tmp_path):
         assert sum(status == "complete" for status in statuses(cwd / DIRECTORY).values()) == 1
         job = Job(command, cwd)
         assert job.wait() == 0, job.text()
-        assert "sweep: 2 jobs, 1 of them done before, 0 failed" in job.text()
+        assert "sweep: 2 jobs, 1 already complete, 0 failed" in job.text()
         assert sorted(starts(cwd / DIRECTORY).values()) == [1, 2]
         found[way] = study(cwd / DIRECTORY)
     assert found["in_step"] == found["parent"]
@@ -147,7 +147,7 @@ def test_a_trial_that_fails_ends_nothing_and_is_tried_again(tmp_path):
         failed = states.count("FAIL")
         assert (len(trials), failed + states.count("COMPLETE")) == (4, 4)
         assert 0 < failed < 4
-        assert f"sweep: 4 jobs, {(attempt - 1) * (4 - failed)} of them done before, {failed} failed" in done.stdout
+        assert f"sweep: 4 jobs, {(attempt - 1) * (4 - failed)} already complete, {failed} failed" in done.stdout
         assert sorted(starts(tmp_path / DIRECTORY).values()) == sorted([1] * (4 - failed) + [attempt] * failed)
         assert [value for state, _, value in trials if state == "FAIL"] == [None] * failed
         assert "Traceback" not in done.stdout
@@ -158,7 +158,7 @@ def test_a_search_of_which_all_trials_fail(tmp_path):
     command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=2", "optimizer.lr=tag(log,interval(1e29,1e30))"]
     done = call(command, tmp_path)
     assert done.returncode == 2
-    assert "sweep: 2 jobs, 0 of them done before, 2 failed" in done.stdout
+    assert "sweep: 2 jobs, 0 already complete, 2 failed" in done.stdout
     assert "config error" not in done.stdout
 
 

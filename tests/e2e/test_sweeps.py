@@ -61,7 +61,7 @@ def undisturbed(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("undisturbed")
     done = call(lock_step(*TWELVE, "run.name=sweep"), cwd, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout
-    assert "sweep: 12 jobs, 0 of them done before, 0 failed" in done.stdout
+    assert "sweep: 12 jobs, 0 already complete, 0 failed" in done.stdout
     jobs = finished(cwd / "outputs" / "sweep")
     assert len(jobs) == 12
     assert all(job.starts == 1 for job in jobs.values())
@@ -100,7 +100,7 @@ def test_twelve_jobs_killed_three_times(way, undisturbed, tmp_path):
         starts = now
     last = call(command, tmp_path, timeout=LIMIT_S)
     assert last.returncode == 0, last.stdout
-    assert f"sweep: 12 jobs, {len(starts)} of them done before, 0 failed" in last.stdout
+    assert f"sweep: 12 jobs, {len(starts)} already complete, 0 failed" in last.stdout
     jobs = finished(sweep)
     assert starts.items() <= {name: job.starts for name, job in jobs.items()}.items(), "a finished job ran again"
     assert {n: (j.loss, j.weights) for n, j in jobs.items()} == {n: (j.loss, j.weights) for n, j in undisturbed.items()}
@@ -116,7 +116,7 @@ def test_an_edited_sweep_keeps_what_is_done(tmp_path):
     )
     edited = [*SHORT, "run.name=sweep", "optimizer.lr=0.004,0.002,0.0010", "model.dropout=0.0,0.1"]
     done = call(in_this_process(*edited), tmp_path)
-    assert "sweep: 6 jobs, 2 of them done before, 0 failed" in done.stdout, done.stdout
+    assert "sweep: 6 jobs, 2 already complete, 0 failed" in done.stdout, done.stdout
     after = finished(tmp_path / "outputs" / "sweep")
     assert len(after) == 6
     assert before.items() <= after.items()
@@ -126,7 +126,7 @@ def test_a_longer_sweep_goes_on_with_its_jobs(tmp_path):
     words = [*SHORT, "run.name=sweep", "run.seed=1,2"]
     assert call(in_this_process(*words), tmp_path).returncode == 0
     done = call(in_this_process(*words, "trainer.max_steps=8"), tmp_path)
-    assert "sweep: 2 jobs, 0 of them done before, 0 failed" in done.stdout, done.stdout
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout, done.stdout
     assert done.stdout.count("resuming from the snapshot of step 6 of 8") == 2
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 
@@ -138,7 +138,7 @@ def test_what_the_digest_leaves_out_still_tells_jobs_apart(tmp_path):
     results = [json.loads(path.read_text())["step"] for path in (tmp_path / "outputs").glob("*/result.json")]
     assert sorted(results) == [2, 4]
     again = call(in_this_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)  # the same, written otherwise
-    assert "sweep: 2 jobs, 2 of them done before, 0 failed" in again.stdout, again.stdout
+    assert "sweep: 2 jobs, 2 already complete, 0 failed" in again.stdout, again.stdout
 
 
 def test_anew(tmp_path):
@@ -146,7 +146,7 @@ def test_anew(tmp_path):
     words = [*SHORT, "run.seed=1,2", "trainer.max_steps=2"]
     assert call(in_this_process(*words), tmp_path).returncode == 0
     anew = call(in_this_process(*words, "run.resume=never"), tmp_path)
-    assert "sweep: 2 jobs, 0 of them done before, 0 failed" in anew.stdout, anew.stdout
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in anew.stdout, anew.stdout
     runs = {path.parent.name for path in (tmp_path / "outputs").glob("*/result.json")}
     first = {name for name in runs if not name.endswith("-2")}
     assert runs == first | {f"{name}-2" for name in first} and len(first) == 2
@@ -173,8 +173,8 @@ def test_a_job_that_fails_does_not_stop_the_others(way, tmp_path):
     done = call(way(*FAILING), tmp_path, timeout=LIMIT_S)
     lines = done.stdout.splitlines()
     assert len([line for line in lines if line.startswith("training error: step ")]) == 1, done.stdout
-    assert "sweep: 3 jobs, 0 of them done before, 1 failed" in lines, done.stdout
-    assert "job error: 1 of 3 failed: optimizer.lr=1e+30; the same command tries again" in lines
+    assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines, done.stdout
+    assert "job error: 1 of 3 failed: optimizer.lr=1e+30; rerun the same command to retry" in lines
     assert done.returncode == (1 if way is lock_step else 2)  # torchrun's own code is 1
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 

@@ -111,7 +111,7 @@ def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
     )
     done = call([*python_main(), *words, "-m"], project)
     assert done.returncode == 0, done.stdout
-    assert "sweep: 2 jobs, 0 of them done before, 0 failed" in done.stdout
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
     assert len(list(tmp_path.glob("sweep/model.n_hidden=[48]-*/result.json"))) == 2
 
 

@@ -1,4 +1,4 @@
-"""With which exit code a process ends."""
+"""The exit codes, and the error file of torchrun."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mingpt_ddp.distributed.exit import EX_TEMPFAIL, _record_for_agent, signal_e
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
 
 
-def test_nobody_would_start_it_again(monkeypatch):
+def test_without_slurm_the_exit_code_is_kept(monkeypatch):
     monkeypatch.delenv("SUBMITIT_EXECUTOR", raising=False)
     assert [signal_exit_code(DistEnv(), code) for code in (0, *EARLY)] == [0, *EARLY]
 
 
-@pytest.mark.parametrize(("alone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])])
-def test_a_job_of_slurm_asks_to_be_queued_again_but_its_workers_do_not(alone, codes, monkeypatch):
-    """Nor does one whose time was over before it began."""
+@pytest.mark.parametrize(("standalone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])])
+def test_a_slurm_job_asks_for_a_requeue_but_its_workers_do_not(standalone, codes, monkeypatch):
+    """Nor does a job whose time limit was reached before training began."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    assert [signal_exit_code(DistEnv(is_standalone=alone), code) for code in (0, *EARLY)] == codes
+    assert [signal_exit_code(DistEnv(is_standalone=standalone), code) for code in (0, *EARLY)] == codes
 
 
 def test_torchrun_finds_the_error_in_its_file(tmp_path, monkeypatch):

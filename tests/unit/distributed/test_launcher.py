@@ -1,4 +1,4 @@
-"""How the attempts of local workers end: the exit code, and whether somebody has asked for the end."""
+"""The exit code after attempts of local workers, whether a signal came, and the workers' environment."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def attempts(tmp_path):
     return run
 
 
-TOLD = WorkerExit(signal=signal.SIGTERM)
+SIGNALLED = WorkerExit(signal=signal.SIGTERM)
 COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted", "step": 5}
 
 
-def test_done(attempts):
+def test_success(attempts):
     assert attempts((WorkerExit(), COMPLETE)) == (0, False)
     assert attempts((WorkerExit(1), None), (WorkerExit(), COMPLETE)) == (0, False)
 
 
-def test_told_to_end(attempts):
-    assert attempts((TOLD, PREEMPTED)) == (0, True)
-    assert attempts((TOLD, COMPLETE), before=PREEMPTED) == (0, True), "it was too late for the run"
+def test_a_signal(attempts):
+    assert attempts((SIGNALLED, PREEMPTED)) == (0, True)
+    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), "the signal came too late for the run"
 
 
-def test_told_to_end_before_anything_was_done(attempts):
-    assert attempts((TOLD, None)) == (128 + signal.SIGTERM, True)
-    assert attempts((TOLD, None), before=COMPLETE) == (128 + signal.SIGTERM, True), "that was another start"
+def test_a_signal_before_anything_was_done(attempts):
+    assert attempts((SIGNALLED, None)) == (128 + signal.SIGTERM, True)
+    assert attempts((SIGNALLED, None), before=COMPLETE) == (128 + signal.SIGTERM, True), "that was another start"
 
 
-def test_what_would_come_again_is_not_tried_again(attempts):
+def test_a_user_error_is_not_retried(attempts):
     assert attempts((WorkerExit(USER_ERROR), None)) == (USER_ERROR, False)
 
 

@@ -1,4 +1,4 @@
-"""Which signal asks a run to stop, and which ends it at once."""
+"""Which signal asks a run to stop, and which ends the process at once."""
 
 from __future__ import annotations
 
@@ -6,40 +6,58 @@ import signal
 
 import pytest
 
+from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.signals import SIGNALS, SignalHandler
 
 
+class Exits(ProcessExit):
+    """Records the signals that would have ended the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended_by: list[int] = []
+        self.has_failed_peer = False
+
+    def on_signal(self, number: int) -> None:
+        self.ended_by.append(number)
+
+    def peer_failed(self) -> bool:
+        return self.has_failed_peer
+
+
 @pytest.fixture
-def interrupt():
-    """Installed, and ended by no signal: `left` has those that would have."""
+def exits():
+    return Exits()
+
+
+@pytest.fixture
+def handler(exits):
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    interrupt = SignalHandler()
-    interrupt.left = []
-    interrupt.exit = interrupt.left.append
-    interrupt.install()
-    yield interrupt
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    handler = SignalHandler(exits)
+    handler.install()
+    yield handler
+    for number, previous in before.items():
+        signal.signal(number, previous)
 
 
-def test_before_training_a_signal_ends_the_process(interrupt):
+def test_before_training_a_signal_ends_the_process(handler, exits):
     signal.raise_signal(signal.SIGUSR1)
-    assert interrupt.left == [signal.SIGUSR1]
+    assert exits.ended_by == [signal.SIGUSR1]
 
 
-def test_told_by_the_scheduler_and_then_by_the_launcher(interrupt):
+def test_the_scheduler_s_signal_and_then_the_launcher_s_count_once(handler, exits):
     """The second signal may come when the snapshot is written, but not yet the result."""
-    interrupt.deferred = True
+    handler.deferred = True
     signal.raise_signal(signal.SIGUSR1)
-    interrupt.deferred = False
+    handler.deferred = False
     signal.raise_signal(signal.SIGTERM)
-    assert (interrupt.left, interrupt.signal_name) == ([], "SIGUSR1")
+    assert (exits.ended_by, handler.signal_name) == ([], "SIGUSR1")
 
 
-def test_the_second_ctrl_c_and_what_nobody_could_answer_end_the_process(interrupt):
-    interrupt.deferred = True
+def test_the_second_ctrl_c_and_a_signal_after_a_peer_s_failure_end_the_process(handler, exits):
+    handler.deferred = True
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    interrupt.peer_failed = lambda: True
+    exits.has_failed_peer = True
     signal.raise_signal(signal.SIGTERM)
-    assert interrupt.left == [signal.SIGINT, signal.SIGTERM]
+    assert exits.ended_by == [signal.SIGINT, signal.SIGTERM]

@@ -17,10 +17,11 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.config.config import from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage import run_dir as rundir
-from mingpt_ddp.sweeps import jobs, sweep
-from mingpt_ddp.sweeps.sweep import Start
+from mingpt_ddp.sweeps import jobs
+from mingpt_ddp.sweeps.sweep import Sweep, SweepPreflight
 
 
 @pytest.fixture
@@ -28,10 +29,10 @@ def begin(tmp_path, monkeypatch):
     """Begin the search; the error that would end the process is raised."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 
-    def fail(error, place, job):
+    def fail(self, error):
         raise error
 
-    monkeypatch.setattr(sweep, "exit_user_error", fail)
+    monkeypatch.setattr(ProcessExit, "user_error", fail)
     monkeypatch.setattr(
         "mingpt_ddp.sweeps.search.version", lambda package: "1.4"
     )  # of SQLAlchemy; nothing is written by it
@@ -41,8 +42,10 @@ def begin(tmp_path, monkeypatch):
             overrides = ["sweep=optuna_lr", f"run.root={tmp_path}", *words]
             loader = GlobalHydra.instance().config_loader()
             config = loader.load_configuration("config", overrides, run_mode=RunMode.MULTIRUN)
-            Start().on_multirun_start(config)
-        sweep.current.lock.close()
+            sweep = Sweep()
+            with sweep.active():
+                SweepPreflight().on_multirun_start(config)
+        sweep.lock.close()
         return config
 
     return begin
@@ -124,12 +127,14 @@ def test_a_grid_has_the_last_list_of_a_key(tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         words = [f"run.root={tmp_path}", "run.name=grid", "run.seed=1,2,3", "run.seed=4,5"]
         loader = GlobalHydra.instance().config_loader()
-        Start().on_multirun_start(loader.load_configuration("config", words, run_mode=RunMode.MULTIRUN))
+        sweep = Sweep()
+        with sweep.active():
+            SweepPreflight().on_multirun_start(loader.load_configuration("config", words, run_mode=RunMode.MULTIRUN))
         parsed = OverridesParser.create(loader).parse_overrides(words)
-    sweep.current.lock.close()
+    sweep.lock.close()
     ((*jobs,),) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     assert [job[-1] for job in jobs] == ["run.seed=4", "run.seed=5"]
-    assert sweep.current.planned == len(jobs)
+    assert sweep.planned == len(jobs)
 
 
 def test_a_root_that_looks_like_a_number(begin, tmp_path, monkeypatch):
