@@ -28,7 +28,9 @@ from trainers import MODERN, ON, OURS, SETTINGS, Setting, ours
 
 from mingpt_ddp.config.schema import DataConfig
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
-from mingpt_ddp.data.dataset import CharTokenizer, TextDataset, prepare
+from mingpt_ddp.data.dataset import TextDataset
+from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.tokenizer import CharTokenizer
 
 HEADER = ["context", "batch", "TokenLoader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
 HEADER += ["share of a training step"]

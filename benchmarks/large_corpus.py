@@ -1,10 +1,10 @@
-"""A large text: peak resident memory and speed of encoding it (mingpt_ddp.data.dataset), and of fetching batches.
+"""A large text: peak resident memory and speed of encoding it (mingpt_ddp.data.prepare), and of fetching batches.
 
 Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of two, three and four
 bytes, cut by the reader's chunks at every possible place. Fresh processes, which import what main.py imports, then
 
 1. do nothing else: the memory that the imports alone take,
-2. encode the text with mingpt_ddp.data.dataset.prepare,
+2. encode the text with mingpt_ddp.data.prepare.prepare,
 3. find it in the cache, as every later start does,
 4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
 
@@ -76,7 +76,7 @@ def imports(text: Path) -> dict[str, float]:
 
 def encode(text: Path) -> dict[str, float]:
     config = data_config(text)
-    from mingpt_ddp.data.dataset import prepare
+    from mingpt_ddp.data.prepare import prepare
 
     begin = time.perf_counter()
     encoded = prepare(config)
@@ -89,7 +89,8 @@ def encode(text: Path) -> dict[str, float]:
 def fetch(text: Path) -> dict[str, float]:
     config = data_config(text)
     from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
-    from mingpt_ddp.data.dataset import TextDataset, prepare
+    from mingpt_ddp.data.dataset import TextDataset
+    from mingpt_ddp.data.prepare import prepare
 
     loader = TokenLoader(TextDataset(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1)
     plan = BatchPlan(BATCH, BATCH, world_size=1)

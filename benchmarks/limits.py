@@ -12,6 +12,7 @@ from common import ROOT, environment, in_fresh_process
 
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.metrics.meters import fastest, measured_matmul_flops
+from mingpt_ddp.models import count_parameters
 from mingpt_ddp.models.gpt import GPT
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
@@ -60,7 +61,7 @@ def needed(point: Point) -> Needed:
     """
     config = GPTConfig("gpt", "gpt", point.layers, point.width // HEAD, point.width, 0.0, False, "gelu")
     model = GPT(config, CHARACTERS, point.context)
-    weights, characters = model.count_parameters(), math.ceil(point.batch / point.ranks) * point.context
+    weights, characters = count_parameters(model), math.ceil(point.batch / point.ranks) * point.context
     activations = 4 * 10 * characters * point.layers * point.width
     flops = float(model.flops_per_token() * characters)
     return Needed(flops, 11 * 4 * weights + 2 * activations, 4 * 4 * weights + activations)

@@ -1,6 +1,6 @@
-"""Batches of some steps by one gather, a pure function of (seed, epoch, position), the same at any world size.
+"""Batches as a pure function of (seed, step), the same at any world size; one gather fetches several steps.
 
-Shapes: B sequences, T = block_size characters, N windows of several steps.
+Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import ConfigError, DataError
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
-SHUFFLE_CHUNK = 1 << 13  # positions whose windows are worked out together
-GATHER_TOKENS = 1 << 15  # tokens that are gathered together: 2 x 256 KiB of int64, which stay in a core's cache
-MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory may hold the text
-# A GPU has few operations for integers without a sign, but for bytes: as these they go there, and are told apart there.
-SIGNED = {"uint8": "uint8", "uint16": "int16", "uint32": "int32"}
+SHUFFLE_CHUNK = 1 << 13  # positions of the epoch that are permuted at a time
+GATHER_TOKENS = 1 << 15  # tokens to gather at a time: x and y take 256 KiB each as int64 and stay in a core's cache
+MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that go through the model together; `number` counts them within the step, over all ranks."""
+    """Sequences of one forward pass; `index` counts the micro-batches of a step over all ranks."""
 
-    number: int
+    index: int
     x: Tensor  # (B, T) int64
-    y: Tensor  # (B, T) int64, the character after each in x
+    y: Tensor  # (B, T) int64, the token after each in x
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's batch is cut into micro-batches, and which rank takes which."""
+    """How a step's batch is split into micro-batches and these among ranks."""
 
     batch_size: int
     micro_batch_size: int
@@ -46,18 +44,18 @@ class BatchPlan:
         return self.batch_size // self.micro_batch_size
 
     def indices_for_rank(self, rank: int) -> range:
-        """The micro-batches of a rank: number j runs on rank j mod world size."""
+        """Return the micro-batches of a rank: index j runs on rank j mod world size."""
         return range(rank, self.n_micro, self.world_size)
 
 
 def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = None) -> BatchPlan:
-    """Cut the batch so that every rank has work.
+    """Split the batch into micro-batches, at least one per rank.
 
     Args:
-        kept: the micro-batch size of the snapshot that is resumed.
+        kept: micro-batch size of the snapshot to resume.
 
     Raises:
-        ConfigError: more ranks than micro-batches, or several of them for CUDA graphs.
+        ConfigError: more ranks than micro-batches, or several micro-batches with CUDA graphs.
     """
     batch = trainer.batch_size
     micro = trainer.micro_batch_size or kept
@@ -70,7 +68,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
             f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for {world_size} ranks; "
             f"use at most {plan.n_micro} ranks, or a new run with a larger batch or smaller micro-batches"
         )
-    if trainer.compile == "cuda_graphs" and plan.n_micro > 1:  # they keep gradients where the next pass puts its own
+    if trainer.compile == "cuda_graphs" and plan.n_micro > 1:  # the next replay overwrites the gradients
         raise ConfigError(
             f"trainer.compile=cuda_graphs takes a step in one pass, trainer.batch_size={batch} makes {plan.n_micro} of "
             f"{micro} sequences; use trainer.compile=true"
@@ -79,7 +77,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
 
 
 class TokenLoader:
-    """The training text as an endless sequence of steps."""
+    """The training tokens as an endless sequence of batches."""
 
     def __init__(
         self,
@@ -92,10 +90,10 @@ class TokenLoader:
     ) -> None:
         """
         Args:
-            device: where the batches are wanted. On a GPU that has room for it the text lies there as a whole.
+            device: device of the batches. A GPU with enough memory keeps the whole text resident.
 
         Raises:
-            DataError: the text does not fill one batch.
+            DataError: the text is too short for one batch.
         """
         self.stride = stride or block_size
         self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
@@ -106,49 +104,43 @@ class TokenLoader:
                 f"the training text has {self.windows_per_epoch} windows of data.block_size={block_size}, fewer than "
                 f"trainer.batch_size={batch_size}; use a longer text, a smaller batch or a smaller data.stride"
             )
-        self._text = _text(tokens, block_size + 1, torch.device(device))
-        self._known: tuple[int, int, Tokens] = (-1, 0, np.empty(0, dtype=np.int64))
-        self._plan: tuple[BatchPlan, int] | None = None  # for which, and for which rank,
-        self._first, self._steps = 0, list[list[MicroBatch]]()  # these steps are gathered, the first of that number
+        self._tokens = _load_tokens(tokens, block_size + 1, torch.device(device))
+        self._starts: tuple[int, int, Tokens] = (-1, 0, np.empty(0, dtype=np.int64))  # epoch, first position, starts
+        self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the gathered steps
+        self._first, self._steps = 0, list[list[MicroBatch]]()  # number of the first gathered step, and all of them
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
-        """What one rank trains on in a step; steps count from 1."""
+        """Return the micro-batches of a rank in a step; steps count from 1."""
         if self._plan != (plan, rank) or not self._first <= step < self._first + len(self._steps):
             self._plan, self._first, self._steps = (plan, rank), step, self._gather(step, plan, rank)
         return self._steps[step - self._first]
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
-        """This step and some that follow it in its epoch: what a gather costs besides its tokens is shared."""
-        epoch, index = divmod(step - 1, self.steps_per_epoch)
-        numbers, size = plan.indices_for_rank(rank), plan.micro_batch_size
-        count = max(1, GATHER_TOKENS // (len(numbers) * size * self.block_size))
-        count = min(count, self.steps_per_epoch - index)
-        starts = self._starts(epoch, index * self.batch_size, (index + count) * self.batch_size)
-        mine = starts.reshape(count, plan.n_micro, size)[:, numbers.start :: plan.world_size]
-        x, y = self._text.gather(mine.reshape(-1))
-        micros = list(map(MicroBatch, [*numbers] * count, x.split(size), y.split(size)))
-        return [micros[begin : begin + len(numbers)] for begin in range(0, len(micros), len(numbers))]
+        """Gather this step and some that follow in its epoch: one call's overhead for all of them."""
+        epoch, first = divmod(step - 1, self.steps_per_epoch)
+        indices, size = plan.indices_for_rank(rank), plan.micro_batch_size
+        count = max(1, GATHER_TOKENS // (len(indices) * size * self.block_size))
+        count = min(count, self.steps_per_epoch - first)
+        starts = self._window_starts(epoch, first * self.batch_size, (first + count) * self.batch_size)
+        own = starts.reshape(count, plan.n_micro, size)[:, indices.start :: plan.world_size]
+        x, y = self._tokens.gather(own.reshape(-1))
+        micros = list(map(MicroBatch, [*indices] * count, x.split(size), y.split(size)))
+        return [micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))]
 
-    def _starts(self, epoch: int, begin: int, end: int) -> Tokens:
-        """Where the windows at positions begin .. end - 1 of an epoch start; worked out some thousand at a time."""
-        known_epoch, first, starts = self._known
-        if epoch != known_epoch or begin < first or end > first + len(starts):
-            first = begin
-            stop = min(max(end, begin + SHUFFLE_CHUNK), self.windows_per_epoch)
-            order = feistel_permute(
-                np.arange(first, stop), self.windows_per_epoch, derive_seed("order", self.seed, epoch)
-            )
-            offset = derive_seed("offset", self.seed, epoch) % self.stride
-            starts = offset + order * self.stride
-            self._known = (epoch, first, starts)
+    def _window_starts(self, epoch: int, begin: int, end: int) -> Tokens:
+        """Return where the windows at positions begin .. end - 1 of an epoch start; permute some thousand at a time."""
+        cached_epoch, first, starts = self._starts
+        if epoch != cached_epoch or begin < first or end > first + len(starts):
+            first, n = begin, self.windows_per_epoch
+            positions = np.arange(begin, min(max(end, begin + SHUFFLE_CHUNK), n))
+            order = feistel_permute(positions, n, derive_seed("order", self.seed, epoch))
+            starts = derive_seed("offset", self.seed, epoch) % self.stride + order * self.stride
+            self._starts = (epoch, first, starts)
         return starts[begin - first : end - first]
 
 
-# The text, and windows of it: x (N, T) int64, and y (N, T), the character after each in x.
-
-
 class HostTokens:
-    """The text in memory, or in a file mapped to it."""
+    """Tokens in host memory, or in a file mapped to it."""
 
     def __init__(self, tokens: Tokens, length: int) -> None:
         """
@@ -158,27 +150,32 @@ class HostTokens:
         self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length)  # (n - T, T + 1), no copy
 
     def gather(self, starts: Tokens) -> tuple[Tensor, Tensor]:
+        """Return x and y (N, T) int64 of the windows that begin at `starts` (N,)."""
         windows = self._windows[starts]
         x, y = (torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:]))
         return x, y
 
 
 class DeviceTokens:
-    """The batches are wanted on a device: in few transfers, for none of which this process waits."""
+    """Tokens for batches on a device, with few transfers and without waiting for any.
+
+    CUDA supports few unsigned types besides uint8: tokens are viewed as signed and masked back on the device.
+    """
 
     def __init__(self, tokens: Tokens, length: int, device: torch.device, resident: bool) -> None:
         """
         Args:
-            resident: the text itself lies there, and only where windows start is sent.
+            resident: keep all tokens on the device and send only the starts of windows.
         """
         self._device = device
         self._mask = (1 << 8 * tokens.itemsize) - 1
-        signed = tokens.view(SIGNED[tokens.dtype.name])
+        signed = tokens.view(f"i{tokens.itemsize}")
         self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)
-        self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None  # as small as on disk
+        self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None
         self._within = torch.arange(length, device=device)
 
     def gather(self, starts: Tokens) -> tuple[Tensor, Tensor]:
+        """Return x and y (N, T) int64 of the windows that begin at `starts` (N,)."""
         if self._resident is None:
             windows = self._send(self._windows[starts])
         else:
@@ -191,7 +188,7 @@ class DeviceTokens:
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
 
 
-def _text(tokens: Tokens, length: int, device: torch.device) -> HostTokens | DeviceTokens:
+def _load_tokens(tokens: Tokens, length: int, device: torch.device) -> HostTokens | DeviceTokens:
     if device.type == "cpu":
         return HostTokens(tokens, length)
     memory = torch.cuda.get_device_properties(device).total_memory

@@ -1,4 +1,4 @@
-"""Sampling: the next character from the scores, the scores from a KV cache."""
+"""Generate text: logits from a KV cache, the next token sampled from the logits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.dataset import CharTokenizer
+from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
 
-MIN_TEMPERATURE = (
-    1e-30  # temperature; below it fp32 has too few digits, and all but the likeliest is impossible long before
-)
+MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32, and sampling has been greedy long before
 
 
 @torch.inference_mode()
@@ -26,24 +24,22 @@ def generate(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the new characters one position at a time, each (B,).
+    """Yield the new tokens one position at a time, each (B,).
 
-    A character is chosen after a window of the text. The first window is the prompt, and each next one is longer by the
-    character that was chosen, until it fills the context, block_size characters. The window behind a full one has the
-    newest `context_after_shift(block_size)` characters, half of the context, and grows again. So every character of a long text is
-    chosen after at least so many, and a model with a cache reads a whole window only where it begins anew: no character
-    is read more than twice. (A window that moved by one character a time would have to be read for each, for all that
-    is in it would move to another position.)
+    Each token is predicted from a window of the text. The window starts as the prompt and grows by each new token until
+    it fills the context of block_size tokens. Then it shrinks to the newest `context_after_shift(block_size)` and grows
+    again. So a model with a KV cache recomputes the cache only after a shift and reads no token more than twice.
+    (A window that slides by one token would move all its tokens to other positions and recompute the cache every time.)
 
     Args:
-        model: a `LanguageModel`, as `build_model` makes it, and a `SupportsKVCache` if it has a cache; without one the windows
-            are the same, and so is the text.
-        tokens: (B, T) the prompt, T >= 1; what exceeds the context is cut off at its start.
-        temperature: divides the scores; 0 takes the likeliest character.
-        top_k: only the k likeliest characters.
-        top_p: only the likeliest characters that together have this probability (Holtzman et al. 2020,
+        model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with a KV cache
+            (`SupportsKVCache`) and without.
+        tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
+        temperature: divides the logits; 0 is greedy.
+        top_k: sample from the k likeliest tokens.
+        top_p: sample from the likeliest tokens that together have this probability (Holtzman et al. 2020,
             arXiv:1904.09751).
-        generator: where the random numbers come from.
+        generator: source of the random numbers.
     """
     was_training = model.training
     model.eval()
@@ -51,14 +47,14 @@ def generate(
     text = tokens.new_empty(len(tokens), block_size)  # (B, block_size), of which the first `length` are the window
     length = min(tokens.shape[1], block_size)
     text[:, :length] = tokens[:, -block_size:]
+    prefill = True
     try:
-        reader = DecodeSession(model, len(tokens))
-        fresh = True
+        session = DecodeSession(model, len(tokens))
         for _ in range(max_new_tokens):
-            new = sample_token(reader.scores(text[:, :length], fresh), temperature, top_k, top_p, generator)
+            new = sample_token(session.logits(text[:, :length], prefill), temperature, top_k, top_p, generator)
             yield new
-            fresh = length == block_size
-            if fresh:
+            prefill = length == block_size
+            if prefill:
                 length = context_after_shift(block_size)
                 text[:, : length - 1] = text[:, block_size - length + 1 :].clone()
             else:
@@ -69,42 +65,42 @@ def generate(
 
 
 def context_after_shift(block_size: int) -> int:
-    """How many characters the window behind a full one has, the newest among them."""
+    """Return how many of the newest tokens stay in the window when it is full."""
     return max(1, block_size // 2)
 
 
 class DecodeSession:
-    """The scores behind a window, by a cache where the model has one."""
+    """The logits after a growing window, from a KV cache and a CUDA graph where the model supports them."""
 
     def __init__(self, model: nn.Module, batch: int) -> None:
-        self.model, self.recorded = model, None
+        self.model, self.graph = model, None
         if isinstance(model, SupportsKVCache):
             weight = next(model.parameters())
             self.cache = model.new_cache(batch, weight.dtype)
             if weight.is_cuda and isinstance(model, SupportsCUDAGraphDecode):
-                self.recorded = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
+                self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 
-    def scores(self, window: Tensor, fresh: bool) -> Tensor:
-        """Logits (B, V) behind a window (B, T), valid until the next call.
+    def logits(self, window: Tensor, prefill: bool) -> Tensor:
+        """Return the logits (B, V) after a window (B, T), valid until the next call.
 
         Args:
-            fresh: it has another beginning than that before; otherwise it has one more character.
+            prefill: compute the cache from scratch; else the window is the previous one and one more token.
         """
-        position = window.shape[1] - 1
         if not isinstance(self.model, SupportsKVCache):
             logits: Tensor = self.model(window)[:, -1]
             return logits
-        if fresh:
+        if prefill:
             return self.model.decode(window, self.cache, 0)
-        if self.recorded:
-            return self.recorded(window[:, -1], position)
+        position = window.shape[1] - 1
+        if self.graph:
+            return self.graph(window[:, -1], position)
         return self.model.decode(window[:, -1:], self.cache, position)
 
 
 def sample_token(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """One character per row of the logits (B, V), as indices (B,)."""
+    """Sample one token per row of the logits (B, V); returns (B,)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
@@ -114,14 +110,14 @@ def sample_token(
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p is not None and top_p < 1:
         ranked, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        unneeded = ranked.cumsum(dim=-1) - ranked >= top_p  # what stands before already reaches top_p
-        logits = logits.masked_fill(unneeded.scatter(-1, order, unneeded), -torch.inf)
+        excluded = ranked.cumsum(dim=-1) - ranked >= top_p  # the likelier tokens reach top_p without it
+        logits = logits.masked_fill(excluded.scatter(-1, order, excluded), -torch.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
 
 
 def generate_text(
     model: nn.Module,
-    vocabulary: CharTokenizer,
+    tokenizer: CharTokenizer,
     prompt: str,
     max_new_tokens: int,
     seed: int,
@@ -130,15 +126,15 @@ def generate_text(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> list[str]:
-    """Continuations of a prompt (without it); an empty prompt starts as after a line's end.
+    """Return continuations of a prompt, without the prompt; an empty prompt counts as a line feed.
 
     Raises:
-        DataError: the prompt has characters outside the vocabulary.
+        DataError: the prompt has characters that the tokenizer does not know.
     """
     device = next(model.parameters()).device
-    start = vocabulary.encode(prompt) or [vocabulary.index.get("\n", 0)]
+    start = tokenizer.encode(prompt) or [tokenizer.index.get("\n", 0)]
     tokens = torch.tensor(start, device=device).expand(n_samples, -1)
     generator = torch.Generator(device).manual_seed(seed)
     steps = list(generate(model, tokens, max_new_tokens, temperature, top_k, top_p, generator))
     columns = torch.stack(steps, dim=1) if steps else tokens[:, :0]
-    return [vocabulary.decode(row) for row in columns.tolist()]
+    return [tokenizer.decode(row) for row in columns.tolist()]

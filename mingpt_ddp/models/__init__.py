@@ -1,19 +1,21 @@
-"""The architectures, by the name that `model.architecture` selects, and what the rest of the package asks of one.
+"""Architectures by the name that `model.architecture` selects, and the protocols that the rest of the package uses.
 
-Shapes: B sequences, T characters, T <= block_size, V = vocab_size.
+Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_size.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.config.schema import ModelConfig
-from mingpt_ddp.errors import CodeError
+from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 
@@ -21,68 +23,68 @@ BUILDERS["model"].update(gpt=GPT, modern=Modern)
 
 
 class LanguageModel(Protocol):
-    """All that is needed of a model: an nn.Module that is called like this."""
+    """What every model must be: an nn.Module with this forward."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Scores of the next character, or the loss where targets are given.
+        """Return the logits of the next token, or the loss if targets are given.
 
-        A score at a position may depend on the characters up to that position only. Random numbers are those of torch's
-        global generators, which are seeded before every call; there are none in evaluation mode.
+        Logits at a position may depend on the tokens up to that position only. Random numbers come from torch's global
+        generators, which are seeded before every call; evaluation mode draws none.
 
         Args:
             tokens: (B, T) int64, below V.
-            targets: (B, T) int64, the character that follows each of them.
+            targets: (B, T) int64, the token that follows each of them.
 
         Returns:
-            Logits (B, T, V), or the mean cross-entropy in nats per character, a scalar.
+            Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
         """
 
 
 @runtime_checkable
 class SupportsKVCache(Protocol):
-    """What a model may have besides, so that sampling need not read the whole context for every character."""
+    """Optional: sampling reads every token once instead of the whole context for each new token."""
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Any:
-        """Room for what the model keeps of the characters of `batch` sequences."""
+        """Allocate a cache for `batch` sequences."""
 
     def decode(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
-        """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` characters in the cache.
+        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached tokens.
 
-        What the cache has from `start` on is of no interest any more: with 0 another text begins.
+        Ignore what the cache holds from `start` on; start = 0 begins another text.
         """
 
 
 @runtime_checkable
 class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
-    """What a decoder may have besides: a step that a GPU records once and repeats for every character (CUDA graph).
+    """Optional: on a GPU, sampling captures `step` in a CUDA graph and replays it for each new token.
 
-    `model.cache` has the parts for it.
+    `mingpt_ddp.models.kv_cache` has the parts for it.
     """
 
     def step(self, tokens: Tensor, cache: Any, position: Tensor) -> Tensor:
-        """Logits (B, V) behind one new character of each sequence: `decode(tokens[:, None], cache, int(position))`.
+        """Return the logits (B, V) after one new token per sequence: `decode(tokens[:, None], cache, int(position))`.
 
-        Shapes and the choice of operations may not depend on the position, nor may its value be read.
+        Shapes and operations must not depend on the value of `position`, and the host must not read it.
 
         Args:
             tokens: (B,)
-            position: how many characters the cache has, an int64 tensor of shape () on the device of the model.
+            position: number of cached tokens, an int64 tensor of shape () on the model's device.
         """
 
 
 @runtime_checkable
 class SupportsFlopsCount(Protocol):
-    """What a model may have besides, so that MFU is logged."""
+    """Optional: MFU is logged."""
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of a forward and backward, per character of a sequence of block_size characters."""
+        """Count the floating-point operations of a forward and backward pass, per token of a full context."""
 
 
 def flops_per_token(model: nn.Module) -> float | None:
-    """As the model counts them; None where it does not.
+    """Return the model's own count, None if it has none.
 
     Raises:
-        CodeError: what a user's model says is no count.
+        CodeError: a user's model returns something other than a number above 0.
     """
     if not isinstance(model, SupportsFlopsCount):
         return None
@@ -93,13 +95,13 @@ def flops_per_token(model: nn.Module) -> float | None:
 
 
 def build_model(config: ModelConfig, vocab_size: int, block_size: int) -> nn.Module:
-    """The model that `config` describes, its weights drawn from torch's global generator.
+    """Build the model that `config` describes; torch's global generator draws its weights.
 
     Args:
-        block_size: the most characters that it will see at once; the model has it as `block_size` afterwards.
+        block_size: context length; the model gets it as an attribute if it does not set one.
 
     Raises:
-        CodeError: what a user has registered makes no model.
+        CodeError: the user's builder returned something other than an nn.Module.
     """
     model = BUILDERS["model"][config.architecture](config, vocab_size, block_size)
     if not isinstance(model, nn.Module):
@@ -109,11 +111,26 @@ def build_model(config: ModelConfig, vocab_size: int, block_size: int) -> nn.Mod
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Trainable numbers."""
+    """Return the number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-__all__ = [
-    *("GPT", "SupportsFlopsCount", "SupportsKVCache", "LanguageModel", "Modern", "SupportsCUDAGraphDecode"),
-    *("build_model", "count_parameters", "flops_per_token"),
-]
+def apply_activation_checkpointing(model: nn.Module) -> None:
+    """Keep only the input of each of `model.blocks`; the backward pass recomputes the rest.
+
+    Dropout masks are drawn again as before, so gradients stay identical bit for bit. Parameter names and passes without
+    gradients do not change.
+
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
+
+    Raises:
+        ConfigError: the model has no `blocks`.
+    """
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleList):
+        raise ConfigError(
+            f"trainer.activation_checkpointing=true needs a model with blocks, an nn.ModuleList, and "
+            f"{type(model).__name__} has none; set it to false"
+        )
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)

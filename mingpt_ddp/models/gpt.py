@@ -1,6 +1,6 @@
-"""A GPT-2 style decoder: pre-norm blocks, learned positions, weights tied between embedding and head.
+"""GPT-2: a pre-norm decoder with learned positions and one weight for the embedding and the head.
 
-Shapes: B sequences, T characters, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
+Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its released code.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.models.kv_cache import CachePosition, KVCache, rows
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache, select_positions
 from mingpt_ddp.models.ops import causal_attention, dropout
 
 
@@ -22,16 +22,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head = config.n_head
-        self.dropout = config.dropout
+        self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         B, T, C = x.shape
-        q, k, v = (
-            self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4).unbind()
-        )  # each (B, H, T, D)
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
         if cache is not None:
             y = cache.attend(q, k, v, start)
         else:
@@ -41,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer four times as wide, each added to the residual stream."""
+    """Attention, then an MLP four times as wide; each adds to the residual stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -60,21 +58,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters in, scores of the next character (or the loss) out."""
+    """Token ids in, logits (or the loss) out."""
 
     def __init__(self, config: GPTConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
-        self.config = config
-        self.vocab_size = vocab_size
-        self.block_size = block_size
-        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # is the head's weight as well
+        self.config, self.block_size = config, block_size
+        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # its weight is the head's too
         self.position_embedding = nn.Embedding(block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal with deviation 0.02; layers that write to the residual stream scaled by 1 / sqrt(2 n_layer)."""
+        """Draw from N(0, 0.02); scale layers that write to the residual stream by 1 / sqrt(2 n_layer)."""
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -84,59 +80,51 @@ class GPT(nn.Module):
             nn.init.normal_(getattr(module, residual).weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Scores, or the loss where targets are given.
+        """Return the logits, or the loss if targets are given.
 
         Args:
             tokens: (B, T) integers below V, T <= block_size.
-            targets: (B, T) the character that follows each of them.
+            targets: (B, T) the token that follows each of them.
 
         Returns:
-            Logits (B, T, V), or the mean cross-entropy in nats per character, a scalar.
+            Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
         """
-        logits = self._logits(self._hidden(tokens))
+        logits = F.linear(self._hidden(tokens), self.token_embedding.weight)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def _hidden(self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0) -> Tensor:
+        """Return (B, T, C), the normalized output of the last block."""
         T = tokens.shape[1]
         if isinstance(start, int) and start + T > self.block_size:
-            raise ValueError(f"{start + T} characters are more than the context of {self.block_size}")
-        x = self.token_embedding(tokens) + rows(self.position_embedding.weight, start, T)  # (B, T, C)
+            raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
+        x = self.token_embedding(tokens) + select_positions(self.position_embedding.weight, start, T)  # (B, T, C)
         x = dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache[i] if cache else None, start)
         return self.norm(x)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.token_embedding.weight)
-
     def new_cache(self, batch: int, dtype: torch.dtype) -> list[KVCache]:
-        """Room for the keys and values of `batch` sequences, a cache per block."""
+        """Allocate a KV cache for `batch` sequences, one entry per block."""
         c = self.config
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
         return [KVCache(shape, dtype, self.token_embedding.weight.device) for _ in range(c.n_layer)]
 
     def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
-        """Logits (B, V) behind the last of the new `tokens` (B, T), which follow `start` cached positions."""
-        return self._logits(self._hidden(tokens, cache, start)[:, -1])
+        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached positions."""
+        return F.linear(self._hidden(tokens, cache, start)[:, -1], self.token_embedding.weight)
 
     def step(self, tokens: Tensor, cache: list[KVCache], position: Tensor) -> Tensor:
-        """Logits (B, V) behind the new `tokens` (B,) at a position that only the device knows, a tensor of shape ()."""
+        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the device."""
         return self.decode(tokens[:, None], cache, position)
 
-    def count_parameters(self, embeddings: bool = True) -> int:
-        """Trainable numbers; without the embeddings, what Kaplan et al. 2020 (arXiv:2001.08361) call N."""
-        total = sum(p.numel() for p in self.parameters())
-        tables = self.token_embedding.weight.numel() + self.position_embedding.weight.numel()
-        return total if embeddings else total - tables
-
     def flops_per_token(self) -> int:
-        """Floating-point operations of a forward and backward per character: 6 N + 12 L C T.
+        """Count the floating-point operations of a forward and backward pass per token: 6 N + 12 L C T.
 
-        N counts every matrix that multiplies, the tied head among them. Source: Chowdhery et al. 2022, "PaLM"
+        N counts every weight that is multiplied, the tied head among them. Source: Chowdhery et al. 2022, "PaLM"
         (arXiv:2204.02311), appendix B, with full attention, as is customary when MFU is quoted.
         """
         c = self.config
-        n = self.count_parameters(embeddings=False) + self.token_embedding.weight.numel()
+        n = sum(p.numel() for p in self.parameters()) - self.position_embedding.weight.numel()
         return 6 * n + 12 * c.n_layer * c.n_embd * self.block_size

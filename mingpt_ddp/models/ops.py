@@ -1,6 +1,6 @@
-"""What is computed differently on different devices, in one place: precision, attention, normalisation, activation.
+"""Operations with a faster form for some device: precision, causal attention, RMSNorm, squared ReLU.
 
-Shapes: B sequences, H heads, T queries, S >= T keys, D numbers per head.
+Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUERIES = 64  # of a block: keys behind its last query are not looked at
+QUERY_BLOCK = 64  # queries at a time on a CPU; keys after the last of them are skipped
 
 
 def choose_device(wanted: str, key: str) -> torch.device:
-    """The GPU if there is one, or what is wanted.
+    """Return the wanted device; auto is the GPU if there is one.
 
     Args:
         wanted: auto, cpu or cuda.
-        key: that says so, for messages.
+        key: the configuration key, for messages.
 
     Raises:
         ConfigError: there is no GPU.
@@ -36,7 +36,7 @@ def choose_device(wanted: str, key: str) -> torch.device:
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """What a configured precision stands for on a device: auto is bf16 where that is fast."""
+    """Return fp32, bf16 or fp16; auto is bf16 where the device is fast at it."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -45,56 +45,51 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """In which products with this parameter are computed here: that of autocast, or the parameter's own."""
-    kind = parameter.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype
+    """Return the type that products with this parameter have: autocast's, else the parameter's own."""
+    device = parameter.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Causal attention: the last query belongs to the last key, and each sees its own position and all before.
+    """Attend causally; the last query is at the position of the last key.
 
-    On a GPU that is one fused kernel. On a CPU the backward of that kernel is slow in bf16, so plain products of
-    matrices do it there, a block of queries at a time: a third of the work lies above the diagonal and is left out.
+    One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix products take a block of
+    queries at a time and skip the third of the work that lies above the diagonal.
 
     Args:
         q: (B, H, T, D). k, v: (B, H, S, D).
-        dropout: probability with which a weight is left out.
+        dropout: probability with which an attention weight is dropped.
 
     Returns:
         (B, H, T, D)
     """
     T, S = q.shape[2], k.shape[2]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        return _attend_in_blocks(q, k, v, dropout)
+        return _blockwise_attention(q, k, v, dropout)
     if T == S or T == 1:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
     mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
-def _attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     B, H, T, D = q.shape
-    older = k.shape[2] - T
+    cached = k.shape[2] - T
     q, k, v = q.reshape(B * H, T, D), k.reshape(B * H, -1, D), v.reshape(B * H, -1, D)
     blocks = []
-    for start in range(0, T, QUERIES):
-        stop = min(start + QUERIES, T)
-        seen = older + stop
-        mask = _mask(stop - start, seen, q.dtype)
-        scores = torch.baddbmm(mask, q[:, start:stop], k[:, :seen].transpose(1, 2), alpha=1 / math.sqrt(D))
+    for start in range(0, T, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, T)
+        S = cached + stop
+        mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype).triu(diagonal=cached + start + 1)
+        scores = torch.baddbmm(mask, q[:, start:stop], k[:, :S].transpose(1, 2), alpha=1 / math.sqrt(D))
         weights = F.dropout(scores.softmax(dim=-1), dropout, dropout > 0)
-        blocks.append(torch.bmm(weights, v[:, :seen]))
+        blocks.append(torch.bmm(weights, v[:, :S]))
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     return y.view(B, H, T, D)
 
 
-def _mask(T: int, S: int, dtype: torch.dtype) -> Tensor:
-    """(T, S), to be added to the scores: minus infinity for keys behind the query."""
-    return torch.full((T, S), -torch.inf, dtype=dtype).triu(diagonal=S - T + 1)
-
-
 def rms_norm(x: Tensor) -> Tensor:
-    """x over its root mean square along the last dimension, in the precision of x.
+    """Divide x by its root mean square along the last dimension, in the precision of x.
 
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), without gain.
     """
@@ -112,7 +107,7 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """torch's own is a chain of operations on a CPU, each with a result as large as x."""
+    """RMSNorm with few temporaries; on a CPU torch's own is a chain of operations, each as large as x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -124,17 +119,17 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
-        along = (grad * y).mean(dim=-1, keepdim=True)
-        return torch.addcmul(grad, y, along, value=-1).mul_(scale)
+        projection = (grad * y).mean(dim=-1, keepdim=True)
+        return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    """torch's, but nothing at all where it would do nothing."""
+    """Apply F.dropout; return x itself, without a call, where it would do nothing."""
     return F.dropout(x, probability) if training and probability > 0 else x
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
+    """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
     if x.device.type == "cpu" and torch.is_grad_enabled():
         y: Tensor = _ReLUSquared.apply(x)
         return y
@@ -142,7 +137,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 class _ReLUSquared(torch.autograd.Function):
-    """Two operations there and two back, where autograd has five."""
+    """Two operations forward and two backward, where autograd has five."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The optimizer and the only formula of the learning rate."""
+"""Optimizers, parameter groups, and the only formula of the learning rate."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mingpt_ddp.optim.muon import Muon
 
 
 def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
-    """The learning rate of a step; steps count from 1.
+    """Return the learning rate of a step; steps count from 1.
 
-    Linear growth over the warm-up, then the schedule, from `lr` down to `min_lr_ratio * lr` at its last step, and
-    constant after that. wsd is warm-up, stable, decay: Hu et al. 2024, "MiniCPM" (arXiv:2404.06395), the decay linear.
+    A linear warm-up, then the schedule from `lr` down to `min_lr_ratio * lr` at its last step, and constant after that.
+    wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395) with a linear decay.
     """
     total = config.schedule_steps or run_steps
     if step <= config.warmup_steps:
@@ -27,16 +27,16 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
         return config.lr
     progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     if config.schedule == "cosine":
-        height = 0.5 * (1 + math.cos(math.pi * progress))
+        coeff = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.schedule == "linear":
-        height = 1 - progress
+        coeff = 1 - progress
     else:
-        height = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * height)
+        coeff = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices are decayed, vectors (biases, norms) are not."""
+    """Return parameter groups: weight decay for matrices, none for vectors (biases, norms)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -46,10 +46,10 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `config` describes. The learning rate is set before every step.
+    """Build the optimizer that `config` describes; the train step sets the learning rate before every step.
 
     Raises:
-        CodeError: what a user has registered makes no optimizer.
+        CodeError: the user's builder returned something other than a torch.optim.Optimizer.
     """
     optimizer = BUILDERS["optimizer"][config.name](model, config)
     if not isinstance(optimizer, torch.optim.Optimizer):

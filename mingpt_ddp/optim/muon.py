@@ -1,5 +1,9 @@
 """Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
 
+What torch.optim.Muon does not do: it updates vectors and embeddings too (by AdamW), orthogonalizes all matrices of a
+shape in one batch and each part of a fused weight (QKV) by itself, takes three Polar Express steps instead of five
+Newton-Schulz steps, and shares the work among ranks.
+
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Amsel et al. 2025, "The Polar
 Express" (arXiv:2505.16932); Loshchilov and Hutter 2017, "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
 """
@@ -17,35 +21,38 @@ from mingpt_ddp.config.schema import MuonConfig
 from mingpt_ddp.models.ops import DTYPES, choose_precision
 from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
-# Three steps of the Polar Express, a x + b x^3 + c x^5 each, the best for the range that the one before leaves.
-# Together they send singular values from LEAST to 1 to within a tenth of 1, and raise smaller ones 55 times.
-LEAST = 0.02
+# Three Polar Express steps a x + b x^3 + c x^5, each optimal for the range of singular values that the previous one
+# leaves. Together they map [MIN_SINGULAR_VALUE, 1] to within a tenth of 1 and scale smaller values up 55 times.
+MIN_SINGULAR_VALUE = 0.02
 POLYNOMIALS = (
     (7.710969245867679, -22.11375479048116, 16.248743017738473),
     (3.2152759873077463, -2.4111720102557843, 0.501300013614882),
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
-MIN_NUMEL_TO_SHARD = 1 << 17  # numbers in all matrices: for fewer the exchange takes as long as the work
+MIN_NUMEL_TO_SHARD = 1 << 17  # elements in all matrices; below, the all_gather takes as long as the work
 
 
 def polar_express(matrices: Tensor) -> Tensor:
-    """The same singular vectors, with singular values near 1.
+    """Orthogonalize matrices: keep their singular vectors, move their singular values near 1.
 
     Args:
-        matrices: (N, rows, columns), of the type to compute in; one by one they would keep a GPU waiting.
+        matrices: (N, rows, columns), in the type to compute in.
+
+    Returns:
+        (N, rows, columns)
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * 1.02).clamp_min(1e-30)  # no singular value above 1
+    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * 1.02).clamp_min(1e-30)  # singular values of at most 1
     for a, b, c in POLYNOMIALS:
         gram = torch.bmm(x, x.mT)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
 
 
-def _groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
-    """Parameters by who changes them, and how fast: `lr_ratio` is a group's learning rate over that of the run."""
+def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
+    """Group parameters by algorithm and learning rate; `lr_ratio` is the group's rate over that of the run."""
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     head = set(getattr(model, "head", nn.Module()).parameters()) - embeddings
     members: dict[str, list[nn.Parameter]] = {"embedding_lr": [], "head_lr": [], "vector_lr": [], "lr": []}
@@ -66,41 +73,41 @@ def _groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, which is left the gradients that Muon has not taken."""
+    """Muon for matrices, then AdamW's own step for the parameters that still have gradients."""
 
     def __init__(self, model: nn.Module, config: MuonConfig) -> None:
         """
         Args:
-            model: what of it is a matrix goes to Muon, but for embeddings and a submodule `head`. Where a module says
-                `parts`, its weight is so many matrices, one below another; dimensions before the last two are a stack.
+            model: Muon takes its matrices except embeddings and the submodule `head`. The weight of a module with an
+                attribute `parts` is that many matrices, concatenated by rows; leading dimensions are a batch.
         """
-        super().__init__(_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        super().__init__(_parameter_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.momentum
         self.rank, self.world_size = 0, 1
-        self.rows: dict[Tensor, int] = {
+        self.rows: dict[Tensor, int] = {  # of one matrix of each weight
             weight: weight.shape[-2] // getattr(module, "parts", 1)
             for module in model.modules()
             for weight in module.parameters(recurse=False)
             if weight.dim() >= 2
-        }  # of each matrix
-        leave_overflow_to_scaler(self)  # AdamW's kernel would skip a step by itself, Muon would not
+        }
+        leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step by itself, Muon would not
 
     def shard_across_ranks(self, rank: int, world_size: int) -> None:
-        """From now on all ranks take each step together, with the same gradients, and share the work."""
+        """Share the work of each step among ranks; all must call `step` together, with the same gradients."""
         self.rank, self.world_size = rank, world_size
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Change the parameters that have gradients, and drop the gradients of those that Muon changes."""
+        """Update the parameters that have gradients; free the gradients of those that Muon updates."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if group["muon"] and parameters:
-                self._muon(parameters, group["lr"], group["weight_decay"])
+                self._muon_step(parameters, group["lr"], group["weight_decay"])
         return super().step(closure)
 
-    def _muon(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
-        """Orthogonalised Nesterov momentum, larger for tall matrices, so that all change their outputs alike."""
-        directions = self._directions(parameters)
+    def _muon_step(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+        """Apply orthogonalized Nesterov momentum, scaled up for tall matrices: all change their outputs alike."""
+        directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, parameter in enumerate(parameters):
@@ -111,12 +118,12 @@ class Muon(torch.optim.AdamW):
             for (rows, columns), members in by_shape.items()
         ]
         for ((rows, columns), members), stack in zip(by_shape.items(), self._polar_express(stacks), strict=True):
-            changed = [parameters[i].view(-1, rows, columns) for i in members]
-            updates = stack.to(changed[0].dtype).split([len(matrices) for matrices in changed])
-            for_each("add_", changed, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+            matrices = [parameters[i].view(-1, rows, columns) for i in members]
+            updates = stack.to(matrices[0].dtype).split([len(m) for m in matrices])
+            for_each("add_", matrices, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
 
     def _polar_express(self, stacks: list[Tensor]) -> list[Tensor]:
-        """All matrices of all stacks; each rank takes its share of every stack where there is enough to do."""
+        """Orthogonalize all stacks; with enough elements, each rank takes a share of every stack."""
         world_size = self.world_size if sum(stack.numel() for stack in stacks) >= MIN_NUMEL_TO_SHARD else 1
         if world_size == 1:
             return [polar_express(stack) for stack in stacks]
@@ -124,25 +131,22 @@ class Muon(torch.optim.AdamW):
         own = []
         for stack, share in zip(stacks, shares, strict=True):
             part = stack[self.rank * share : (self.rank + 1) * share]
-            missing = stack.new_zeros(share - len(part), *stack.shape[1:])  # all ranks send the same number
-            own.append(torch.cat([polar_express(part), missing]).flatten())
+            padding = stack.new_zeros(share - len(part), *stack.shape[1:])  # all ranks send as many elements
+            own.append(torch.cat([polar_express(part), padding]).flatten())
         sent = torch.cat(own)
         received = sent.new_empty(world_size, len(sent))
-        dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # gloo knows no bf16
+        dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # as bytes: gloo has no bf16
         pieces = received.split([len(piece) for piece in own], dim=1)
         return [piece.reshape(-1, *stack.shape[1:])[: len(stack)] for piece, stack in zip(pieces, stacks, strict=True)]
 
-    def _directions(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
-        """Where the momentum will be after this step, had it the same gradient again."""
-        gradients: list[Tensor] = []
+    def _nesterov_momentum(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+        """Update the momentum with the gradients, free these, and return the momentum one gradient ahead."""
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
         for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-                self.state[parameter]["step"] = torch.zeros(())  # AdamW's loader looks for one everywhere
-            assert parameter.grad is not None
-            gradients.append(parameter.grad)
             parameter.grad = None
-        averages = [self.state[parameter]["momentum"] for parameter in parameters]
-        for_each("lerp_", averages, gradients, 1 - self.momentum)
-        directions: tuple[Tensor, ...] = for_each("lerp", gradients, averages, self.momentum)
+            if not self.state[parameter]:  # AdamW's load_state_dict expects a step in every state
+                self.state[parameter].update(momentum=torch.zeros_like(parameter), step=torch.zeros(()))
+        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+        for_each("lerp_", momenta, gradients, 1 - self.momentum)
+        directions: tuple[Tensor, ...] = for_each("lerp", gradients, momenta, self.momentum)
         return directions

@@ -16,8 +16,7 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.compile import check_compiles
 from mingpt_ddp.distributed.runtime import Runtime, eval_mode
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.models import build_model, count_parameters, flops_per_token
-from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
+from mingpt_ddp.models import apply_activation_checkpointing, build_model, count_parameters, flops_per_token
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots import state_dict
 

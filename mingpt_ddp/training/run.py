@@ -15,8 +15,10 @@ from torch import nn
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
-from mingpt_ddp.data.dataset import CharTokenizer, EncodedText, TextDataset, prepare
+from mingpt_ddp.data.dataset import EncodedText, TextDataset
+from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.rng import derive_seed, seed_everything
+from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.exit import exit_hang
@@ -26,8 +28,7 @@ from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
-from mingpt_ddp.models import build_model, count_parameters
-from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
+from mingpt_ddp.models import apply_activation_checkpointing, build_model, count_parameters
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.load import candidate_stores, load
 from mingpt_ddp.snapshots.manager import SnapshotManager

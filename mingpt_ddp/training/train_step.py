@@ -72,7 +72,7 @@ class TrainStep:
     def _forward_backward(self, step: int, micro: MicroBatch, shares: bool) -> Tensor:
         """This micro-batch's share of the step's mean loss, its gradients added up."""
         self.runtime.group.set_activity(f"in the forward pass of step {step}")
-        seed_everything("dropout", self.config.run.seed, step, micro.number)
+        seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
         with self.runtime.autocast():
             loss = self.parallel_model(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
@@ -118,10 +118,10 @@ class TrainStep:
             with self.runtime.maybe_no_sync(self.parallel_model, last=False):
                 loss = self._forward_backward(step, micro, shares=False)
             if not torch.isfinite(loss):
-                found = f"the loss of micro-batch {micro.number}"
+                found = f"the loss of micro-batch {micro.index}"
             for name, parameter in self.model.named_parameters():
                 if not found and parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                    found = f"the gradient of {name} in micro-batch {micro.number}"
+                    found = f"the gradient of {name} in micro-batch {micro.index}"
             if found:
                 break
         self.optimizer.zero_grad(set_to_none=True)

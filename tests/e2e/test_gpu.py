@@ -20,8 +20,7 @@ from mingpt_ddp.inference.decoding import prepare
 from mingpt_ddp.inference.generate import generate
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
-from mingpt_ddp.models import build_model
-from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
+from mingpt_ddp.models import apply_activation_checkpointing, build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.training.train_step import TrainStep
 

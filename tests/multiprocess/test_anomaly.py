@@ -63,7 +63,7 @@ def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
     forward_backward, forward = train_step.TrainStep._forward_backward, GPT.forward
 
     def locate(self, step, micro, shares):
-        at.update(step=step, micro=micro.number)
+        at.update(step=step, micro=micro.index)
         return forward_backward(self, step, micro, shares)
 
     def sick(self, x, y=None):

@@ -19,7 +19,8 @@ from tensorboard.plugins.hparams import metadata as hparams
 from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.data.dataset import TextDataset, prepare
+from mingpt_ddp.data.dataset import TextDataset
+from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime

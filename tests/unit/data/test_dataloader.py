@@ -130,7 +130,7 @@ def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypat
         for cut, rank in ((plan, 0), (plan, 1), (other, 2)):
             for micro in loader.get_batch(step, cut, rank):
                 x, y = batch_of(alone, step)
-                rows = slice(micro.number * cut.micro_batch_size, (micro.number + 1) * cut.micro_batch_size)
+                rows = slice(micro.index * cut.micro_batch_size, (micro.index + 1) * cut.micro_batch_size)
                 assert torch.equal(micro.x, x[rows])
                 assert torch.equal(micro.y, y[rows])
                 assert micro.x.is_contiguous() and micro.y.is_contiguous()
@@ -156,8 +156,8 @@ def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro
     plan = plan_batches(replace(trainer, micro_batch_size=micro), world_size)
     for step in (1, 10, 11):
         micros = [m for rank in range(world_size) for m in make().get_batch(step, plan, rank)]
-        micros.sort(key=lambda m: m.number)
-        assert [m.number for m in micros] == list(range(plan.n_micro))
+        micros.sort(key=lambda m: m.index)
+        assert [m.index for m in micros] == list(range(plan.n_micro))
         x, y = batch_of(make(), step)
         assert torch.equal(torch.cat([m.x for m in micros]), x)
         assert torch.equal(torch.cat([m.y for m in micros]), y)

@@ -10,7 +10,7 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference import decoding
-from mingpt_ddp.inference.decoding import HalfLinear, PackedLinear, PlainNorm, choose_precision, prepare
+from mingpt_ddp.inference.decoding import FastLayerNorm, FastLinear, choose_precision, prepare
 from mingpt_ddp.inference.generate import generate
 from mingpt_ddp.models import GPT, build_model
 from mingpt_ddp.models.ops import DTYPES, choose_device
@@ -50,13 +50,13 @@ def test_the_scores_are_the_same(bias, precision, tolerance):
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
-@pytest.mark.parametrize(("precision", "kind"), [("bf16", PackedLinear), ("fp16", HalfLinear)])
-def test_every_matrix_of_a_block_is_packed(precision, kind):
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_every_matrix_of_a_block_is_packed(precision):
     model = drawn(True)
     prepare(model, precision, batch=1)
     layers = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
     if can_pack(DTYPES[precision]):
-        assert layers == [kind] * 2 * 4
+        assert layers == [FastLinear] * 2 * 4
     else:  # oneDNN has bf16 on CPUs with AVX-512 alone
         assert precision == "bf16" and layers == [nn.Linear] * 2 * 4
         assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
@@ -154,4 +154,4 @@ def test_norms_are_stripped_and_a_norm_with_a_computation_of_its_own_is_not():
     expected = model(x)
     prepare(model, "fp32", batch=1)
     assert torch.equal(model(x), expected)
-    assert [type(norm) for norm in model] == [PlainNorm, PlainNorm, Shifted]
+    assert [type(norm) for norm in model] == [FastLayerNorm, FastLayerNorm, Shifted]

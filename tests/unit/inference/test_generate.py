@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.data.dataset import CharTokenizer
+from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.inference.generate import generate, generate_text, sample_token
 from mingpt_ddp.models import GPT, build_model

@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import build_model
-from mingpt_ddp.models.activation_checkpoint import apply_activation_checkpointing
+from mingpt_ddp.models import apply_activation_checkpointing, build_model
 
 B, T, V = 4, 16, 20
 

@@ -13,7 +13,7 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.modern import Stacked
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.muon import LEAST, Muon, polar_express
+from mingpt_ddp.optim.muon import MIN_SINGULAR_VALUE, Muon, polar_express
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
 
 MUON = MuonConfig("muon", 0.02, 0.1, "constant", None, 0, 0.0, 0.5, 0.9, 0.3, 0.05, 0.01, (0.9, 0.95), 1e-10)
@@ -36,7 +36,7 @@ def test_singular_values_come_near_one_and_singular_vectors_stay(shape, dtype, s
     u, s, vh = torch.linalg.svd(given, full_matrices=False)
     turned = u.mT @ found @ vh.mT  # diagonal where the singular vectors are the same
     diagonal = turned.diagonal(dim1=-2, dim2=-1)
-    known = s > LEAST * 1.1 * torch.linalg.matrix_norm(given)[:, None]
+    known = s > MIN_SINGULAR_VALUE * 1.1 * torch.linalg.matrix_norm(given)[:, None]
     assert float(known.float().mean()) > 0.8
     rounding = 0.03 if dtype == torch.bfloat16 else 1e-3
     assert float((diagonal - 1).abs()[known].max()) < 0.1 + rounding

@@ -1,0 +1,26 @@
+"""A data configuration for a text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mingpt_ddp.config.schema import DataConfig
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A data configuration for a path, or for a text that is written to a file first."""
+
+    def make(content: str | bytes | Path, **changes) -> DataConfig:
+        path = content if isinstance(content, Path) else tmp_path / "text.txt"
+        if isinstance(content, str):
+            path.write_text(content, encoding="utf-8", newline="")
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
+        config = DataConfig("text", str(path), None, 8, None, 0.9, 1.0, str(tmp_path / "cache"))
+        return replace(config, **changes)
+
+    return make

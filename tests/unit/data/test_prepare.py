@@ -1,0 +1,355 @@
+"""Text in, small integers out: whatever the encoding, the chunks, the place it comes from or the state of the cache."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+
+from mingpt_ddp.config import registry
+from mingpt_ddp.data import prepare as preparing
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.errors import DataError
+
+BOM = b"\xef\xbb\xbf"
+LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
+
+
+def tokens_of(encoded: EncodedText) -> np.ndarray:
+    return np.fromfile(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype)
+
+
+def text_of(encoded: EncodedText) -> str:
+    return "".join(encoded.vocabulary[token] for token in tokens_of(encoded))
+
+
+def test_python_docs_is_there_without_a_download(settings):
+    text = preparing.python_docs()
+    assert 460_000 <= len(text) <= 510_000
+    assert text_of(prepare(settings("", path="builtin:python_docs"))) == text
+
+
+def test_utf8_is_encoded_by_code_point_order(settings):
+    encoded = prepare(settings(LINE))
+    assert encoded.vocabulary == "".join(sorted(set(LINE)))
+    assert encoded.length == len(LINE)
+    assert encoded.sha256 == hashlib.sha256(LINE.encode()).hexdigest()
+    assert text_of(encoded) == LINE
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 64])
+@pytest.mark.parametrize("head", [b"", BOM], ids=["plain", "bom"])
+@pytest.mark.parametrize("packed", [False, True], ids=["raw", "gzip"])
+def test_characters_cut_by_a_chunk_are_put_together(settings, monkeypatch, chunk, head, packed):
+    """The text is read in pieces; a character of several bytes may lie on the border of two."""
+    monkeypatch.setattr(preparing, "CHUNK_BYTES", chunk)
+    characters = random.Random(chunk).choices("ab\n\r€é漢😀\U0010ffff\x00\ufeff", k=200)
+    text = "x" + "".join(characters)
+    content = head + text.encode()
+    encoded = prepare(settings(gzip.compress(content) if packed else content))
+    assert text_of(encoded) == text
+    assert encoded.length == len(text)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 1 << 22])
+@pytest.mark.parametrize(
+    ("content", "position"),
+    [
+        (b"abc\xffdef", 3),
+        (b"\xff", 0),
+        ("ä€😀".encode() + b"\x80a", 9),
+        ("ä".encode() + b"ab\xe2\x82", 4),  # the end is missing
+        (b"ab\xe2\x28\xa1cd", 2),  # the second byte is wrong
+        (b"ab\xed\xa0\x80", 2),  # a surrogate
+        (BOM + b"abc\xffdef", 6),
+        (BOM + b"\xe2\x82", 3),
+        (BOM[:2], 0),  # half a byte order mark
+    ],
+)
+def test_invalid_utf8_is_refused_with_the_position_of_the_byte(settings, monkeypatch, content, position, chunk):
+    with pytest.raises(UnicodeDecodeError):
+        content.decode("utf-8-sig")
+    monkeypatch.setattr(preparing, "CHUNK_BYTES", chunk)
+    config = settings(content)
+    with pytest.raises(DataError, match=rf"is not UTF-8 at byte {position};"):
+        prepare(config)
+    assert not list(Path(config.cache_dir).glob("*/meta.json"))
+
+
+def test_gzip_is_known_by_its_content_not_its_name(settings):
+    encoded = prepare(settings(gzip.compress(LINE.encode())))
+    assert text_of(encoded) == LINE
+
+
+@pytest.mark.parametrize("damage", ["cut off", "wrong checksum", "wrong block"])
+def test_broken_gzip_is_one_line(settings, damage):
+    whole = gzip.compress(LINE.encode() * 20)
+    if damage == "cut off":
+        content = whole[:-20]
+    elif damage == "wrong checksum":
+        content = whole[:-8] + b"\0\0\0\0" + whole[-4:]
+    else:  # a block of a type that does not exist, right behind the header of 10 bytes
+        content = whole[:10] + b"\xff" + whole[11:]
+    with pytest.raises(DataError, match="is not a whole gzip file"):
+        prepare(settings(content))
+
+
+@pytest.mark.parametrize("content", [b"", BOM, gzip.compress(b"")], ids=["nothing", "only a BOM", "empty gzip"])
+def test_an_empty_text_is_refused(settings, content):
+    with pytest.raises(DataError, match="is empty"):
+        prepare(settings(content))
+
+
+@pytest.mark.parametrize("content", ["a", "a" * 1000])
+def test_one_distinct_character_is_refused(settings, content):
+    with pytest.raises(DataError, match="one distinct character"):
+        prepare(settings(content))
+
+
+def test_a_missing_file_is_one_line(settings, tmp_path):
+    with pytest.raises(DataError, match="there is no such file"):
+        prepare(settings(tmp_path / "nowhere.txt"))
+
+
+@pytest.mark.parametrize(("distinct", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
+def test_a_token_takes_as_many_bytes_as_it_needs(settings, distinct, dtype):
+    text = "".join(map(chr, range(0x10000, 0x10000 + distinct))) * 2
+    encoded = prepare(settings(text))
+    assert encoded.dtype == dtype
+    assert tokens_of(encoded).tolist() == [*range(distinct), *range(distinct)]
+
+
+# The cache.
+
+
+def stamp(encoded: EncodedText) -> list[tuple[int, int]]:
+    """Which files the cache holds, and since when; also the cache itself, in which an encoding is prepared."""
+    directory = Path(encoded.directory)
+    paths = [directory.parent, directory, *sorted(directory.iterdir())]
+    return [((status := path.stat()).st_ino, status.st_mtime_ns) for path in paths]
+
+
+def test_the_second_time_the_cache_serves(settings, tmp_path):
+    first = prepare(settings(LINE))
+    before = stamp(first)
+    copy = tmp_path / "the same text elsewhere.txt"
+    copy.write_text(LINE, encoding="utf-8")
+    assert prepare(settings(LINE)) == first
+    assert prepare(settings(copy)) == first
+    assert stamp(first) == before
+
+
+def test_the_cache_goes_by_content(settings):
+    first = prepare(settings(LINE))
+    second = prepare(settings(LINE.upper()))
+    assert first.directory != second.directory
+    assert (text_of(first), text_of(second)) == (LINE, LINE.upper())
+
+
+def cut_tokens(directory: Path) -> None:
+    with open(directory / "tokens.bin", "r+b") as file:
+        file.truncate(10)
+
+
+def write_meta(content: bytes):
+    return lambda directory: (directory / "meta.json").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut_tokens,
+        lambda directory: (directory / "tokens.bin").unlink(),
+        lambda directory: (directory / "meta.json").unlink(),
+        write_meta(b"\xff\xfe garbage"),
+        write_meta(b""),
+        write_meta(b"null"),
+        write_meta(b'{"length": 3}'),
+        write_meta(b'{"sha256": "0", "length": 10, "vocabulary": "ab", "dtype": "nonsense"}'),
+    ],
+    ids=["tokens cut", "no tokens", "no meta", "not text", "empty meta", "null", "keys missing", "wrong values"],
+)
+def test_a_damaged_cache_is_rebuilt(settings, damage):
+    config = settings(LINE)
+    encoded = prepare(config)
+    damage(Path(encoded.directory))
+    assert prepare(config) == encoded
+    assert text_of(encoded) == LINE
+    before = stamp(encoded)
+    assert prepare(config) == encoded
+    assert stamp(encoded) == before
+
+
+CONCURRENT = """
+import json, sys, time
+from dataclasses import asdict
+from pathlib import Path
+from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.data.prepare import prepare
+config = DataConfig(**json.loads(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+print(json.dumps(asdict(prepare(config))))
+"""
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["no cache yet", "damaged cache"])
+def test_several_processes_at_once(settings, damaged):
+    """All of them get a whole encoding, whoever was first, and leave nothing half-done behind."""
+    text = LINE * 20_000
+    config = settings(text)
+    if damaged:
+        write_meta(b"garbage")(Path(prepare(config).directory))
+    command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(preparing.__file__).parents[2])}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outcomes = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, outcomes
+    expected = prepare(config)
+    assert [EncodedText(**json.loads(out)) for out, _ in outcomes] == [expected] * 4
+    assert text_of(expected) == text
+    assert not list(Path(config.cache_dir).glob(".partial-*"))
+
+
+# Other places than the local disk.
+
+
+def test_a_memory_url(settings):
+    with fsspec.open("memory://corpus/text.txt", "wb") as file:
+        file.write(LINE.encode())
+    assert text_of(prepare(settings("", path="memory://corpus/text.txt"))) == LINE
+    with pytest.raises(DataError, match="there is no such file"):
+        prepare(settings("", path="memory://corpus/nowhere.txt"))
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A web server that has LINE at /text.txt; `requests` counts the downloads."""
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "127.0.0.1")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        requests = 0
+
+        def do_GET(self):
+            content = LINE.encode() if self.path == "/text.txt" else b""
+            Handler.requests += 1
+            self.send_response(200 if content else 404)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def do_HEAD(self):
+            self.send_error(405)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.02,))
+        thread.start()
+        web.handler = Handler
+        web.url = f"http://127.0.0.1:{web.server_port}/text.txt"
+        yield web
+        web.shutdown()
+        thread.join()
+
+
+SHA256 = hashlib.sha256(LINE.encode()).hexdigest()
+
+
+def test_a_remote_file_is_fetched_once(settings, server):
+    """With its SHA-256 known, neither a second run nor a server that is gone makes a difference."""
+    config = settings("", path=server.url, sha256=SHA256)
+    encoded = prepare(config)
+    assert text_of(encoded) == LINE
+    assert server.handler.requests == 1
+    assert prepare(config) == encoded
+    assert server.handler.requests == 1
+    server.shutdown()
+    server.server_close()
+    assert prepare(config) == encoded
+    with pytest.raises(DataError, match=r"without a network, set data[.]path to a local copy"):
+        prepare(replace(config, path=server.url + "?other"))
+
+
+def test_a_remote_file_with_another_sha256_leaves_nothing(settings, server):
+    config = settings("", path=server.url, sha256="0" * 64)
+    with pytest.raises(DataError, match=r"has SHA-256 .*, not data[.]sha256=0000"):
+        prepare(config)
+    assert [path for path in Path(config.cache_dir).rglob("*") if path.is_file()] == []
+
+
+def test_a_remote_file_that_is_not_there(settings, server):
+    with pytest.raises(DataError, match="there is no such file"):
+        prepare(settings("", path=server.url.replace("text", "nowhere")))
+
+
+def test_a_local_file_with_another_sha256_is_refused(settings):
+    config = settings(LINE, sha256="0" * 64)
+    with pytest.raises(DataError, match=f"has SHA-256 {SHA256}, not data.sha256=0000"):
+        prepare(config)
+    assert not Path(config.cache_dir).exists()
+    assert text_of(prepare(replace(config, sha256=SHA256))) == LINE
+
+
+# Readers of users.
+
+
+@pytest.fixture
+def reader(monkeypatch):
+    """Register an iterator of pieces of text as the reader `own`."""
+
+    def register_as_own(pieces) -> None:
+        monkeypatch.setitem(registry.BUILDERS["data"], "own", pieces)
+
+    return register_as_own
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+def test_pieces_are_the_text_of_a_file(settings, reader, monkeypatch, size):
+    """Characters of several bytes, pieces without any, and ones that are longer than a chunk."""
+    monkeypatch.setattr(preparing, "CHUNK_BYTES", 64)
+    text = LINE * 50
+    as_file = prepare(settings(text))
+    reader(lambda config: (piece for at in range(0, len(text), size) for piece in ("", text[at : at + size])))
+    own = prepare(replace(settings(text), reader="own", path="anything", cache_dir=f"{settings(text).cache_dir}-own"))
+    assert text_of(own) == text
+    assert (own.sha256, own.tokens_sha256) == (as_file.sha256, as_file.tokens_sha256)
+
+
+def test_a_reader_runs_once_when_its_text_is_cached(settings, reader):
+    calls = []
+    reader(lambda config: calls.append(config.path) or iter([LINE * 10]))
+    config = settings(LINE, reader="own", path="somewhere")
+    first = prepare(config)
+    known = len(calls)
+    assert prepare(config) == first
+    assert (known, len(calls)) == (4, 5)
+
+
+def test_a_reader_that_yields_another_text_each_time_is_refused(settings, reader):
+    count = itertools.count()
+    reader(lambda config: iter([LINE, str(next(count))]))
+    with pytest.raises(DataError, match="changed while it was read"):
+        prepare(settings(LINE, reader="own"))
