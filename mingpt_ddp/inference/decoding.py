@@ -1,8 +1,8 @@
 """Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph per step on a GPU.
 
-On a CPU, decoding with a small model is bound by reading its weights. 16-bit copies halve the bytes, and the layout of the
-kernel means that they need no conversion. Everything else stays in fp32, where attention is faster too. For few sequences at a
-time fp16 by FBGEMM is fastest (fp32 in and out, faster to start), for many bf16 by oneDNN.
+On a CPU, decoding with a small model is bound by reading its weights: 16-bit copies halve the bytes, and packed in the
+layout of the kernel they need no conversion. Everything else stays in fp32, where attention is faster too. For few
+sequences at a time fp16 by FBGEMM is fastest (fp32 in and out, faster to start), for many bf16 by oneDNN.
 
 On a GPU a step is bound by kernel launches, which a CUDA graph reduces to one. torch.compile would fuse some kernels,
 but takes longer to start than thousands of tokens.

@@ -13,7 +13,7 @@ from mingpt_ddp.config.config import UnknownCode, build_group
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.schema import GPTConfig, ModelConfig
 from mingpt_ddp.config.validation import convert
-from mingpt_ddp.data.dataset import CharTokenizer
+from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS
