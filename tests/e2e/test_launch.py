@@ -173,13 +173,13 @@ def test_the_failing_rank_is_named_last(tmp_path):
     script = tmp_path / "failing.py"
     script.write_text(
         "from mingpt_ddp.cli.train import main\n"
-        "from mingpt_ddp.data.dataloader import Loader\n"
-        "whole = Loader.step\n"
+        "from mingpt_ddp.data.dataloader import TokenLoader\n"
+        "whole = TokenLoader.get_batch\n"
         "def step(self, step, plan, rank):\n"
         "    if (rank, step) == (1, 5):\n"
         "        raise OSError('the disk of rank 1 is gone')\n"
         "    return whole(self, step, plan, rank)\n"
-        "Loader.step = step\n"
+        "TokenLoader.get_batch = step\n"
         "main()\n"
     )
     command = [*torchrun(3)[:-1], str(script), *TINY, "run.name=a"]

@@ -21,14 +21,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 HOLD_AT_STEP = """
 def patch(loader):
-    step_of = loader.Loader.step
+    step_of = loader.TokenLoader.get_batch
     settling = [True]
     def step(self, number, plan, rank):
         if number == <step> and not settling[0]:
             hold("step<step>")
         settling[0] = False
         return step_of(self, number, plan, rank)
-    loader.Loader.step = step
+    loader.TokenLoader.get_batch = step
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 

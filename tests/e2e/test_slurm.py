@@ -17,14 +17,14 @@ SCRIPT = ROOT / "scripts" / "train.sbatch"
 # Every rank of a job waits before this step once; of an array the first job.
 HOLD_BEFORE_STEP_7 = """
 def patch(loader):
-    step_of = loader.Loader.step
+    step_of = loader.TokenLoader.get_batch
     settling = [True]
     def step(self, number, plan, rank):
         if number == 7 and not settling[0] and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
             hold("step7")
         settling[0] = False
         return step_of(self, number, plan, rank)
-    loader.Loader.step = step
+    loader.TokenLoader.get_batch = step
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 

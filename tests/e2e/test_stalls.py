@@ -19,7 +19,7 @@ OPTIONS = ["snapshot.every_steps=4", f"ddp.timeout_s={TIMEOUT_S}"]
 # Rank <rank> sleeps in its data loader before step 9; <again> says whether it does so at every attempt.
 SLEEP = """
 def patch(loader):
-    step_of = loader.Loader.step
+    step_of = loader.TokenLoader.get_batch
     settling = [True]
     def sleep_for_ever():
         while True:
@@ -30,19 +30,19 @@ def patch(loader):
             sleep_for_ever()
         settling[0] = False
         return step_of(self, number, plan, rank)
-    loader.Loader.step = step
+    loader.TokenLoader.get_batch = step
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 HOLD = """
 def patch(loader):
-    step_of = loader.Loader.step
+    step_of = loader.TokenLoader.get_batch
     settling = [True]
     def step(self, number, plan, rank):
         if number == 9 and not settling[0]:
             hold("step9")
         settling[0] = False
         return step_of(self, number, plan, rank)
-    loader.Loader.step = step
+    loader.TokenLoader.get_batch = step
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 
