@@ -1,14 +1,14 @@
-"""What goes wrong through no fault of the program: one line for the user, exit code 2."""
+"""Errors that a user can fix: one line, exit code 2."""
 
 from __future__ import annotations
 
 import re
 
-LONGEST_LINE = 1000  # characters of an error, part of which a stranger may have written
+LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. The message is one line and says what to do."""
+    """An error that the user can fix; the message is one line that says what went wrong and what to do."""
 
     kind = "error"
 
@@ -23,19 +23,19 @@ class ConfigError(UserError):
 
 
 class CodeError(UserError):
-    """A Python file of the user's goes wrong."""
+    """A user's Python file raised an exception."""
 
     kind = "code error"
 
 
 class DataError(UserError):
-    """The corpus cannot be read or used."""
+    """The training text cannot be read or used."""
 
     kind = "data error"
 
 
 class SnapshotError(UserError):
-    """A snapshot cannot be used for what was asked."""
+    """A snapshot is missing, damaged or does not fit."""
 
     kind = "snapshot error"
 
@@ -47,23 +47,23 @@ class RunError(UserError):
 
 
 class StorageUnavailableError(UserError):
-    """A storage does not answer now; the same start may succeed later."""
+    """A storage does not answer now; the same command may succeed later."""
 
     kind = "storage error"
 
 
 class TrainingError(UserError):
-    """The training went wrong on all ranks alike, and would again."""
+    """The training failed in the same way on all ranks, and would fail again."""
 
     kind = "training error"
 
 
 class JobError(UserError):
-    """A job of a sweep has failed, and has told why; the sweep goes on."""
+    """A job of a sweep has failed and has logged why; the sweep goes on."""
 
     kind = "job error"
 
 
 def printable(text: str) -> str:
-    """The text without what a terminal would obey: C0 and C1 control characters other than newline and tab."""
+    """Escape C0 and C1 control characters other than newline and tab, which a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -114,10 +114,10 @@ def from_dictconfig(cfg: DictConfig) -> Config:
     Raises:
         ConfigError: anything that cannot work, as one line that names the key.
     """
-    return from_mapping(plain(cfg))
+    return from_mapping(to_plain(cfg))
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Plain values of what Hydra composed. Raises as `from_dictconfig` does."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
