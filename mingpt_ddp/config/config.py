@@ -1,4 +1,4 @@
-"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and the name that follows from them."""
+"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and the run name derived from them."""
 
 from __future__ import annotations
 
@@ -12,44 +12,38 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from mingpt_ddp.config.schema import (
-    GROUPS,
-    DataConfig,
-    DDPConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RunConfig,
-    SnapshotConfig,
-    TrainerConfig,
-)
+from mingpt_ddp.config import schema
+from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import build, did_you_mean
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
-# Keys that stand in a record only where they have a value, and those of them that say where, not what.
-OPTIONAL, WHERE = ("reader", "code", "code_sha256"), ("code", "code_sha256")
+CODE_LOCATION_KEYS = ("code", "code_sha256")
+OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
+DISPLAY_KEYS = ("log_every", "eval_every", "sample_every")
+# Add a new key of trainer that changes no number of the run, or every unnamed run gets another name.
+NON_HASHED_TRAINER_KEYS = (*LIMITS, *DISPLAY_KEYS, "prune", "prune_after", "activation_checkpointing")
 
 
 @dataclass(frozen=True)
 class Config:
-    """The whole configuration of a run, resolved and checked; it is never changed afterwards."""
+    """The configuration of a run, resolved, checked and immutable."""
 
-    run: RunConfig
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    data: DataConfig
-    ddp: DDPConfig
-    trainer: TrainerConfig
-    snapshot: SnapshotConfig
+    run: schema.RunConfig
+    model: schema.ModelConfig
+    optimizer: schema.OptimizerConfig
+    data: schema.DataConfig
+    ddp: schema.DDPConfig
+    trainer: schema.TrainerConfig
+    snapshot: schema.SnapshotConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as YAML and JSON can hold them."""
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        for values in plain.values():
-            for key in OPTIONAL:
-                if values.get(key, "") is None:
-                    del values[key]
-        return plain
+        """Return plain values, as YAML and JSON can hold them."""
+        plain = json.loads(json.dumps(dataclasses.asdict(self)))
+        return {
+            group: {key: value for key, value in values.items() if not (value is None and key in OMITTED_IF_NULL)}
+            for group, values in plain.items()
+        }
 
     def run_name(self, extra: dict[str, Any] | None = None) -> str:
         """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
@@ -69,21 +63,19 @@ class Config:
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-# Keys of trainer that change no number of the run.
-BESIDE = ("log_every", "eval_every", "sample_every", "prune", "prune_after", "activation_checkpointing")
-
-
 def hashed_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Of the plain values of a configuration those that make the training.
+    """Return the values of a configuration that determine the training, as the input of the run name's hash.
 
-    Not where the run lives, how long it lasts, how it is distributed or saved, what it displays or when it is pruned.
-    The seed is among them, so that two seeds are two runs; a user's code is not, so that a run goes on when a mistake
-    in it has been mended.
+    Left out is where the run is stored, how long it lasts, how it is distributed or saved, what it displays and when it
+    is pruned. The seed is included, so that two seeds are two runs. The SHA-256 of a user's file is not, so that a run
+    resumes after a bug in the file has been fixed.
     """
-    beside = {"data": ("cache_dir",), "trainer": (*LIMITS, *BESIDE)}
-    groups = ("model", "optimizer", "data", "trainer")
-    made = {g: {k: v for k, v in values[g].items() if k not in (*beside.get(g, ()), *WHERE)} for g in groups}
-    return {**made, "seed": values["run"]["seed"]}
+    excluded = {"data": ("cache_dir",), "trainer": NON_HASHED_TRAINER_KEYS}
+    hashed: dict[str, Any] = {"seed": values["run"]["seed"]}
+    for group in ("model", "optimizer", "data", "trainer"):
+        skip = (*excluded.get(group, ()), *CODE_LOCATION_KEYS)
+        hashed[group] = {key: value for key, value in values[group].items() if key not in skip}
+    return hashed
 
 
 def _slug(name: str) -> str:
@@ -91,25 +83,25 @@ def _slug(name: str) -> str:
 
 
 def suggest(key: str) -> str:
-    """A hint at what an unknown dotted key was meant to be: within its group where that is known, else anywhere."""
+    """Return a hint at what an unknown dotted key was meant to be: within its group if that is known, else anywhere."""
     known = {f"{group}.{f.name}" for group, (_, classes) in GROUPS.items() for c in classes.values() for f in fields(c)}
     if key in known:
         return f" of the chosen {key.split('.')[0]}"
     group, _, name = key.partition(".")
     if group in GROUPS:
         meant = did_you_mean(name, [other.split(".")[1] for other in known if other.startswith(f"{group}.")])
-        return f"; did you mean {group}.{meant}?" if meant else f"; the group {group} is described in conf/{group}"
+        return f"; did you mean {group}.{meant}?" if meant else f"; the keys of {group} are in conf/{group}"
     same_name = [other for other in sorted(known) if other.endswith(f".{key}")]
     meant = same_name[0] if same_name else did_you_mean(key, [*GROUPS, *known])
     return f"; did you mean {meant}?" if meant else ""
 
 
-class UnknownCode(ConfigError):
-    """A model, an optimizer or a reader that is none of ours; its file may not have been named."""
+class NotRegisteredError(ConfigError):
+    """The configuration selects a model, optimizer or reader that is not registered; `code` may be missing."""
 
 
 def from_dictconfig(cfg: DictConfig) -> Config:
-    """The typed configuration of what Hydra composed.
+    """Return the typed configuration that Hydra has composed.
 
     Raises:
         ConfigError: anything that cannot work, as one line that names the key.
@@ -118,7 +110,7 @@ def from_dictconfig(cfg: DictConfig) -> Config:
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """Plain values of what Hydra composed. Raises as `from_dictconfig` does."""
+    """Return the plain values that Hydra has composed, with interpolations resolved; raises as `from_dictconfig`."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -130,7 +122,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
-    """The typed configuration of plain values, as a snapshot or a YAML file holds them."""
+    """Return the typed configuration of plain values, as a snapshot or a YAML file holds them."""
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
@@ -138,10 +130,10 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def build_group(group: str, values: Any) -> Any:
-    """One group of the configuration.
+    """Return one group of the configuration, typed.
 
     Raises:
-        UnknownCode: it selects what nobody has registered.
+        NotRegisteredError: it selects a name that is not registered.
     """
     selector, classes = GROUPS[group]
     if not isinstance(values, dict):
@@ -149,5 +141,5 @@ def build_group(group: str, values: Any) -> Any:
     choice = values.get(selector) if selector else None
     if not (choice is None or isinstance(choice, str)) or choice not in classes:
         known = ", ".join("null" if name is None else name for name in classes)
-        raise UnknownCode(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
+        raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
     return build(classes[choice], values, group)

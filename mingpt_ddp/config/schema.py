@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from mingpt_ddp.config.validation import Bounds, refuse_credentials
 from mingpt_ddp.config.validation import check as _check
 
-Schedule = Literal["cosine", "linear", "wsd", "constant"]
 PositiveInt = Annotated[int, Bounds(ge=1)]
 NonNegativeInt = Annotated[int, Bounds(ge=0)]
 PositiveFloat = Annotated[float, Bounds(gt=0)]
@@ -105,7 +104,7 @@ class OptimizerConfig(UserCodeConfig):
     name: str  # the registered optimizer to build
     lr: LearningRate  # the peak of the schedule
     weight_decay: Annotated[NonNegativeFloat, Bounds(le=1e6)]  # of matrices; vectors are not decayed
-    schedule: Schedule
+    schedule: Literal["cosine", "linear", "wsd", "constant"]
     schedule_steps: PositiveInt | None  # null: the steps of the run
     warmup_steps: NonNegativeInt  # of linear growth from 0
     min_lr_ratio: Annotated[float, Bounds(ge=0, le=1)]  # final learning rate over the peak

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.config import UnknownCode, build_group
+from mingpt_ddp.config.config import NotRegisteredError, build_group
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.schema import GPTConfig, ModelConfig
 from mingpt_ddp.config.validation import convert
@@ -49,7 +49,7 @@ class ModelSpec:
         try:
             config: ModelConfig = build_group("model", self.model)
             return config
-        except UnknownCode as error:
+        except NotRegisteredError as error:
             raise SnapshotError(
                 f"model.architecture={self.model['architecture']} is not built in; name the Python file that "
                 "registers it, if you trust it, as in code=my_project/mine.py"

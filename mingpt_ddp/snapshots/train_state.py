@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mingpt_ddp.config.config import WHERE, Config, UnknownCode, from_mapping
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, from_mapping
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import ConfigError, SnapshotError
@@ -40,7 +40,7 @@ class TrainState:
 
 def identity(config: dict[str, Any], corpus_sha256: str) -> dict[str, Any]:
     """What a resumed run must have in common with its snapshot, by configuration key."""
-    keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *WHERE)]
+    keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *CODE_LOCATION_KEYS)]
     keys += [f"data.{key}" for key in ("block_size", "stride", "train_split", "truncate")]
     keys += ["trainer.batch_size", "optimizer.name", "run.seed"]
     values = {key: config[key.split(".")[0]].get(key.split(".")[1]) for key in keys}
@@ -79,5 +79,5 @@ def _typed(values: Any) -> Any:
     """
     try:
         return from_mapping(values).to_dict()
-    except UnknownCode:  # another model or optimizer than now, which is told as such
+    except NotRegisteredError:  # another model or optimizer than now, which is told as such
         return values

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import OPTIONAL, Config, from_dictconfig, from_mapping
+from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_dictconfig, from_mapping
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.config.schema import (
     GROUPS,
@@ -260,7 +260,7 @@ def test_every_file_of_a_group_gives_every_key(group):
             values = {**yaml.safe_load(path.with_name(f"{base}.yaml").read_text()), **values}
         selector, classes = GROUPS[group]
         cls = classes[values.get(selector)]
-        assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OPTIONAL}, path
+        assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OMITTED_IF_NULL}, path
 
 
 def test_interpolation_is_resolved():
