@@ -1,8 +1,10 @@
-"""Snapshots that are at hand as a whole, committed as the ranks of a run would do it together."""
+"""Small snapshots, committed as the ranks of a run do it together."""
 
 from __future__ import annotations
 
 import json
+
+import torch
 
 from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
@@ -20,3 +22,15 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
         files |= store.write_files(snapshot.step, {name: encode(tensors) for name, tensors in share.items()})
     files |= store.write_files(snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()})
     store.write_files(snapshot.step, store.make_manifest(snapshot.step, files))
+
+
+def small_snapshot(step: int) -> Snapshot:
+    """A snapshot whose tensors depend on the step."""
+    generator = torch.Generator().manual_seed(step)
+    weights = torch.randn(5, 3, generator=generator)
+    return Snapshot(
+        step=step,
+        model={"weight": weights, "bias": torch.zeros(3, dtype=torch.bfloat16), "count": torch.tensor(step)},
+        optimizer={"weight:exp_avg": weights / 2, "weight:step": torch.tensor(float(step))},
+        state={"position": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
+    )

@@ -199,7 +199,7 @@ def prune(config: PruneConfig) -> int:
 
 
 def _newest_whole(store: SnapshotStore, count: int) -> list[int]:
-    """Find the newest `count` snapshots in which every byte is right: no damaged one may take the place of another."""
+    """Find the newest `count` snapshots in which every byte is right: damaged ones do not count as kept."""
     whole: list[int] = []
     for step in reversed(store.steps()):
         if len(whole) < count and verify_step(store, step) is None:

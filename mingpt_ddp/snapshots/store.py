@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -38,6 +38,7 @@ from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.storage import Storage, StorageError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PARALLEL = 4  # files of an object store that are written or read at the same time
 
@@ -89,17 +90,15 @@ class SnapshotStore:
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
         """Write some of the files of a snapshot; return their entries of the manifest."""
         names = [f"{directory_name(step)}/{name}" for name in contents]
-        with self._pool() as pool:
-            digests = pool.map(hashlib.sha256, contents.values())
-            files = {
-                name: {"bytes": len(content), "sha256": digest.hexdigest()}
-                for (name, content), digest in zip(contents.items(), digests, strict=True)
-            }
-            list(pool.map(self.storage.write, names, contents.values()))
-        return files
+        digests = self._map(hashlib.sha256, contents.values())
+        self._map(self.storage.write, names, contents.values())
+        sizes = map(len, contents.values())
+        return {n: {"bytes": s, "sha256": d.hexdigest()} for n, s, d in zip(contents, sizes, digests, strict=True)}
 
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
+    def _map(self, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+        """Call a function for each file, on an object store for several at the same time."""
+        with ThreadPoolExecutor(PARALLEL if self.storage.shared else 1) as pool:
+            return list(pool.map(function, *arguments))
 
     def make_manifest(self, step: int, files: Files) -> dict[str, bytes]:
         """Check that all files have been written; return the manifest, whose writing commits the snapshot.
@@ -136,11 +135,9 @@ class SnapshotStore:
             content = self.storage.read(path, limit=MAX_MANIFEST_BYTES, expected_size=size)
         listed = decode_manifest(content, step)
         files = {name: file for name, file in listed.items() if name.startswith((STATE, *kinds))}
-        with self._pool() as pool:
-            sizes = pool.map(lambda name: self.size(step, name), files)
-            for (name, file), size in zip(files.items(), sizes, strict=True):
-                if size != file["bytes"]:
-                    raise CorruptSnapshotError(f"{name} is missing or has another size")
+        for name, size in zip(files, self._map(lambda name: self.size(step, name), files), strict=True):
+            if size != files[name]["bytes"]:
+                raise CorruptSnapshotError(f"{name} is missing or has another size")
         return files
 
     def read_metadata(self, step: int, kinds: Sequence[str] = KINDS) -> tuple[Files, Any]:
@@ -168,11 +165,9 @@ class SnapshotStore:
             del files[STATE]
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
                 raise MemoryError
-            with self._pool() as pool:
-                read = pool.map(lambda name: self._read_file(step, name, files[name]), files)
-                contents = dict(zip(files, read, strict=True))
-            for name in files:  # pop: free the bytes of a file when its tensors are there
-                tensors[re.split("[.-]", name)[0]].update(decode(contents.pop(name)))
+            contents = self._map(lambda name: self._read_file(step, name, files[name]), files)
+            for name in reversed(files):  # pop: free the bytes of a file when its tensors are there
+                tensors[re.split("[.-]", name)[0]].update(decode(contents.pop()))
         except StorageError as error:  # says nothing about the snapshot
             raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:

@@ -1,4 +1,4 @@
-"""A safetensors file made in place is the file that the library reads."""
+"""A safetensors file that is laid out in advance is one that the library reads."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_parameters_with_gradients():
 
 
 def test_it_is_filled_again_in_the_same_memory():
-    image = SafetensorsBuffer(MIXED)
-    image.fill(MIXED)
-    first, address = bytes(image.content), image.content.obj.ctypes.data
+    buffer = SafetensorsBuffer(MIXED)
+    buffer.fill(MIXED)
+    first, address = bytes(buffer.content), buffer.content.obj.ctypes.data
     changed = {name: ~t if t.dtype == torch.bool else t + 1 for name, t in MIXED.items()}
-    assert image.fits(changed)
-    image.fill(changed)
-    assert bytes(image.content) == bytes(encode(changed)) != first
-    assert image.content.obj.ctypes.data == address
+    assert buffer.fits(changed)
+    buffer.fill(changed)
+    assert bytes(buffer.content) == bytes(encode(changed)) != first
+    assert buffer.content.obj.ctypes.data == address
 
 
 def test_a_copy_does_not_follow_the_original():
@@ -92,13 +92,13 @@ def test_a_copy_does_not_follow_the_original():
 
 
 def test_what_fits():
-    image = SafetensorsBuffer({"a": torch.ones(2, 3)})
-    assert image.fits({"a": torch.zeros(2, 3)})
-    assert not image.fits({"a": torch.ones(3, 2)})
-    assert not image.fits({"a": torch.ones(2, 3, dtype=torch.float64)})
-    assert not image.fits({"b": torch.ones(2, 3)})
-    assert not image.fits({"a": torch.ones(2, 3), "b": torch.ones(1)})
-    assert not image.fits({})
+    buffer = SafetensorsBuffer({"a": torch.ones(2, 3)})
+    assert buffer.fits({"a": torch.zeros(2, 3)})
+    assert not buffer.fits({"a": torch.ones(3, 2)})
+    assert not buffer.fits({"a": torch.ones(2, 3, dtype=torch.float64)})
+    assert not buffer.fits({"b": torch.ones(2, 3)})
+    assert not buffer.fits({"a": torch.ones(2, 3), "b": torch.ones(1)})
+    assert not buffer.fits({})
 
 
 @pytest.mark.parametrize(

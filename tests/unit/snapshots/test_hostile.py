@@ -66,9 +66,9 @@ def genuine() -> dict[str, bytes]:
     }
 
 
-def lay(place: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8) -> str:
+def lay(parent: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8) -> str:
     """Put the files there with a manifest that fits them, or with another; the URL of the snapshot."""
-    directory = place / directory_name(step)
+    directory = parent / directory_name(step)
     directory.mkdir(parents=True)
     for name, content in files.items():
         (directory / name).write_bytes(content)

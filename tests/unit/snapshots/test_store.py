@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from snapshot_helpers import commit
+from snapshot_helpers import commit, small_snapshot
 
 import mingpt_ddp
 from mingpt_ddp.cli.snapshots import verify_step
@@ -31,7 +31,6 @@ from mingpt_ddp.snapshots.format import (
     directory_name,
     step_of,
 )
-from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.remote import RemoteFiles
 from mingpt_ddp.storage.storage import Storage
@@ -61,17 +60,6 @@ def warnings():
     logger.removeHandler(handler)
 
 
-def content(step: int) -> Snapshot:
-    generator = torch.Generator().manual_seed(step)
-    weights = torch.randn(5, 3, generator=generator)
-    return Snapshot(
-        step=step,
-        model={"weight": weights, "bias": torch.zeros(3, dtype=torch.bfloat16), "count": torch.tensor(step)},
-        optimizer={"weight:exp_avg": weights / 2, "weight:step": torch.tensor(float(step))},
-        state={"position": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
-    )
-
-
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
@@ -85,31 +73,31 @@ def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
 
 
 def test_what_is_written_is_read(store):
-    commit(store, content(7))
+    commit(store, small_snapshot(7))
     found = store.read(7)
     assert found.step == 7
-    assert same(found.model, content(7).model)
-    assert same(found.optimizer, content(7).optimizer)
-    assert found.state == content(7).state
+    assert same(found.model, small_snapshot(7).model)
+    assert same(found.optimizer, small_snapshot(7).optimizer)
+    assert found.state == small_snapshot(7).state
 
 
 def test_the_directory_holds_four_files_and_nothing_else(store):
-    commit(store, content(7))
+    commit(store, small_snapshot(7))
     assert store.storage.list() == ["step_00000007"]
     assert sorted(files_of(store, 7)) == sorted(FILES)
 
 
 def test_the_same_content_gives_the_same_bytes(store):
-    commit(store, content(7))
+    commit(store, small_snapshot(7))
     first = files_of(store, 7)
-    commit(store, content(7))
+    commit(store, small_snapshot(7))
     assert files_of(store, 7) == first
 
 
 def test_the_newest_is_found(store, warnings):
     assert store.read_latest() is None
     for step in (3, 10, 9):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     assert store.steps() == [3, 9, 10]
     assert store.read_latest().step == 10
     assert warnings == []
@@ -132,13 +120,13 @@ def test_names_of_directories(name, step):
 
 def test_steps_sort_by_number_beyond_eight_digits(store):
     for step in (99_999_999, 100_000_000):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     assert store.read_latest().step == 100_000_000
 
 
 def test_other_names_are_left_alone(store):
     store.storage.write("notes.txt", b"x")
-    commit(store, content(7))
+    commit(store, small_snapshot(7))
     store.prune(1, None, 7)
     assert store.storage.list() == ["notes.txt", "step_00000007"]
 
@@ -152,7 +140,7 @@ def test_other_names_are_left_alone(store):
 )
 def test_prune(keep_last, best, left, store):
     for step in range(1, 6):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     store.prune(keep_last, best, newest=5)
     assert store.steps() == left
     assert [store.read(step).step for step in left] == left
@@ -160,7 +148,7 @@ def test_prune(keep_last, best, left, store):
 
 def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
     for step in range(1, 6):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     store.storage.delete(f"{directory_name(4)}/{MANIFEST}")
     store.prune(keep_last=2, best=None, newest=5)
     assert store.steps() == [3, 5]
@@ -169,7 +157,7 @@ def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
 def test_prune_spares_the_future(store):
     """A run that went back to an older snapshot does not delete what lies beyond until it comes there again."""
     for step in (1, 2, 3, 8, 9):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     store.prune(keep_last=1, best=None, newest=3)
     assert store.steps() == [3, 8, 9]
 
@@ -198,7 +186,7 @@ class Failing(Storage):
 @pytest.mark.parametrize("calls", range(2))
 def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnings):
     for step in (1, 2):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     store.storage = Failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
         store.prune(keep_last=1, best=None, newest=2)
@@ -213,31 +201,31 @@ def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnin
 # A write is: delete the old manifest, delete the old directory, three files, the manifest.
 @pytest.mark.parametrize("calls", range(6))
 def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warnings):
-    commit(store, content(4))
+    commit(store, small_snapshot(4))
     store.storage = Failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
-        commit(store, content(8))
+        commit(store, small_snapshot(8))
     again = SnapshotStore(store.url)
     assert not again.is_committed(8)
     assert again.read_latest().step == 4
     assert warnings == []  # an unfinished snapshot is nothing to worry about
-    commit(again, content(8))
+    commit(again, small_snapshot(8))
     assert again.read_latest().step == 8
     assert sorted(files_of(again, 8)) == sorted(FILES)
 
 
 @pytest.mark.parametrize("calls", range(6))
 def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     store.storage = Failing(store.url, calls)
-    other = content(9)
+    other = small_snapshot(9)
     with pytest.raises(OSError, match="connection"):
         commit(store, Snapshot(8, other.model, other.optimizer, other.state))
     found = SnapshotStore(store.url).read_latest()
     assert found.step == (8 if calls == 0 else 4)
-    assert same(found.model, content(found.step).model)
-    assert found.state == content(found.step).state
+    assert same(found.model, small_snapshot(found.step).model)
+    assert found.state == small_snapshot(found.step).state
 
 
 @pytest.mark.parametrize("calls", range(3))
@@ -253,14 +241,14 @@ def test_a_full_disk_leaves_no_partial_files(calls, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        commit(store, content(8))
+        commit(store, small_snapshot(8))
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES[:calls])
 
 
 def test_no_partial_files_after_success(tmp_path):
     store = SnapshotStore(str(tmp_path))
     for step in (1, 2, 3):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
         store.prune(2, None, step)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES * 2)
 
@@ -288,14 +276,14 @@ def flipped(data: bytes) -> bytes:
 @pytest.mark.parametrize("damage", [truncated, emptied, lengthened, flipped])
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings):
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     path = f"{directory_name(8)}/{name}"
     store.storage.write(path, damage(store.storage.read(path)))
     with pytest.raises(CorruptSnapshotError):
         store.read(8)
     found = store.read_latest()
-    assert found.step == 4 and same(found.model, content(4).model)
+    assert found.step == 4 and same(found.model, small_snapshot(4).model)
     assert len(warnings) == 1
     assert "\n" not in warnings[0]
     assert warnings[0].startswith(f"damaged snapshot {store.url}/step_00000008 is ignored: ")
@@ -304,8 +292,8 @@ def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings):
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     store.storage.delete(f"{directory_name(8)}/{name}")
     assert store.read_latest().step == 4
     assert len(warnings) == (name != MANIFEST)  # without a manifest it was never finished
@@ -329,8 +317,8 @@ def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
     ],
 )
 def test_a_manifest_that_describes_something_else(values, store, warnings):
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     rewrite_manifest(store, **values)
     assert store.read_latest().step == 4
     assert len(warnings) == 1
@@ -338,8 +326,8 @@ def test_a_manifest_that_describes_something_else(values, store, warnings):
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 1}'])
 def test_a_manifest_that_is_no_manifest(text, store, warnings):
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     store.storage.write(f"{directory_name(8)}/{MANIFEST}", text.encode())
     assert store.read_latest().step == 4
     assert len(warnings) == 1
@@ -348,7 +336,7 @@ def test_a_manifest_that_is_no_manifest(text, store, warnings):
 def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
     """step_00000008, copied to step_00000009, claims to be a step that was never trained."""
     store = SnapshotStore(str(tmp_path))
-    commit(store, content(8))
+    commit(store, small_snapshot(8))
     (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
     with pytest.raises(SnapshotError, match="all snapshots"):
         store.read_latest()
@@ -357,8 +345,8 @@ def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
 
 def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
     """Somebody made a manifest for bytes of their own: they are refused, never unpickled."""
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     bytes_ = pickle.dumps({"weights": [1.0]})
     store.storage.write(f"{directory_name(8)}/{MODEL}", bytes_)
     files = json.loads(store.storage.read(f"{directory_name(8)}/{MANIFEST}"))["files"]
@@ -371,7 +359,7 @@ def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
 def test_all_damaged(store, warnings):
     """To start from nothing would overwrite what might yet be mended."""
     for step in (4, 8):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
         store.storage.write(f"{directory_name(step)}/{MODEL}", b"")
     with pytest.raises(SnapshotError, match=r"all snapshots at .* are damaged; move them away"):
         store.read_latest()
@@ -379,8 +367,8 @@ def test_all_damaged(store, warnings):
 
 
 def test_a_newer_format_is_not_damage(store):
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     rewrite_manifest(store, format=2)
     with pytest.raises(SnapshotError, match="of a newer version"):
         store.read_latest()
@@ -389,8 +377,8 @@ def test_a_newer_format_is_not_damage(store):
 @pytest.mark.parametrize("digit", [b"3", b"5", b"9"])
 def test_a_flipped_bit_in_the_format_is_damage(digit, store):
     """A newer format would not write its manifest as this one does."""
-    commit(store, content(4))
-    commit(store, content(8))
+    commit(store, small_snapshot(4))
+    commit(store, small_snapshot(8))
     path = f"{directory_name(8)}/{MANIFEST}"
     store.storage.write(path, store.storage.read(path).replace(b'"format": 1', b'"format": ' + digit))
     assert store.read_latest().step == 4
@@ -398,10 +386,10 @@ def test_a_flipped_bit_in_the_format_is_damage(digit, store):
 
 def test_damaged_snapshots_do_not_count_as_kept(store):
     for step in (4, 8, 12):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     store.storage.write(f"{directory_name(12)}/{MODEL}", b"")
     assert store.read_latest().step == 8
-    commit(store, content(16))
+    commit(store, small_snapshot(16))
     store.prune(keep_last=2, best=None, newest=16)
     assert [step for step in store.steps() if step != 12] == [8, 16]
 
@@ -434,7 +422,7 @@ def snapshots(request, tmp_path_factory):
 
 
 def damaged_somehow(data: st.DataObject, new: Bytes, old: Bytes, foreign: Bytes) -> Bytes:
-    """The files of `new`, of which one is not as it was, or two are in each other's place."""
+    """The files of `new`, of which one is not as it was, or two are swapped."""
     files = dict(new)
     name = data.draw(st.sampled_from(sorted(new)), "file")
     content = new[name]
@@ -468,7 +456,7 @@ def lay(directory: Path, files: Bytes) -> None:
 
 
 def assert_noticed(directory: Path) -> None:
-    """The snapshot of step 8 does not pass for whole, and that of step 4 takes its place."""
+    """The snapshot of step 8 is refused, and that of step 4 is used instead."""
     store = SnapshotStore(str(directory))
     with pytest.raises(CorruptSnapshotError):
         store.read(8)
@@ -508,7 +496,7 @@ def test_every_bit_of_the_manifest_counts(snapshots):
 @pytest.mark.parametrize("look", [SnapshotStore.read_latest, lambda s: s.verify(8), lambda s: s.read_metadata(8)])
 def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     for step in (4, 8):
-        commit(store, content(step))
+        commit(store, small_snapshot(step))
     store.storage.write("step_00000009/state.json", b"{}")
     asked: list[list[str]] = []
     info = RemoteFiles._info
@@ -516,66 +504,6 @@ def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     assert look(store)
     assert sorted(name for step, name in asked if step == directory_name(8)) == sorted(FILES)
     assert asked.count([directory_name(9), MANIFEST]) == (look is SnapshotStore.read_latest)
-
-
-# By URL
-
-
-@pytest.mark.parametrize("url", ["file"], indirect=True)
-@pytest.mark.parametrize("slash", ["", "/"])
-def test_load_takes_a_run_its_snapshots_or_one_of_them(slash, store, tmp_path):
-    for step in (4, 8):
-        commit(store, content(step))
-    assert load(f"{tmp_path}/run{slash}").step == 8
-    assert load(f"{tmp_path}/run/snapshots{slash}").step == 8
-    assert load(f"{tmp_path}/run/snapshots/step_00000004{slash}").step == 4
-
-
-def test_load_of_a_relative_step(tmp_path, monkeypatch):
-    commit(SnapshotStore(str(tmp_path)), content(4))
-    monkeypatch.chdir(tmp_path)
-    assert load("step_00000004").step == 4
-    assert load(".").step == 4
-
-
-def test_load_in_memory(store):
-    commit(store, content(4))
-    assert load(store.url).step == 4
-    assert load(f"{store.url}/step_00000004").step == 4
-    assert load(store.url.removesuffix("/snapshots")).step == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "directory"),
-    [(None, "text-gpt-01234567"), ("run", "run"), ("run", "run-2"), ("sweep/lr=1", "sweep/lr=1")],
-)
-@pytest.mark.parametrize("key", ["path", "fallback_path"])
-def test_load_finds_what_a_run_keeps_elsewhere(key, name, directory, tmp_path, monkeypatch):
-    """Below the path that its config.yaml records, under as much of the directory's name as run.name has."""
-    run = tmp_path / "outputs" / directory
-    run.mkdir(parents=True)
-    commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), content(4))
-    for path in (f"{tmp_path}/elsewhere", f"{tmp_path}/elsewhere/"):
-        (run / "config.yaml").write_text(json.dumps({"run": {"name": name}, "snapshot": {key: path}}))
-        assert load(str(run)).step == 4
-    monkeypatch.chdir(run)
-    assert load(".").step == 4
-
-
-def test_load_without_a_snapshot(store):
-    with pytest.raises(SnapshotError, match="there is no whole snapshot at"):
-        load(store.url)
-    with pytest.raises(SnapshotError, match="step_00000004 cannot be used: it was never finished"):
-        load(f"{store.url}/step_00000004")
-
-
-def test_load_of_a_damaged_step_names_the_file(store):
-    """Asked for one step, another one is not given instead."""
-    commit(store, content(2))
-    commit(store, content(4))
-    store.storage.write(f"{directory_name(4)}/{STATE}", b"{}")
-    with pytest.raises(SnapshotError, match=r"step_00000004 cannot be used: state.json"):
-        load(f"{store.url}/step_00000004")
 
 
 # Nothing is ever unpickled

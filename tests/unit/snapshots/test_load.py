@@ -1,0 +1,93 @@
+"""Snapshots are found at a run directory, a directory of snapshots or one snapshot."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+import pytest
+from snapshot_helpers import commit, small_snapshot
+
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshots.format import MANIFEST, STATE, directory_name
+from mingpt_ddp.snapshots.load import find_steps, load
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+
+@pytest.fixture(params=["file", "memory"])
+def url(request, tmp_path):
+    return str(tmp_path / "run" / "snapshots") if request.param == "file" else f"memory://{uuid.uuid4().hex}/snapshots"
+
+
+@pytest.fixture
+def store(url):
+    return SnapshotStore(url)
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_load_takes_a_run_its_snapshots_or_one_of_them(slash, store, tmp_path):
+    for step in (4, 8):
+        commit(store, small_snapshot(step))
+    assert load(f"{tmp_path}/run{slash}").step == 8
+    assert load(f"{tmp_path}/run/snapshots{slash}").step == 8
+    assert load(f"{tmp_path}/run/snapshots/step_00000004{slash}").step == 4
+
+
+def test_load_of_a_relative_step(tmp_path, monkeypatch):
+    commit(SnapshotStore(str(tmp_path)), small_snapshot(4))
+    monkeypatch.chdir(tmp_path)
+    assert load("step_00000004").step == 4
+    assert load(".").step == 4
+
+
+def test_load_in_memory(store):
+    commit(store, small_snapshot(4))
+    assert load(store.url).step == 4
+    assert load(f"{store.url}/step_00000004").step == 4
+    assert load(store.url.removesuffix("/snapshots")).step == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "directory"),
+    [(None, "text-gpt-01234567"), ("run", "run"), ("run", "run-2"), ("sweep/lr=1", "sweep/lr=1")],
+)
+@pytest.mark.parametrize("key", ["path", "fallback_path"])
+def test_load_finds_what_a_run_keeps_elsewhere(key, name, directory, tmp_path, monkeypatch):
+    """Below the path that its config.yaml records, under as much of the directory's name as run.name has."""
+    run = tmp_path / "outputs" / directory
+    run.mkdir(parents=True)
+    commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), small_snapshot(4))
+    for path in (f"{tmp_path}/elsewhere", f"{tmp_path}/elsewhere/"):
+        (run / "config.yaml").write_text(json.dumps({"run": {"name": name}, "snapshot": {key: path}}))
+        assert load(str(run)).step == 4
+    monkeypatch.chdir(run)
+    assert load(".").step == 4
+
+
+def test_load_without_a_snapshot(store):
+    with pytest.raises(SnapshotError, match="there is no whole snapshot at"):
+        load(store.url)
+    with pytest.raises(SnapshotError, match="step_00000004 cannot be used: it was never finished"):
+        load(f"{store.url}/step_00000004")
+
+
+def test_load_of_a_damaged_step_names_the_file(store):
+    """Asked for one step, another one is not given instead."""
+    commit(store, small_snapshot(2))
+    commit(store, small_snapshot(4))
+    store.storage.write(f"{directory_name(4)}/{STATE}", b"{}")
+    with pytest.raises(SnapshotError, match=r"step_00000004 cannot be used: state.json"):
+        load(f"{store.url}/step_00000004")
+
+
+@pytest.mark.parametrize("url", ["file"], indirect=True)
+def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
+    for step in (4, 8):
+        commit(store, small_snapshot(step))
+    store.storage.delete(f"{directory_name(8)}/{MANIFEST}")
+    for url, steps in ((f"{tmp_path}/run/", [4, 8]), (store.url, [4, 8]), (f"{store.url}/step_00000008", [8])):
+        [(found, listed)] = find_steps(url)
+        assert (found.url, listed) == (store.url, steps)
+    with pytest.raises(SnapshotError, match="there are no snapshots at"):
+        find_steps(f"{store.url}/step_00000005")
