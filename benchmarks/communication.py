@@ -40,25 +40,25 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
     from mingpt_ddp.torch_internals import time_communication
 
     runtime = trainer.runtime
-    shared = runtime.maybe_no_sync, runtime.group.all_gather_async
+    shared = runtime.strategy.maybe_no_sync, runtime.group.all_gather_async
     alone = (
         lambda model, last: model.no_sync(),
         lambda values: lambda: values.repeat(runtime.group.world_size, 1),
     )
-    time_communication(trainer.train_step.wrapped, every=1)
+    time_communication(trainer.train_step.parallel_model, every=1)
     found: dict[str, list[list[float]]] = {"shared": [], "alone": []}
     step = 0
     for block in range(-1, blocks):  # the first is a warm-up
         for name, (gradients, votes) in {"shared": shared, "alone": alone}.items():
-            runtime.maybe_no_sync, runtime.group.all_gather_async = shared
+            runtime.strategy.maybe_no_sync, runtime.group.all_gather_async = shared
             runtime.group.barrier()
-            runtime.maybe_no_sync, runtime.group.all_gather_async = gradients, votes
+            runtime.strategy.maybe_no_sync, runtime.group.all_gather_async = gradients, votes
             began, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step += 1
                 trainer._step(step)
             wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
-            exposed = runtime.comm_times(trainer.train_step.wrapped)[1]
+            exposed = runtime.strategy.comm_times(trainer.train_step.parallel_model)[1]
             with torch.no_grad():  # what the ranks have learnt apart is of no use to the next block
                 for parameter in trainer.model.parameters():
                     torch.distributed.broadcast(parameter, src=0)

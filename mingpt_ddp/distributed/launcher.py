@@ -53,7 +53,7 @@ def train_on_workers(config: Config, env: DistEnv, directory: Path, overrides: l
     Raises:
         ConfigError: this machine or this batch cannot have so many ranks.
     """
-    from mingpt_ddp.distributed.runtime import choose_device
+    from mingpt_ddp.distributed.device import choose_device
 
     n = config.ddp.nproc_per_node or 0
     if not env.is_rank_zero:

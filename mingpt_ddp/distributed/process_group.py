@@ -1,6 +1,6 @@
-"""The ranks of one attempt: how they join, what they tell each other, and how a failure is told.
+"""The process group of one attempt: its collectives, its heartbeat, and how a rank reports a failure.
 
-In one process every collective is the identity, so that nobody else has to ask how many ranks there are.
+With a single process every collective is the identity, so callers never ask how many ranks there are.
 """
 
 from __future__ import annotations
@@ -19,205 +19,164 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt_ddp import errors
+from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import call_with_timeout, connect, join_attempt, raise_if_fatal
-from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup
+from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import UserError
 
 T = TypeVar("T")
-FAILURE = "failure"  # the store's key of what the first rank to fail met
-ANSWER_S = 5.0  # that the store may take on a busy machine
-ALL_FAILED_S = 5.0  # within which ranks that meet the same error do so
+FAILURE = "failure"  # key in the store: the error of the first rank that failed
+STORE_TIMEOUT_S = 5.0  # for one answer of the store on a busy machine
+ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks run into the same error, if they all do
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Where the thread that trains is; `watch` finds out who keeps the others waiting."""
+    """What the training thread is doing; the watchdog reads it to find the rank that keeps the others waiting."""
 
-    count: int  # grows whenever it gets on
-    what: str
+    count: int  # grows with every change
+    activity: str
     waiting: bool  # for other ranks
 
 
 def _serialize_error(error: Exception) -> tuple[str, str]:
-    """The kind of an error and its message, on the way to other ranks; what is no UserError travels as an OSError."""
+    """Return the class and the message of an error as JSON values; any class but UserError becomes an OSError."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error.args[0])
-    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-    return "OSError", " ".join(told.split())
+    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    return "OSError", " ".join(message.split())
 
 
-def _deserialize_error(packed: tuple[str, str], where: str = "") -> Exception:
-    """The error that another rank has packed; an OSError says `where` it was."""
-    kind, message = packed
+def _deserialize_error(kind: str, message: str, rank_prefix: str = "") -> Exception:
+    """Rebuild the error of another rank; only an OSError gets the prefix."""
     if kind == "OSError":
-        return OSError(f"{where}{message}")
+        return OSError(f"{rank_prefix}{message}")
     error: UserError = getattr(errors, kind)(message)
     return error
 
 
-class RaiseEverywhere:
-    """A context in which all ranks fail if one does; see ProcessGroup.raise_everywhere."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        errors = self.group.all_gather(_serialize_error(error) if error else None, io=True)
-        for rank, packed in enumerate(errors):
-            if packed is not None:
-                where = "" if self.group.world_size == 1 else f"rank {rank}: "
-                raise _deserialize_error(packed, where) from error
-
-
 class ProcessGroup:
-    """All ranks of the job, as seen from one of them."""
+    """All ranks of the job, seen from one of them."""
 
-    def __init__(self, env: DistEnv, backend: str, timeout_s: float, job: int) -> None:
+    def __init__(self, env: DistEnv, device: torch.device, ddp: DDPConfig, job: int) -> None:
         """Join the process group of this attempt.
 
         Args:
-            backend: as torch.distributed names it.
-            timeout_s: how long a rank waits for the others, in seconds.
-            job: the number of the job in a sweep; every job has a process group of its own.
+            job: index of the job in a sweep; every job has its own process group.
+
+        Raises:
+            RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt hit an error that will repeat.
+            ConfigError: two ranks use the same GPU.
         """
-        self.env, self.timeout_s = env, timeout_s
+        self.env, self.timeout_s = env, ddp.timeout_s
         self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
         self.store: dist.Store | None = None  # of this attempt
-        self._job_store: dist.Store | None = None  # of all attempts under one agent
-        self._io_group: dist.ProcessGroup | None = None  # for one thread beside the one that trains
-        self.shared_memory: SharedMemoryGroup | None = (
-            None  # where all ranks are on one machine and nothing else is wanted
-        )
+        self.shared_memory: SharedMemoryGroup | None = None  # if all ranks are on one machine and ddp.backend=auto
         self.heartbeat = Heartbeat(0, "starting", waiting=False)
-        if self.world_size > 1 or env.has_agent:  # a worker whose agent is gone already finds no store
-            self._job_store = connect(env, job, timeout_s)
+        self._job_store: dist.Store | None = None  # shared by all attempts under one agent
+        self._io_group: dist.ProcessGroup | None = None  # for the one thread that works next to the training thread
+        if self.world_size > 1 or env.has_agent:  # a worker whose agent has died finds no store
+            self._job_store = connect(env, job, self.timeout_s)
             raise_if_fatal(self._job_store)
-        if self.world_size > 1:
-            self._join(self._job_store, backend)
+            if self.world_size > 1:
+                self._join(self._job_store, device, ddp.backend)
 
-    def _join(self, job_store: dist.Store | None, backend: str) -> None:
-        assert job_store is not None
+    def _join(self, job_store: dist.Store, device: torch.device, backend: str) -> None:
         self.store = join_attempt(job_store, self.env, self.timeout_s)
         dist.init_process_group(
-            backend,
+            _backend(backend, device),
             store=self.store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        # Whoever uses it may wait for a storage that is away; that a rank has died it notices all the same.
+        # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the timeout.
         self._io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        if device.type == "cuda" and backend in ("auto", "nccl"):
+            refuse_shared_gpus(self.all_gather(str(torch.cuda.get_device_properties(device).uuid)))
+        if device.type == "cpu" and backend == "auto":
+            self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
 
     def close(self) -> None:
-        """Leave the process group together: a rank that goes early would stall a launcher's exit."""
+        """Leave the process group together: a rank that left early would stall the launcher's exit barrier."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
         if self.shared_memory is not None:
             self.shared_memory.close()
 
-    def have_all_failed(self, message: str) -> bool:
-        """Whether every rank has met the same error; then this attempt is over, and all may begin another together."""
-        if self.world_size > 1:
-            assert self.store is not None
-            store = self.store
-            keys = [f"failed/{rank}" for rank in range(self.world_size)]
-            try:
-                call_with_timeout(ANSWER_S, lambda: store.set(keys[self.rank], message))
-                call_with_timeout(ALL_FAILED_S + ANSWER_S, lambda: store.wait(keys, timedelta(seconds=ALL_FAILED_S)))
-                if any(store.get(key).decode() != message for key in keys):
-                    return False
-            except Exception:  # another rank has not failed, or cannot say so
-                return False
-            dist.destroy_process_group()
-        return True
-
-    # Small control data travels as JSON in CPU tensors: torch's object collectives would unpickle it.
+    # Control data travels as JSON in CPU tensors, because torch's object collectives unpickle what they receive.
 
     def barrier(self) -> None:
+        """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1))
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The element-wise sum over all ranks of a CPU tensor, in place."""
+        """Sum a CPU tensor element-wise over all ranks, in place."""
         if self.world_size > 1:
             with self._blocked():
                 dist.all_reduce(values)
         return values
 
-    def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
-        """A CPU tensor (n) of every rank as (world size, n), under way until the function returned is called."""
-        if self.world_size == 1:
-            return lambda: values[None]
-        if self.shared_memory is not None:
-            return self._shared_memory_all_gather(self.shared_memory, values)
-        parts = [torch.empty_like(values) for _ in range(self.world_size)]
-        work = dist.all_gather(parts, values, async_op=True)
-
-        def wait() -> Tensor:
-            with self._blocked():
-                work.wait()
-            return torch.stack(parts)
-
-        return wait
-
-    def _shared_memory_all_gather(self, shared_memory: SharedMemoryGroup, values: Tensor) -> Callable[[], Tensor]:
-        shared_memory.send_all(values.numpy().tobytes())
-
-        def wait() -> Tensor:
-            with self._blocked():
-                heard = shared_memory.recv_all(values.nbytes)
-            others = {rank: torch.frombuffer(bytearray(part), dtype=values.dtype) for rank, part in heard.items()}
-            return torch.stack([others.get(rank, values) for rank in range(self.world_size)])
-
-        return wait
-
     def all_gather(self, value: T, io: bool = False) -> list[T]:
-        """The JSON value of every rank, in rank order, on every rank.
+        """Return the JSON value of every rank, in rank order.
 
         Args:
-            io: called from the one thread that works beside training; it does not wait for that, nor that for it.
+            io: called from the thread next to the training thread; the two do not wait for each other.
         """
         if self.world_size == 1:
             return [value]
-        with nullcontext() if io else self._blocked():
-            return self._gather(value, self._io_group if io else None)
-
-    def _gather(self, value: T, group: dist.ProcessGroup | None) -> list[T]:
+        group = self._io_group if io else None
         content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
-        longest = int(max(sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(content)] = content
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, group=group)
-        return [json.loads(p[: int(n)].numpy().tobytes()) for p, n in zip(parts, sizes, strict=True)]
+        with nullcontext() if io else self._blocked():
+            dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
+            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+            padded[: len(content)] = content
+            parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(parts, padded, group=group)
+        return [json.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
+
+    def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start to gather a CPU tensor (n); the function returned waits for the result, (world size, n)."""
+        if self.world_size == 1:
+            return lambda: values[None]
+        if self.shared_memory is not None:
+            finish = self.shared_memory.all_gather_async(values)
+        else:
+            parts = [torch.empty_like(values) for _ in range(self.world_size)]
+            work = dist.all_gather(parts, values, async_op=True)
+
+            def finish() -> list[Tensor]:
+                work.wait()
+                return parts
+
+        def wait() -> Tensor:
+            with self._blocked():
+                return torch.stack(finish())
+
+        return wait
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Rank 0's CPU tensors on every rank."""
+        """Return rank 0's CPU tensors; the other ranks pass None."""
         if self.world_size == 1:
             assert tensors is not None
             return tensors
         shapes = {k: (list(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in (tensors or {}).items()}
         received = {}
         for name, (shape, dtype) in self.all_gather(shapes)[0].items():
-            tensor = tensors[name].contiguous() if tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            received[name] = tensors[name].contiguous() if tensors else torch.empty(shape, dtype=getattr(torch, dtype))
             with self._blocked():
-                dist.broadcast(tensor, src=0)
-            received[name] = tensor
+                dist.broadcast(received[name], src=0)
         return received
 
     def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
-        """Do something on rank 0 (or on the first rank of every node) alone; its JSON value, or its error, for all.
+        """Call `work` on rank 0, or on the first rank of every node; return its JSON value on every rank.
 
         Raises:
-            UserError: what the rank that worked raised, on every rank; or the nodes came to different values.
+            UserError: on every rank, what the calling rank raised; or the nodes returned different values.
         """
         outcome: dict[str, Any] = {}
         if self.is_rank_zero or (per_node and self.env.local_rank == 0):
@@ -228,54 +187,63 @@ class ProcessGroup:
         outcomes = self.all_gather(outcome)
         for other in outcomes:
             if "error" in other:
-                raise _deserialize_error(other["error"])
+                raise _deserialize_error(*other["error"])
         values: list[T] = [other["value"] for other in outcomes if other]
         if any(value != values[0] for value in values):
             raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
         return values[0]
 
-    def raise_everywhere(self) -> RaiseEverywhere:
-        """Return a context: what one rank raises within it, every rank raises. For the thread that saves.
+    @contextlib.contextmanager
+    def raise_everywhere(self) -> Iterator[None]:
+        """Raise on every rank what one rank raises in this context. For the thread next to the training thread.
 
         Raises:
-            UserError: of its kind, if that is what the first rank to fail raised.
+            UserError: of the same class, if that is what the first failing rank raised.
             OSError: naming that rank and its error.
         """
-        return RaiseEverywhere(self)
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            failure = error
+        for rank, packed in enumerate(self.all_gather(_serialize_error(failure) if failure else None, io=True)):
+            if packed is not None:
+                raise _deserialize_error(*packed, "" if self.world_size == 1 else f"rank {rank}: ") from failure
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
-        """What `make` returned on the first attempt; restarts by the same agent get that value again."""
+        """Return what `make` returned on the first attempt; restarts by the same agent get that value again."""
         if self._job_store is None:
             return make()
         if not self._job_store.check([key]):
             self._job_store.set(key, make())
         return self._job_store.get(key).decode()
 
-    def set_activity(self, what: str, waiting: bool = False) -> None:
-        """Tell whoever watches that this rank gets on, what it does now, and whether it needs the others for that."""
-        self.heartbeat = Heartbeat(self.heartbeat.count + 1, what, waiting)
+    def set_activity(self, activity: str, waiting: bool = False) -> None:
+        """Record for the watchdog what this rank does now, and whether that needs the other ranks."""
+        self.heartbeat = Heartbeat(self.heartbeat.count + 1, activity, waiting)
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
-        self.set_activity(self.heartbeat.what, waiting=True)
+        self.set_activity(self.heartbeat.activity, waiting=True)
         yield
-        self.set_activity(self.heartbeat.what)
+        self.set_activity(self.heartbeat.activity)
 
-    # Failures: the rank that fails first leaves its error in the store, and those that lose it quote that.
+    # Failures: the first rank that fails leaves its error in the store, where the ranks that lose it find the reason.
 
     def report_failure(self, message: str) -> None:
+        """Leave the error of this rank in the store, unless another rank has failed before."""
         if self.store is not None:
-            store, told = self.store, f"rank {self.rank}: {message}"
+            store, report = self.store, f"rank {self.rank}: {message}"
             with contextlib.suppress(Exception):
-                call_with_timeout(ANSWER_S, lambda: store.compare_set(FAILURE, "", told))
+                call_with_timeout(STORE_TIMEOUT_S, lambda: store.compare_set(FAILURE, "", report))
 
     def reported_failure(self, wait_s: float) -> str | None:
-        """What the failing rank reported, if it does within `wait_s` seconds."""
+        """Return what the first failing rank reported, if it does within `wait_s` seconds."""
         if self.store is None:
             return None
         store, deadline = self.store, time.monotonic() + wait_s
 
-        def ask() -> str | None:
+        def poll() -> str | None:
             while not store.check([FAILURE]):
                 if time.monotonic() > deadline:
                     return None
@@ -283,6 +251,32 @@ class ProcessGroup:
             return store.get(FAILURE).decode()
 
         try:
-            return call_with_timeout(wait_s + ANSWER_S, ask)
-        except Exception:  # the store died with its host, or is cut off: nobody is left to ask
+            return call_with_timeout(wait_s + STORE_TIMEOUT_S, poll)
+        except Exception:  # the store died with its host, or the network is down: nobody can answer
             return None
+
+    def have_all_failed(self, message: str) -> bool:
+        """Whether every rank fails with the same error; then the process group is gone, and the next job can begin."""
+        if self.store is None:
+            return True
+        store, keys = self.store, [f"failed/{rank}" for rank in range(self.world_size)]
+
+        def compare() -> bool:
+            store.set(keys[self.rank], message)
+            store.wait(keys, timedelta(seconds=ALL_FAILED_TIMEOUT_S))
+            return all(other.decode() == message for other in store.multi_get(keys))
+
+        try:
+            alike = call_with_timeout(ALL_FAILED_TIMEOUT_S + STORE_TIMEOUT_S, compare)
+        except Exception:  # another rank has not failed, or cannot report it
+            return False
+        if alike:
+            dist.destroy_process_group()
+        return alike
+
+
+def _backend(name: str, device: torch.device) -> str:
+    """Return the backend as torch.distributed names it; CPU tensors use gloo or MPI even if there is a GPU."""
+    gpu = "nccl" if name in ("auto", "nccl") else name
+    cpu = name if name == "mpi" else "gloo"
+    return f"cpu:{cpu},cuda:{gpu}" if device.type == "cuda" else cpu

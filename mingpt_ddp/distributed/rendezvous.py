@@ -1,22 +1,22 @@
-"""How the ranks of one attempt find each other.
+"""How the ranks of one attempt find each other in a key-value store.
 
-A launcher's store outlives the workers: after a restart it still holds the addresses of the dead. So every process
-brings a fresh id, rank 0 gathers one id per rank and proposes them as an attempt, and the attempt begins when every
-rank has found its own id in it. Its process group lives below a prefix of its own.
+The launcher's store outlives the workers: after a restart it still holds the addresses of dead processes. Therefore
+every process writes a fresh id. Rank 0 proposes an attempt with one id per rank, each rank whose id is in it confirms,
+and when all have confirmed rank 0 starts the attempt. Its process group uses a key prefix of its own.
 """
 
 from __future__ import annotations
 
 import json
-import queue
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
@@ -25,27 +25,26 @@ from mingpt_ddp.errors import RunError
 
 T = TypeVar("T")
 POLL_S = 0.02
-FATAL = "fatal"
+FATAL = "fatal"  # key in the store: an error that every attempt would hit again
 
 
 def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
-    """A client of the job's key-value store; rank 0 hosts it where no elastic agent does.
+    """Return a client of the job's key-value store; rank 0 hosts it unless an elastic agent does.
 
     Args:
-        job: the number of the job in a sweep; each has keys of its own.
+        job: index of the job in a sweep; every job has its own keys.
 
     Raises:
         RunError: nobody answers within `timeout_s` seconds.
     """
     host, port = env.master_address
-    hosts_it = env.is_rank_zero and not env.has_agent
+    timeout = timedelta(seconds=timeout_s)
     try:
-        timeout = timedelta(seconds=timeout_s)
-        if not hosts_it:
-            _await_host(host, port, timeout_s)
-        store = (
-            _host(host, port, timeout) if hosts_it else TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-        )
+        if env.is_rank_zero and not env.has_agent:
+            store = _host(host, port, timeout)
+        else:
+            _wait_for_host(host, port, timeout_s)
+            store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
         store.set_timeout(timeout)
         return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
@@ -53,8 +52,8 @@ def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
         raise RunError(f"rank {env.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
 
 
-def _await_host(host: str, port: int, timeout_s: float) -> None:
-    """torch's own client fills the screen while it waits for a store that is not there yet."""
+def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
+    """Wait until the store listens; torch's own client fills the screen with warnings meanwhile."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -66,127 +65,112 @@ def _await_host(host: str, port: int, timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-@cache
+@cache  # it lives as long as the process: other ranks may ask for the next job before this one has left the last
 def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
-    """It lives as long as the process: other ranks may ask for the next job before this one has left the last."""
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def loopback_store() -> TCPStore:
-    """Start a store for local workers: on a free port, reachable from this machine only.
+    """Host a store for local workers: on a free port, reachable from this machine only.
 
     By itself a TCPStore listens on all interfaces. Another `TCPStore(..., is_master=True, multi_tenant=True)` of this
     process with the same port shares its server.
     """
     family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]  # as a client resolves it
     listener = socket.create_server((str(address[0]), 0), family=family)
-    return TCPStore(
-        "localhost",
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    port = listener.getsockname()[1]
+    fd = listener.detach()
+    return TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
 
 
-def call_with_timeout(limit_s: float, work: Callable[[], T]) -> T:
-    """What `work` returns; behind a cut cable a store does not answer, and does not give up either.
+def call_with_timeout(timeout_s: float, work: Callable[[], T]) -> T:
+    """Return what `work` returns. A store behind a broken network neither answers nor gives up.
 
     Raises:
-        TimeoutError: it took longer than `limit_s` seconds.
+        concurrent.futures.TimeoutError: it took longer than `timeout_s` seconds.
         Exception: what `work` raised.
     """
-    answers: queue.Queue[tuple[T | None, Exception | None]] = queue.Queue()
+    future: Future[T] = Future()
 
-    def ask() -> None:
+    def call() -> None:
         try:
-            answers.put((work(), None))
-        except Exception as error:  # raised where the answer is waited for
-            answers.put((None, error))
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
 
-    threading.Thread(target=ask, name="store", daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=limit_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {limit_s} s") from None
-    if error is not None:
-        raise error
-    return cast(T, answer)
+    threading.Thread(target=call, name="store", daemon=True).start()
+    return future.result(timeout_s)
 
 
 def claim_error_report(store: Store, message: str, parent: str) -> bool:
-    """Whether this is the first rank and attempt below a parent to tell of an error that every attempt would meet."""
+    """Record an error that every attempt would hit again; whether this is the first worker of its parent to do so."""
     store.set(FATAL, message)
-    return store.add(f"told/{parent}", 1) == 1
+    return store.add(f"reported/{parent}", 1) == 1
 
 
 def raise_if_fatal(store: Store) -> None:
-    """An agent restarts its workers whatever they died of; after an error that all attempts would meet, leave at once.
+    """Fail at once if an earlier attempt hit an error that would repeat: an agent restarts its workers anyway.
 
     Raises:
-        RunError: what the earlier attempt told.
+        RunError: that error.
     """
     if store.check([FATAL]):
-        raise RunError(_get_or_empty(store, FATAL).partition(": ")[2])  # it says what kind of error it is itself
+        raise RunError(_get(store, FATAL).partition(": ")[2])  # its class adds what kind of error it is
 
 
 def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
-    """Wait for the other ranks of this attempt; the store returned is theirs alone.
+    """Wait for the other ranks of this attempt; return a store for them alone.
 
     Raises:
         RunError: a rank did not appear within `timeout_s` seconds.
     """
-    own = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout_s
-    attempt = (
-        _coordinate(store, env, own, deadline) if env.is_rank_zero else _participate(store, env.rank, own, deadline)
-    )
+    own_id, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"hello/{env.rank}", own_id)
+    attempt = (_propose if env.is_rank_zero else _confirm)(store, env, own_id, deadline)
     return PrefixStore(f"attempt/{attempt}", store)
 
 
-def _coordinate(store: Store, env: DistEnv, own: str, deadline: float) -> str:
-    """Rank 0: propose the ids at hand again and again until every rank has confirmed one and the same proposal."""
-    store.set("hello/0", own)
+def _propose(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
+    """On rank 0, propose the current ids until all ranks have confirmed the same attempt; return its id."""
     others = range(1, env.world_size)
     proposed: dict[str, str] = {}
     attempt = ""
     while True:
-        ids = {str(rank): _get_or_empty(store, f"hello/{rank}") for rank in others}
+        ids = {str(rank): _get(store, f"hello/{rank}") for rank in others}
         if all(ids.values()) and ids != proposed:
             attempt, proposed = uuid.uuid4().hex, ids
             store.set("attempt", json.dumps({"attempt": attempt, "ids": ids}))
-        confirmed = [rank for rank in others if attempt and _get_or_empty(store, f"confirm/{attempt}/{rank}")]
-        if len(confirmed) == len(others):
+        missing = [rank for rank in others if not (attempt and _get(store, f"confirm/{attempt}/{rank}"))]
+        if not missing:
             store.set(f"go/{attempt}", "1")
             return attempt
-        absent = [rank for rank in others if not ids[str(rank)]] or sorted(set(others) - set(confirmed))
-        _pause(store, 0, own, deadline, f"rank {', '.join(map(str, absent))} did not appear in time; start all ranks")
+        absent = ", ".join(str(rank) for rank in others if not ids[str(rank)]) or ", ".join(map(str, missing))
+        _pause(store, 0, own_id, deadline, f"rank {absent} did not appear in time; start all ranks")
 
 
-def _participate(store: Store, rank: int, own: str, deadline: float) -> str:
-    """Any other rank: confirm every proposal that holds the own id; the one that rank 0 starts is the attempt."""
-    store.set(f"hello/{rank}", own)
+def _confirm(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
+    """On any other rank, confirm every proposal with this process's id; return the attempt that rank 0 starts."""
     while True:
-        proposal = json.loads(_get_or_empty(store, "attempt") or "{}")
-        if proposal and proposal["ids"].get(str(rank)) == own:
+        proposal = json.loads(_get(store, "attempt") or "{}")
+        if proposal and proposal["ids"].get(str(env.rank)) == own_id:
             attempt: str = proposal["attempt"]
-            store.set(f"confirm/{attempt}/{rank}", "1")
-            if _get_or_empty(store, f"go/{attempt}"):
+            store.set(f"confirm/{attempt}/{env.rank}", "1")
+            if _get(store, f"go/{attempt}"):
                 return attempt
-        _pause(store, rank, own, deadline, f"rank {rank} waited, but the ranks did not all appear in time; start them")
+        message = f"rank {env.rank} waited, but the ranks did not all appear in time; start them"
+        _pause(store, env.rank, own_id, deadline, message)
 
 
-def _get_or_empty(store: Store, key: str) -> str:
-    """The value of a key, or an empty string where it has none yet."""
+def _get(store: Store, key: str) -> str:
+    """Return the value of a key, or an empty string if it has none yet."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
-def _pause(store: Store, rank: int, own: str, deadline: float, complaint: str) -> None:
-    """Wait for a moment, unless the time is over or another rank has told what stops all of them."""
+def _pause(store: Store, rank: int, own_id: str, deadline: float, message: str) -> None:
+    """Sleep for a moment; raise if the time is over or another rank has reported a fatal error."""
     raise_if_fatal(store)
     if time.monotonic() > deadline:
-        if _get_or_empty(store, f"hello/{rank}") != own:  # not before: a process cut off may find its successor here
+        if _get(store, f"hello/{rank}") != own_id:  # not earlier: it may be the successor of this process, cut off
             raise RunError(f"another process has RANK={rank} too; give every process a rank of its own")
-        raise RunError(f"{complaint}, or give them longer with ddp.timeout_s")
+        raise RunError(f"{message}, or give them longer with ddp.timeout_s")
     time.sleep(POLL_S)

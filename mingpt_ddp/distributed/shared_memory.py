@@ -1,9 +1,9 @@
-"""ProcessGroup on one machine tell each other things through sockets and memory that they share.
+"""All ranks of one machine, connected by Unix sockets and shared memory.
 
 A gloo collective between two processes of one machine goes through the kernel's TCP stack and a thread on each side:
-for a few megabytes that costs ten times the CPU time of copying and adding them, and for a few bytes a thousand times.
-Here memory is anonymous and the sockets' names are gone once all have met, so that nothing is left of ranks that were
-killed; a rank that dies closes its sockets, which the others notice at once.
+ten times the CPU time of copying and adding for a few megabytes, and a thousand times for a few bytes. Memory is
+anonymous and the names of the sockets are removed once all ranks are connected, so ranks that are killed leave nothing
+behind. A rank that dies closes its sockets, which the others notice at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SHORT_LIVED = "/dev/shm"  # where the sockets' names are: on Linux a directory that no two machines share
+SOCKET_DIRECTORY = "/dev/shm"  # on Linux no two machines share it
 
 
 class SharedMemoryGroup:
@@ -34,38 +34,39 @@ class SharedMemoryGroup:
         """
         self.rank, self.world_size, self.timeout_s = rank, len(sockets) + 1, timeout_s
         self._sockets = sockets
-        self._unread_bytes = 0  # bytes that every other rank sends before those that are asked for next
+        self._skip_bytes = 0  # which every other rank has sent before what is received next
         for connection in sockets.values():
             connection.settimeout(timeout_s)
 
     def close(self) -> None:
+        """Close the connections."""
         for connection in self._sockets.values():
             connection.close()
 
-    def send_all(self, message: bytes) -> None:
-        """Send a short message to all others; returns at once."""
+    def send_all(self, message: bytes, skip: bool = False) -> None:
+        """Send a short message to all other ranks; it does not wait for them.
+
+        Args:
+            skip: every rank sends one, of which only the arrival matters: the next `recv_all` drops it.
+        """
         for rank, connection in self._sockets.items():
-            with self._naming(rank):
+            with self._name_peer(rank):
                 connection.sendall(message)
+        self._skip_bytes += len(message) if skip else 0
 
     def recv_all(self, size: int) -> dict[int, bytes]:
-        """The next message, of `size` bytes, from every other rank.
+        """Wait for a message of `size` bytes from every other rank.
 
         Raises:
-            DistNetworkError: a rank is gone or silent.
+            DistNetworkError: a rank has closed its connection or sent nothing for `timeout_s` seconds.
         """
-        skip, self._unread_bytes = self._unread_bytes, 0
-        return {rank: self._receive(rank, skip + size)[skip:] for rank in self._sockets}
+        skip, self._skip_bytes = self._skip_bytes, 0
+        return {rank: self._recv(rank, skip + size)[skip:] for rank in self._sockets}
 
-    def signal_all(self, message: bytes) -> None:
-        """Tell all others something that all of them tell as well, and of which only the arrival matters later."""
-        self.send_all(message)
-        self._unread_bytes += len(message)
-
-    def _receive(self, rank: int, size: int) -> bytes:
+    def _recv(self, rank: int, size: int) -> bytes:
         content = b""
         while len(content) < size:
-            with self._naming(rank):
+            with self._name_peer(rank):
                 part = self._sockets[rank].recv(size - len(content))
             if not part:
                 raise dist.DistNetworkError(f"rank {rank} has closed its connection")
@@ -73,8 +74,8 @@ class SharedMemoryGroup:
         return content
 
     @contextlib.contextmanager
-    def _naming(self, rank: int) -> Iterator[None]:
-        """Say which rank it was."""
+    def _name_peer(self, rank: int) -> Iterator[None]:
+        """Raise errors of the connection as errors that name the rank."""
         try:
             yield
         except TimeoutError as error:
@@ -82,39 +83,60 @@ class SharedMemoryGroup:
         except OSError as error:
             raise dist.DistNetworkError(f"the connection to rank {rank} is broken: {error}") from error
 
-    def shared_memory(self, size: int) -> list[Tensor]:
-        """`size` bytes of every rank, in rank order: each writes to its own, and reads all. A collective."""
+    def all_gather_async(self, values: Tensor) -> Callable[[], list[Tensor]]:
+        """Send a CPU tensor to all ranks; the function returned waits for theirs, in rank order."""
+        self.send_all(values.numpy().tobytes())
+
+        def wait() -> list[Tensor]:
+            received = self.recv_all(values.nbytes).items()
+            parts = {rank: torch.frombuffer(bytearray(part), dtype=values.dtype) for rank, part in received}
+            return [parts.get(rank, values) for rank in range(self.world_size)]
+
+        return wait
+
+    def allocate(self, size: int) -> list[Tensor]:
+        """Return `size` bytes of every rank, in rank order: each rank writes to its own and reads all. A collective."""
         own = os.memfd_create("gradients")
-        os.posix_fallocate(own, 0, size)  # memory that is not there is told now, not by a signal later
-        parts = {self.rank: own}
+        os.posix_fallocate(own, 0, size)  # too little memory is an error now, not a SIGBUS later
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [own])
+        files = {self.rank: own}
         for rank, connection in self._sockets.items():
-            with self._naming(rank):
-                _, handles, _, _ = socket.recv_fds(connection, 1, 1)
-            if not handles:
+            with self._name_peer(rank):
+                _, received, _, _ = socket.recv_fds(connection, 1, 1)
+            if not received:
                 raise dist.DistNetworkError(f"rank {rank} has closed its connection")
-            parts[rank] = handles[0]
-        tensors = [torch.frombuffer(mmap.mmap(parts[r], size), dtype=torch.uint8) for r in range(self.world_size)]
-        for handle in parts.values():
-            os.close(handle)
+            files[rank] = received[0]
+        tensors = [torch.frombuffer(mmap.mmap(files[r], size), dtype=torch.uint8) for r in range(self.world_size)]
+        for file in files.values():
+            os.close(file)
         return tensors
 
 
-def connect_local_ranks(rank: int, gather: Callable[[Any], list[Any]], timeout_s: float) -> SharedMemoryGroup | None:
-    """Connect to all other ranks; None where they are not all on this machine. A collective.
+def connect_local_ranks(
+    rank: int, all_gather: Callable[[Any], list[Any]], timeout_s: float
+) -> SharedMemoryGroup | None:
+    """Connect all ranks; None if they are not all on this machine. A collective.
 
     Args:
-        gather: hands every rank's JSON value to all, in rank order.
+        all_gather: returns the JSON value of every rank, in rank order.
     """
-    made = _directory() if rank == 0 and hasattr(os, "memfd_create") else None
-    directory = gather(made)[0]
-    with contextlib.ExitStack() as held:
-        if made:
-            held.callback(shutil.rmtree, made, ignore_errors=True)
-        listener = held.enter_context(socket.socket(socket.AF_UNIX))
-        there = gather(directory is not None and _listen(listener, f"{directory}/{rank}"))
-        if not all(there):
+    with contextlib.ExitStack() as stack:
+        directory = None
+        if rank == 0 and hasattr(os, "memfd_create"):
+            with contextlib.suppress(OSError):
+                directory = tempfile.mkdtemp(prefix="ranks-", dir=SOCKET_DIRECTORY)  # only this user may enter it
+                stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        directory = all_gather(directory)[0]
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listening = False
+        if directory is not None:
+            with contextlib.suppress(OSError):  # rank 0 is on another machine
+                listener.bind(f"{directory}/{rank}")
+                listener.listen(4096)
+                listening = True
+        ranks = all_gather(listening)
+        if not all(ranks):
             return None
         listener.settimeout(timeout_s)
         sockets: dict[int, socket.socket] = {}
@@ -122,26 +144,9 @@ def connect_local_ranks(rank: int, gather: Callable[[Any], list[Any]], timeout_s
             sockets[other] = socket.socket(socket.AF_UNIX)
             sockets[other].connect(f"{directory}/{other}")
             sockets[other].sendall(rank.to_bytes(4, "little"))
-        for _ in range(rank + 1, len(there)):
+        for _ in range(rank + 1, len(ranks)):
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
             sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
-        gather(None)  # before the names go, all have met
+        all_gather(None)  # the names are removed when all ranks are connected
         return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
-
-
-def _directory() -> str | None:
-    """One that nobody else may enter."""
-    try:
-        return tempfile.mkdtemp(prefix="ranks-", dir=SHORT_LIVED)
-    except OSError:
-        return None
-
-
-def _listen(listener: socket.socket, name: str) -> bool:
-    try:
-        listener.bind(name)
-        listener.listen(4096)
-    except OSError:
-        return False
-    return True

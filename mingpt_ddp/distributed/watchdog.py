@@ -1,4 +1,4 @@
-"""Who keeps the others waiting? Every rank tells the job's store how far it is, and all of them look."""
+"""The watchdog: every rank puts its heartbeat into the store, and all of them look for the rank that hangs."""
 
 from __future__ import annotations
 
@@ -21,90 +21,93 @@ from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s: before the collectives give up, which would blame those that waited
-STALLED = "stalled"
-PERIOD_S = 0.25  # between two looks
+TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s: collectives that time out would blame the ranks that waited
+HANG = "hang"  # key in the store: which rank hangs
+PERIOD_S = 0.25  # between two heartbeats
 
 
 class Watchdog:
-    """A thread beside training that ends the process when a rank has stalled, as soon as all know which."""
+    """A thread that ends the process when a rank hangs, after all ranks have agreed on which one it is."""
 
     def __init__(self, group: ProcessGroup, exit: Callable[[str], None]) -> None:
         """
         Args:
-            exit: ends this process, telling why; called from the thread.
+            exit: ends this process for the reason given; called from the thread.
         """
         self.group, self.exit = group, exit
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
-        self._main = threading.get_ident()
-        self._last_progress: dict[int, tuple[int, float]] = {}  # by rank: the count that was seen last, and since when
-        self._last_heartbeat: dict[int, tuple[int, float]] = {}  # the same of its watch's own counter
+        self._training_thread = threading.get_ident()
+        # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value, and since when.
+        self._latest: dict[tuple[int, str], tuple[int, float]] = {}
         self._stopped = threading.Event()
         if group.store is not None:
             self._store = clone_store(group.store)
-            self._tell(beat=0)  # also of a rank that will be stopped before the thread runs there is something to see
-            threading.Thread(target=self._work, name="watch", daemon=True).start()
+            self._send_heartbeat(beat=0)  # a rank that is stopped before its thread runs must be visible too
+            threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """What it finds from now on is ignored."""
+        """Ignore every hang from now on."""
         self._stopped.set()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         beat = 0
         while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
             beat += 1
-            with contextlib.suppress(Exception):  # the store dies with its host: then the collectives tell
-                self._tell(beat)
+            with contextlib.suppress(Exception):  # the store died with its host, which collectives report
+                self._send_heartbeat(beat)
                 self._check()
 
-    def _tell(self, beat: int) -> None:
-        here = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
-        told = {**asdict(self.group.heartbeat), "beat": beat, **here}
-        self._store.set(f"at/{self.group.rank}", json.dumps(told))
+    def _send_heartbeat(self, beat: int) -> None:
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
+        heartbeat = {**asdict(self.group.heartbeat), "beat": beat, **process}
+        self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
 
     def _check(self) -> None:
-        reason = self._store.get(STALLED).decode() if self._store.check([STALLED]) else None
-        if reason is None:
-            keys = [f"at/{rank}" for rank in range(self.group.world_size)]
+        if self._store.check([HANG]):
+            reason = self._store.get(HANG).decode()
+        else:
+            keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
             if not self._store.check(keys):
                 return
-            ranks = {rank: json.loads(content) for rank, content in enumerate(self._store.multi_get(keys))}
-            reason = self._find(ranks, time.monotonic())
-            if reason is None:
+            found = self._find_hang([json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)])
+            if found is None:
                 return
-            reason = self._store.compare_set(STALLED, "", reason).decode()
+            reason = self._store.compare_set(HANG, "", found).decode()
         if self._stopped.is_set():
             return
         if reason.startswith(f"rank {self.group.rank} "):
-            frame = sys._current_frames().get(self._main)
-            stack = "".join(traceback.format_stack(frame)) if frame else "gone"
-            log.error("rank %d stalled here:\n%s", self.group.rank, stack, extra={"file_only": True})
+            frame = sys._current_frames().get(self._training_thread)
+            stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
+            log.error("rank %d hangs here:\n%s", self.group.rank, stack, extra={"file_only": True})
         self.exit(reason)
 
-    def _find(self, ranks: dict[int, dict[str, Any]], now: float) -> str | None:
-        """Which rank has stalled, if one has."""
-        for rank, told in ranks.items():
-            for seen, counter in ((self._last_progress, "count"), (self._last_heartbeat, "beat")):
-                if seen.get(rank, (None, 0.0))[0] != told[counter]:
-                    seen[rank] = (told[counter], now)
-        still = {rank: now - self._last_progress[rank][1] for rank in ranks}
-        unresponsive = [
-            rank for rank in ranks if now - self._last_heartbeat[rank][1] > self.limit_s
-        ]  # not even its watch moves
-        busy = [rank for rank in ranks if still[rank] > self.limit_s and not ranks[rank]["waiting"]]
-        for rank in unresponsive or busy:
-            reason = f"rank {rank} has stalled for {still[rank]:.0f} s while {ranks[rank]['what']}"
-            if rank in unresponsive:  # stopped, or its machine is dead or cut off
-                self._kill_if_local(ranks[rank])
-                reason += "; no sign of life from there"
-            return reason
-        if min(still.values()) > self.limit_s:
-            what = ranks[0]["what"]
-            return f"all ranks wait for each other for {min(still.values()):.0f} s while {what}: look at the network"
+    def _find_hang(self, heartbeats: list[dict[str, Any]]) -> str | None:
+        """Return which rank hangs, if one does; `heartbeats` are in rank order."""
+        idle_s = [self._unchanged_s(rank, heartbeat, "count") for rank, heartbeat in enumerate(heartbeats)]
+        silent_s = [self._unchanged_s(rank, heartbeat, "beat") for rank, heartbeat in enumerate(heartbeats)]
+        ranks = range(len(heartbeats))
+        unresponsive = [rank for rank in ranks if silent_s[rank] > self.limit_s]  # stopped, or its machine is down
+        stragglers = [rank for rank in ranks if idle_s[rank] > self.limit_s and not heartbeats[rank]["waiting"]]
+        for rank in unresponsive or stragglers:
+            reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {heartbeats[rank]['activity']}"
+            if not unresponsive:
+                return reason
+            self._kill_if_local(heartbeats[rank])
+            return f"{reason}; no sign of life from there"
+        if min(idle_s) > self.limit_s:
+            activity = heartbeats[0]["activity"]
+            return f"all ranks wait for each other for {min(idle_s):.0f} s while {activity}: look at the network"
         return None
 
-    def _kill_if_local(self, told: dict[str, Any]) -> None:
-        """A stopped process does not react to an agent, which then waits: end a sibling at once."""
-        if (told["host"], told["agent"]) == (socket.gethostname(), os.getppid()):
+    def _unchanged_s(self, rank: int, heartbeat: dict[str, Any], counter: str) -> float:
+        """Return how many seconds ago a counter of a rank changed, as seen from here."""
+        value, now = heartbeat[counter], time.monotonic()
+        if self._latest.get((rank, counter), (None, 0.0))[0] != value:
+            self._latest[rank, counter] = (value, now)
+        return now - self._latest[rank, counter][1]
+
+    def _kill_if_local(self, heartbeat: dict[str, Any]) -> None:
+        """SIGKILL a stopped process of the same agent: it does not react to the agent, which would wait for it."""
+        if (heartbeat["host"], heartbeat["agent"]) == (socket.gethostname(), os.getppid()):
             with contextlib.suppress(OSError):
-                os.kill(told["pid"], signal.SIGKILL)
+                os.kill(heartbeat["pid"], signal.SIGKILL)

@@ -7,6 +7,7 @@ import time
 import torch
 from torch import Tensor
 
+from mingpt_ddp.distributed.device import peak_memory
 from mingpt_ddp.distributed.runtime import Runtime
 
 MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns; the largest takes 100 MB in bf16
@@ -54,7 +55,7 @@ class Meter:
             "speed/tokens_per_s": self._timed_steps * self.tokens_per_step / elapsed,
             "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
             "speed/data_ms": self._data_s / max(1, self._timed_steps) * 1e3,
-            "memory/peak_mib": self.runtime.peak_memory() / 2**20,
+            "memory/peak_mib": peak_memory(self.runtime.device) / 2**20,
         }
         self._reset()
         return metrics

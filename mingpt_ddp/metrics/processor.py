@@ -97,7 +97,7 @@ class MetricsProcessor:
             return None
         metrics = {**metrics, **self.meter.read()}
         self._set_up()
-        communication_s, exposed_s = self.runtime.comm_times(model)
+        communication_s, exposed_s = self.runtime.strategy.comm_times(model)
         metrics["speed/communication_ms"] = communication_s * 1e3
         metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
         if self._flops_per_token is not None:

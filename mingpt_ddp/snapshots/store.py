@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from mingpt_ddp.distributed.memory import installed_memory
+from mingpt_ddp.distributed.device import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import (

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.distributed.runtime import Runtime, eval_mode
+from mingpt_ddp.distributed.runtime import Runtime
 
 TOKENS_PER_BATCH = 4096
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluate without gradients, then restore the model's mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
 
 
 class Evaluator:

@@ -14,11 +14,13 @@ from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_de
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.compile import check_compiles
-from mingpt_ddp.distributed.runtime import Runtime, eval_mode
+from mingpt_ddp.distributed.device import total_memory
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import apply_activation_checkpointing, build_model, count_parameters, flops_per_token
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots import state_dict
+from mingpt_ddp.training.evaluate import eval_mode
 
 ROWS, LENGTH = 2, 64  # of the batch of a trial step: sequences, characters of each
 BYTES = 8  # of a parameter and its gradient in fp32; the optimizer's state comes on top
@@ -33,7 +35,7 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
     """
     if is_user_defined("model", config.model.architecture):  # its constructor may take any amount of memory
         return
-    memory = min(runtime.group.all_gather(runtime.memory()))
+    memory = min(runtime.group.all_gather(total_memory(runtime.device)))
     with torch.device("meta"):  # allocates nothing
         count = count_parameters(build_model(config.model, vocab_size, config.data.block_size))
     if count * BYTES > memory:

@@ -39,7 +39,7 @@ class TrainStep:
         if isinstance(optimizer, Muon):
             optimizer.shard_across_ranks(runtime.group.rank, runtime.group.world_size)
         self.parameters = list(model.parameters())
-        self.parallel_model = runtime.wrap(model)
+        self.parallel_model = runtime.strategy.wrap(model)
         self.data_time_s = 0.0  # seconds that the last batch took to fetch
 
     def warm_up(self) -> None:
@@ -47,18 +47,18 @@ class TrainStep:
         self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
         first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
-        self.runtime.warm_up(self.parallel_model, self.runtime.to_device(first.x), self.runtime.to_device(first.y))
+        self.runtime.strategy.warm_up(self.parallel_model, lambda: self._loss(first))
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
     def forward_backward(self, step: int) -> Tensor:
         """Add up the gradients of the step's mean loss; this rank's share of that loss."""
-        self.runtime.begin_step()
+        self.runtime.strategy.begin_step()
         loss = torch.zeros((), device=self.runtime.device)
         batch = self._fetch(step)
         for micro in batch:
             last = micro is batch[-1]
-            with self.runtime.maybe_no_sync(self.parallel_model, last):
+            with self.runtime.strategy.maybe_no_sync(self.parallel_model, last):
                 loss += self._forward_backward(step, micro, shares=last)
         return loss
 
@@ -74,12 +74,16 @@ class TrainStep:
         self.runtime.group.set_activity(f"in the forward pass of step {step}")
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
-        with self.runtime.autocast():
-            loss = self.parallel_model(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
+        loss = self._loss(micro)
         self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=shares)
         # DDP takes the mean over the ranks, the step wants the mean over the micro-batches.
         self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
         return loss.detach() / n_micro
+
+    def _loss(self, micro: MicroBatch) -> Tensor:
+        with self.runtime.autocast():
+            loss: Tensor = self.parallel_model(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
+        return loss
 
     def clip_grad_norm(self) -> Tensor:
         """The norm of the gradients before clipping."""
@@ -99,7 +103,7 @@ class TrainStep:
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
         self.runtime.scaler.step(self.optimizer)
         self.clear()
-        self.runtime.broadcast_buffers(self.model)
+        self.runtime.strategy.broadcast_buffers(self.model)
         return lr
 
     def clear(self) -> None:
@@ -115,7 +119,7 @@ class TrainStep:
         """
         found = ""
         for micro in self._fetch(step):
-            with self.runtime.maybe_no_sync(self.parallel_model, last=False):
+            with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=False):
                 loss = self._forward_backward(step, micro, shares=False)
             if not torch.isfinite(loss):
                 found = f"the loss of micro-batch {micro.index}"

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from launching import TINY
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.device import choose_device
 from mingpt_ddp.distributed.env import DistEnv, read_env
-from mingpt_ddp.distributed.runtime import Runtime, choose_device
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.shared_memory import connect_local_ranks
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import GPT
@@ -87,8 +88,12 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             runtime = Runtime(config, read_env(), job)
             job += 1
             loss = run(config, runtime, {})
-            exposed = runtime.hook.seconds
-            outcomes[name] = {"loss": loss, "shared": runtime.group.shared_memory is not None, "seconds": exposed}
+            hook = runtime.strategy.comm_hook
+            outcomes[name] = {
+                "loss": loss,
+                "shared": runtime.group.shared_memory is not None,
+                "seconds": hook and hook.seconds,
+            }
             runtime.close()
             del runtime
             changed.patch.undo()
@@ -203,7 +208,7 @@ def destroy_group_before_model(config: dict[str, Any]) -> int:
     rounds = 5
     for job in range(rounds):
         runtime = Runtime(from_mapping(config), read_env(), job)
-        model = runtime.wrap(torch.nn.Linear(4, 4))
+        model = runtime.strategy.wrap(torch.nn.Linear(4, 4))
         model(torch.ones(1, 4)).sum().backward()
         sys.setswitchinterval(100)  # this thread gives the GIL away only where it blocks
         for _ in range(50):
@@ -228,10 +233,10 @@ def lose_a_rank(config: dict[str, Any]) -> str:
     runtime = Runtime(from_mapping(config), read_env())
     shared_memory = connect_local_ranks(runtime.group.rank, runtime.group.all_gather, timeout_s=1.0)
     assert shared_memory is not None
-    shared_memory.signal_all(b"unread")
+    shared_memory.send_all(b"unread", skip=True)
     shared_memory.send_all(bytes([runtime.group.rank]))
     assert shared_memory.recv_all(1) == {other: bytes([other]) for other in range(3) if other != runtime.group.rank}
-    memory = shared_memory.shared_memory(100)
+    memory = shared_memory.allocate(100)
     memory[runtime.group.rank][:] = runtime.group.rank + 1
     runtime.group.barrier()
     assert [part.tolist() for part in memory] == [[1] * 100, [2] * 100, [3] * 100]
@@ -242,7 +247,7 @@ def lose_a_rank(config: dict[str, Any]) -> str:
         runtime.group.barrier()
         if runtime.group.rank != 2:
             try:
-                shared_memory._receive(2, 1)
+                shared_memory._recv(2, 1)
             except dist.DistNetworkError as error:
                 told.append(str(error))
         runtime.group.barrier()

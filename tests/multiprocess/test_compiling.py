@@ -13,6 +13,7 @@ from torch import nn
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed import compile as compiling
+from mingpt_ddp.distributed.ddp import DDPStrategy
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
@@ -31,14 +32,14 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
 
     compiling.BACKEND = "aot_eager"
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
-    warm_up = Runtime.warm_up
+    warm_up = DDPStrategy.warm_up
 
-    def settle_then_forbid(self: Runtime, *arguments: Any) -> None:
+    def warm_up_then_forbid(self: DDPStrategy, *arguments: Any) -> None:
         torch.compiler.set_stance("default")
         warm_up(self, *arguments)
         torch.compiler.set_stance("fail_on_recompile")
 
-    Runtime.warm_up = settle_then_forbid
+    DDPStrategy.warm_up = warm_up_then_forbid
     results = []
     for job, values in enumerate(configs):
         counters.clear()
@@ -81,7 +82,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_auto_means_our_models_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(compiling, "_missing", lambda device: None)
+    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: None)
     own = config("+model.code=mine.py")
     assert compiling.should_compile(config(), GPU)
     assert not compiling.should_compile(own, GPU)
@@ -91,7 +92,7 @@ def test_auto_means_our_models_on_a_gpu(monkeypatch):
     assert not compiling.should_compile(config("trainer.compile=false"), GPU)
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
         compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
-    monkeypatch.setattr(compiling, "_missing", lambda device: "a compiler")
+    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: "a compiler")
     assert not compiling.should_compile(config(), GPU)
 
 

@@ -7,8 +7,8 @@ import torch
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.device import choose_device, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv, read_env, worker_environ
-from mingpt_ddp.distributed.runtime import choose_device, refuse_shared_gpus
 from mingpt_ddp.errors import ConfigError
 
 

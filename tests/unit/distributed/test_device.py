@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from mingpt_ddp.distributed import memory
+from mingpt_ddp.distributed import device
 
 SCRIPT = """
 import resource, torch
-from mingpt_ddp.distributed.memory import keep_freed_memory
+from mingpt_ddp.distributed.device import keep_freed_memory
 keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -42,9 +42,9 @@ def test_which_pages_are_asked_for_again(settings, least, most):
 
 @pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
 def test_a_container_has_less_than_its_machine(limit, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path / "memory.max")
-    machine = memory.installed_memory()
+    monkeypatch.setattr(device, "CGROUP", tmp_path / "memory.max")
+    machine = device.installed_memory()
     if limit is not None:
-        memory.CGROUP.write_text(limit)
+        device.CGROUP.write_text(limit)
     assert 1 << 28 < machine < 1 << 45
-    assert memory.installed_memory() == (expected or machine)
+    assert device.installed_memory() == (expected or machine)

@@ -1,0 +1,110 @@
+"""The device of a rank: which one it is, whether its kernels are deterministic, and how much memory it has."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models import ops
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+MMAP_THRESHOLD = 32 << 20  # bytes: glibc always asks the kernel for larger blocks
+TRIM_THRESHOLD = 1 << 30  # bytes of freed memory that the process keeps
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of the container, or `max`
+
+
+def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch.device:
+    """Return the device of this rank, after checking that this machine can run the configuration.
+
+    Raises:
+        ConfigError: this machine or this build of torch lacks a device, backend or option.
+    """
+    on_gpu = ops.choose_device(trainer.device, "trainer.device").type == "cuda"
+    if ddp.backend == "nccl" and not on_gpu:
+        raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
+    if ddp.backend == "mpi" and not dist.is_mpi_available():
+        raise ConfigError("ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo")
+    if ddp.sync_batchnorm and not on_gpu:
+        raise ConfigError("ddp.sync_batchnorm=true needs a GPU; set it to false")
+    if not on_gpu:
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and not env.shares_devices:  # a scheduler may show each process only its own GPU
+        return torch.device("cuda", 0)
+    if env.local_rank >= gpus:
+        raise ConfigError(
+            f"local rank {env.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU"
+        )
+    return torch.device("cuda", env.local_rank)
+
+
+def refuse_shared_gpus(gpus: list[str]) -> None:
+    """Check what NCCL requires, a GPU for each rank; its own error is hard to understand.
+
+    Args:
+        gpus: the UUID of each rank's GPU, in rank order.
+
+    Raises:
+        ConfigError: two ranks have the same GPU.
+    """
+    for rank, gpu in enumerate(gpus):
+        if gpu in gpus[:rank]:
+            raise ConfigError(
+                f"ranks {gpus.index(gpu)} and {rank} have the same GPU; "
+                "give each its own by LOCAL_RANK or CUDA_VISIBLE_DEVICES, or use ddp.backend=gloo"
+            )
+
+
+def set_up_device(device: torch.device, deterministic: bool) -> None:
+    """Make it the current device of this process, with deterministic kernels if wanted."""
+    if deterministic:  # cuBLAS reads its variable at the first kernel
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter imports modules for a second
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+    if device.type == "cuda":
+        torch.cuda.init()  # from now on torch.manual_seed seeds its generator too
+        torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep freed memory for its next step.
+
+    By default glibc returns it to the kernel, which clears every page when the next step asks for it again: up to a
+    quarter of a small model's step on a CPU. Other C libraries, and MALLOC_ settings of the user, are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+
+
+def installed_memory() -> int:
+    """Return the bytes that this process may use: the smallest limit of machine, container and `ulimit -v`."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]]
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int(CGROUP.read_text()))
+    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of the GPU, or those that this process may use if there is none."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else installed_memory()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: of allocations on a GPU, else of the resident memory of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
