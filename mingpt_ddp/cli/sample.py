@@ -19,10 +19,11 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from mingpt_ddp.cli.arguments import parse_arguments, run_command
-from mingpt_ddp.config.validation import check, refuse_credentials
+from mingpt_ddp.config.schema import NonNegativeFloat, NonNegativeInt, PositiveInt
+from mingpt_ddp.config.validation import Bounds, check, refuse_credentials
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 
 
@@ -32,24 +33,19 @@ class SampleConfig:
 
     snapshot: str
     prompt: str = ""
-    max_new_tokens: int = 500
-    temperature: float = 0.8
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 1
-    samples: int = 1
+    max_new_tokens: PositiveInt = 500
+    temperature: NonNegativeFloat = 0.8
+    top_k: PositiveInt | None = None
+    top_p: Annotated[float, Bounds(gt=0, le=1)] | None = None
+    seed: NonNegativeInt = 1
+    samples: Annotated[PositiveInt, Bounds(le=10_000)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     code: str | None = None
 
     def __post_init__(self) -> None:
-        for key, least in (("max_new_tokens", 1), ("samples", 1), ("temperature", 0), ("seed", 0), ("top_k", 1)):
-            value = getattr(self, key)
-            check(value is None or value >= least, f"{key}={value} must be at least {least}")
         check(bool(self.snapshot.strip()), "snapshot is empty; name a run directory")
         refuse_credentials("snapshot", self.snapshot)
-        check(self.samples <= 10_000, f"samples={self.samples} must be at most 10000")
-        check(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]")
 
 
 def main() -> None:
@@ -94,12 +90,12 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         run_file(Path(config.code), "code")
     device = choose_device(config.device, "device")
     model, tokenizer = load_model(config.snapshot)
-    limits = (config.max_new_tokens, config.seed, config.samples, config.temperature, config.top_k, config.top_p)
+    options = (config.max_new_tokens, config.seed, config.samples, config.temperature, config.top_k, config.top_p)
     try:
         with attribute_errors_to_user_code():
             model.to(device)
             prepare(model, choose_precision(config.precision, model, config.samples), config.samples)
-            texts = generate_text(model, tokenizer, prompt, *limits)
+            texts = generate_text(model, tokenizer, prompt, *options)
     except RuntimeError as error:  # weights that are not finite, a context too long for the memory
         raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error
     return [prompt + text for text in texts]

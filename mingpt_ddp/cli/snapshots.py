@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
 from mingpt_ddp.cli.export import ExportConfig, export
+from mingpt_ddp.config.schema import PositiveInt
 from mingpt_ddp.config.validation import check, did_you_mean, refuse_credentials
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
@@ -45,11 +46,8 @@ class ListConfig:
 @dataclass(frozen=True)
 class PruneConfig:
     url: str
-    keep_last: int
+    keep_last: PositiveInt
     keep_best: bool = True
-
-    def __post_init__(self) -> None:
-        check(self.keep_last >= 1, f"keep_last={self.keep_last} must be at least 1")
 
 
 def main() -> None:
