@@ -1,4 +1,4 @@
-"""A proxy in front of an HTTP server that does what networks and stores do: errors, resets, stalls, delays."""
+"""A proxy in front of an HTTP server that injects faults: error statuses, resets, stalls, delays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fault(Enum):
     RESET_SENDING = "reset both connections after `after` bytes of the request's content"
     RESET_UNANSWERED = "let the server carry the request out, then reset instead of answering"
     RESET_ANSWERING = "reset after `after` bytes of the answer's content"
-    STALL = "do not even invite the content, for `seconds`"
+    STALL = "do not invite the content with 100 Continue, for `seconds`"
     STALL_SENDING = "take `after` bytes of the content and no more, for `seconds`"
     DELAY = "forward after `seconds`"
 
@@ -58,12 +58,12 @@ class Header:
 
     @property
     def waits(self) -> bool:
-        """The client sends its content when it is invited."""
+        """The client waits for 100 Continue before it sends its content."""
         return "expect" in self.fields
 
 
 class FaultProxy:
-    """Forwards to a port of this machine, from a thread of its own; `rules` and `down` may change at any time."""
+    """Forward to a port of this machine, from a thread; `rules` and `down` may change at any time."""
 
     def __init__(self, upstream: int, seed: int = 0) -> None:
         self.upstream = upstream
@@ -116,7 +116,7 @@ class FaultProxy:
         return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a client: a request at a time, each on a connection to the server of its own."""
+        """Serve one connection of a client: a request at a time, each on a new connection to the server."""
         try:
             while True:
                 request = Header(await reader.readuntil(b"\r\n\r\n"))

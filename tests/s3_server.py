@@ -67,7 +67,7 @@ class SeaweedServer:
         return self.ports["s3.port"]
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """What a client needs to find the server, or a proxy in front of it at another port."""
+        """The environment of a client of the server, or of a proxy in front of it at another port."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
             "AWS_ACCESS_KEY_ID": self.key,
@@ -76,7 +76,7 @@ class SeaweedServer:
         }
 
     def start(self) -> None:
-        """Start and wait until it answers requests for objects."""
+        """Start the server and wait until it answers requests for objects."""
         command = [str(weed()), "-logtostderr=true", f"-config_dir={self.directory}", "server", *FLAGS]
         command += [f"-dir={self.directory / 'data'}", f"-s3.config={self.directory / 's3.json'}"]
         command += [f"-{name}={port}" for name, port in self.ports.items()]
@@ -109,7 +109,7 @@ class SeaweedServer:
             self.process = None
 
     def client(self):
-        """An s3fs filesystem that no test interferes with."""
+        """An s3fs filesystem that is not shared with the code under test."""
         import s3fs
 
         return s3fs.S3FileSystem(
@@ -132,5 +132,5 @@ class SeaweedServer:
         return [bucket["Name"] for bucket in self._call("list_buckets")["Buckets"]]
 
     def unfinished_uploads(self, bucket: str) -> list[str]:
-        """The keys of multi-part uploads that were neither completed nor aborted."""
+        """The keys of multipart uploads that were neither completed nor aborted."""
         return [upload["Key"] for upload in self._call("list_multipart_uploads", Bucket=bucket).get("Uploads", [])]

@@ -1,4 +1,4 @@
-"""Disks that are full, or that may only be read; two runs in one place; clocks that go backwards."""
+"""Full disks, read-only disks, two runs in one directory, clocks that go backwards."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def disk(tmp_path):
     def mount(name: str, size: int, *options: str) -> Path:
         path = tmp_path / name
         path.mkdir(exist_ok=True)
-        words = ["mount", *("-o", ",".join([f"size={size}k", *options])), *("-t", "tmpfs", "tmpfs", str(path))]
+        args = ["mount", *("-o", ",".join([f"size={size}k", *options])), *("-t", "tmpfs", "tmpfs", str(path))]
         if shutil.which("mount") is None:
             pytest.skip("there is no mount command")
-        done = subprocess.run(words, capture_output=True, text=True)
+        done = subprocess.run(args, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"a disk cannot be mounted here: {done.stderr.strip()}")
         if "remount" not in options:
@@ -42,13 +42,13 @@ def disk(tmp_path):
         subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def train(cwd: Path, *words: str):
-    return call([*python_main(), *TINY, "run.name=a", "trainer.sample_every=null", *words], cwd)
+def train(cwd: Path, *args: str):
+    return call([*python_main(), *TINY, "run.name=a", "trainer.sample_every=null", *args], cwd)
 
 
-def whole(place: Path) -> list[int]:
-    """The steps of the snapshots there, of which every byte is as it was written."""
-    store = SnapshotStore(str(place))
+def whole(directory: Path) -> list[int]:
+    """The steps of the committed snapshots there, after verifying every byte."""
+    store = SnapshotStore(str(directory))
     steps = [step for step in store.steps() if store.is_committed(step)]
     for step in steps:
         store.verify(step)
@@ -59,7 +59,7 @@ KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.backgro
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
-def test_a_full_disk_ends_the_run_when_it_has_failed_too_often(allowed, tmp_path, disk):
+def test_a_full_disk_ends_the_run_after_too_many_failures(allowed, tmp_path, disk):
     full = disk("full", ROOM)
     done = train(tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={allowed}", *KEEP_ALL)
     assert done.returncode == 2, done.stdout
@@ -80,59 +80,61 @@ def test_a_full_disk_ends_the_run_when_it_has_failed_too_often(allowed, tmp_path
     assert whole(full / "a") == list(range(1, 13))
 
 
-def test_a_full_disk_with_another_place_beside_it(tmp_path, disk):
+def test_a_full_disk_with_a_fallback_path(tmp_path, disk):
     full, spare = disk("full", ROOM), tmp_path / "spare"
-    places = [f"snapshot.path={full}", f"snapshot.fallback_path={spare}", *KEEP_ALL]
-    done = train(tmp_path, *places, "trainer.max_steps=8")
+    paths = [f"snapshot.path={full}", f"snapshot.fallback_path={spare}", *KEEP_ALL]
+    done = train(tmp_path, *paths, "trainer.max_steps=8")
     assert done.returncode == 0, done.stdout
     first, second = whole(full / "a"), whole(spare / "a")
     assert first and second[-1] == 8 and not set(first) & set(second)
     assert "snapshot of step 8 committed to" in done.stdout and "No space left" in done.stdout
-    again = train(tmp_path, *places)
+    again = train(tmp_path, *paths)
     assert again.returncode == 0, again.stdout
     assert "resuming from the snapshot of step 8 of 12" in again.stdout
     assert whole(spare / "a")[-1] == 12
 
 
-def test_a_disk_that_may_only_be_read_is_refused_at_the_start(tmp_path, disk):
-    place = disk("readonly", ROOM)
+def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
+    directory = disk("readonly", ROOM)
     disk("readonly", ROOM, "remount", "ro")
-    for words in ([f"snapshot.path={place}"], [f"run.root={place}"]):
-        done = train(tmp_path, *words)
+    for args in ([f"snapshot.path={directory}"], [f"run.root={directory}"]):
+        done = train(tmp_path, *args)
         assert done.returncode == 2, done.stdout
         error = done.stdout.splitlines()[-1]
         assert error.startswith("run error: cannot write to") and "Read-only file system" in error
-    assert os.listdir(place) == []
+    assert os.listdir(directory) == []
 
 
-def test_a_disk_that_fills_under_way_and_is_emptied_again(tmp_path, disk):
-    place, spare = disk("filling", 4 * SIZE), tmp_path / "spare"
-    words = [f"snapshot.path={place}", f"snapshot.fallback_path={spare}", "trainer.max_steps=1000000"]
-    job = Job([*python_main(), *TINY, "run.name=a", *words, "trainer.eval_every=null"], tmp_path)
+def test_a_disk_that_fills_up_and_is_emptied_again(tmp_path, disk):
+    directory, spare = disk("filling", 4 * SIZE), tmp_path / "spare"
+    args = [f"snapshot.path={directory}", f"snapshot.fallback_path={spare}", "trainer.max_steps=1000000"]
+    job = Job([*python_main(), *TINY, "run.name=a", *args, "trainer.eval_every=null"], tmp_path)
     try:
-        wait_for(lambda: list(place.glob("a/step_*/manifest.json")), what="a snapshot")
-        fill(place / "other")
-        wait_for(lambda: list(spare.glob("a/step_*/manifest.json")), what="a snapshot in the other place")
-        (place / "other").unlink()
-        wait_for(lambda: max(steps_in(place), default=0) > min(steps_in(spare), default=1 << 30) or not steps_in(spare))
+        wait_for(lambda: list(directory.glob("a/step_*/manifest.json")), what="a snapshot")
+        fill(directory / "other")
+        wait_for(lambda: list(spare.glob("a/step_*/manifest.json")), what="a snapshot at the fallback path")
+        (directory / "other").unlink()
+        wait_for(
+            lambda: max(steps_in(directory), default=0) > min(steps_in(spare), default=1 << 30) or not steps_in(spare)
+        )
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 0, job.text()
     finally:
         if job.process.poll() is None:
             job.kill_tree()
     assert "No space left on device" in job.text() and "preempted at step" in job.text()
-    assert whole(place / "a")[-1] > max(whole(spare / "a"), default=0)
+    assert whole(directory / "a")[-1] > max(whole(spare / "a"), default=0)
 
 
 def fill(path: Path) -> None:
-    """A file that takes all the room there is."""
+    """Write a file until the disk is full."""
     with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"x" * 4096)
 
 
-def steps_in(place: Path) -> list[int]:
-    return [int(path.parent.name[5:]) for path in place.glob("a/step_*/manifest.json")]
+def steps_in(directory: Path) -> list[int]:
+    return [int(path.parent.name[5:]) for path in directory.glob("a/step_*/manifest.json")]
 
 
 def test_a_second_run_of_the_same_name_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""A real S3 server behind a network that fails: what was written is whole, and every call ends."""
+"""A real S3 server behind a faulty network: files are written atomically, and every call ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bucket(seaweed):
 
 @pytest.fixture
 def url(seaweed, bucket, monkeypatch, tmp_path):
-    """A directory of its own for each test; the environment leads to the server and to nothing else."""
+    """A directory of its own for each test; the environment names this server and no other."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -102,10 +102,10 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
     assert seaweed.unfinished_uploads(bucket) == []
 
 
-# Who creates
+# put_if_absent
 
 
-def test_of_many_that_create_one_succeeds(url):
+def test_of_many_put_if_absent_one_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
         made = list(pool.map(lambda i: Storage(url).put_if_absent("file", b"%d" % i), range(6)))
     assert made.count(True) == 1
@@ -113,7 +113,7 @@ def test_of_many_that_create_one_succeeds(url):
 
 
 def test_the_server_refuses_to_overwrite(url, monkeypatch):
-    """Another creates the file after this process looked and before it wrote."""
+    """Another process writes the file after this one has checked and before it writes."""
     storage = Storage(url)
     storage.write("file", b"theirs")
     with monkeypatch.context() as patch:
@@ -122,14 +122,14 @@ def test_the_server_refuses_to_overwrite(url, monkeypatch):
     assert storage.read("file") == b"theirs"
 
 
-def test_create_when_the_answer_is_lost(url, proxy):
+def test_put_if_absent_when_the_answer_is_lost(url, proxy):
     proxy.rules = [Rule(PUT, Fault.RESET_UNANSWERED)]
-    assert Storage(url).put_if_absent("file", b"a word of its own")
+    assert Storage(url).put_if_absent("file", b"content of its own")
     assert proxy.rules[0].hits == 1
     assert not Storage(url).put_if_absent("file", b"another")
 
 
-# Faults that pass
+# Transient faults
 
 ONCE = {
     "503": {"fault": Fault.STATUS, "status": 503},
@@ -153,20 +153,20 @@ ALL = {
     ],
     ids=lambda value: NAMES.get(value, value),
 )
-def test_a_write_outlives(fault, match, url, proxy, seaweed, bucket):
+def test_a_write_survives(fault, match, url, proxy, seaweed, bucket):
     content = LARGE[:50_000] if match == PUT else LARGE
     proxy.rules = [Rule(match, times=2, **ONCE[fault])]
     storage = Storage(url)
     storage.write("file", content)
     assert proxy.rules[0].hits == 2
     assert storage.read("file") == content
-    storage.delete("file")  # with an upload whose start was answered to nobody
+    storage.delete("file")  # with an upload whose start was never answered
     assert seaweed.unfinished_uploads(bucket) == []
 
 
 @pytest.mark.parametrize("match", [PUT, PART], ids=["put", "part"])
 @pytest.mark.parametrize("fault", [Fault.STALL, Fault.STALL_SENDING], ids=["at once", "while sending"])
-def test_a_write_outlives_a_stall(fault, match, url, proxy, monkeypatch):
+def test_a_write_survives_a_stall(fault, match, url, proxy, monkeypatch):
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[:50_000] if match == PUT else LARGE
     proxy.rules = [Rule(match, fault, after=10_000)]
@@ -177,7 +177,7 @@ def test_a_write_outlives_a_stall(fault, match, url, proxy, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ALL)
-def test_a_read_outlives(fault, url, proxy, monkeypatch):
+def test_a_read_survives(fault, url, proxy, monkeypatch):
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[: 6 * MIB]
     storage = Storage(url)
@@ -208,7 +208,7 @@ def test_many_random_faults(url, proxy):
     assert sum(rule.hits for rule in proxy.rules) > 10
 
 
-# Faults that last
+# Permanent faults
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
         start = time.monotonic()
         with pytest.raises(StorageError, match=rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"):
             storage.write("file", content)
-        assert time.monotonic() - start < 15  # seconds, where an untouched budget would be a minute
+        assert time.monotonic() - start < 15  # seconds, where the unchanged deadline would be a minute
     proxy.heal()
     assert storage.read("file") == b"old"
     assert seaweed.unfinished_uploads(bucket) == []
@@ -252,7 +252,7 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
     assert storage.read("file") == b"new"
 
 
-def test_no_permission_is_told_at_once(url, proxy):
+def test_no_permission_is_reported_at_once(url, proxy):
     proxy.rules = [Rule("", Fault.STATUS, times=ALWAYS, status=403)]
     storage = Storage(url)
     with pytest.raises(StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"):
@@ -261,7 +261,7 @@ def test_no_permission_is_told_at_once(url, proxy):
 
 
 @pytest.mark.parametrize("wrong", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
-def test_wrong_credentials_are_told_at_once(wrong, url, seaweed, monkeypatch, caplog):
+def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "mingpt_ddp")
     monkeypatch.setenv(wrong, "hunter2hunter2")
     storage = Storage(url)
@@ -271,10 +271,10 @@ def test_wrong_credentials_are_told_at_once(wrong, url, seaweed, monkeypatch, ca
             StorageError, match=r"^cannot [^\n]*(InvalidAccessKeyId|SignatureDoesNotMatch|403)[^\n]*$"
         ) as error:
             call()
-        told = str(error.value) + caplog.text
-        assert "hunter2" not in told
-        assert seaweed.secret not in told
-    assert time.monotonic() - start < 15  # seconds, where three untouched budgets would be a minute and a half
+        shown = str(error.value) + caplog.text
+        assert "hunter2" not in shown
+        assert seaweed.secret not in shown
+    assert time.monotonic() - start < 15  # seconds, where three unchanged deadlines would be a minute and a half
 
 
 def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
@@ -287,8 +287,8 @@ def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
     assert "no-such-bucket" not in seaweed.buckets()
 
 
-def test_delete_ends_the_uploads_of_the_dead(url, seaweed, bucket):
-    """A process that is killed while it uploads leaves parts that no listing shows."""
+def test_delete_aborts_the_uploads_of_a_killed_process(url, seaweed, bucket):
+    """A process that is killed during an upload leaves parts that are in no listing."""
     prefix = url.removeprefix(f"s3://{bucket}/")
     for name in ("step_1/file", "step_10/file"):
         seaweed._call("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{name}")
@@ -323,11 +323,11 @@ def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
     assert storage.list() == ["file"]
 
 
-# The server dies: the last test here, since it leaves the others without one for a while
+# The server is killed: the last test, since the server is gone for a while
 
 
 def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch):
-    """Kill -9 in the middle of writes: one that returned is whole, and one that is under way outlives the restart."""
+    """Kill -9 in the middle of writes: those that returned are whole, and the one under way survives the restart."""
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 60.0)
     contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(8)]
     done: list[int] = []

@@ -1,4 +1,4 @@
-"""A model, an optimizer and a reader of the user's own: the very files and commands of docs/your-own-model.md."""
+"""A user's model, optimizer and reader: the files and commands of docs/your-own-model.md themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mingpt_ddp.errors import SnapshotError
 STEPS = 30
 PAGE = (ROOT / "docs" / "your-own-model.md").read_text()
 SETTINGS = {
-    "model.n_hidden": "96",  # slow enough to be hit in the middle
+    "model.n_hidden": "96",  # slow enough to be killed in the middle
     "data.block_size": "64",
     "trainer.batch_size": "24",
     "trainer.max_epochs": "null",
@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def page_files() -> dict[str, str]:
-    """The files of the page, by the name that stands above each."""
+    """The files of the page, by the name above each."""
     return dict(re.findall(r"^`(my_project/\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 
 
@@ -42,7 +42,7 @@ def page_commands() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """A working directory as the page describes it."""
+    """A working directory with the files of the page."""
     cwd = tmp_path_factory.mktemp("project")
     for name, content in page_files().items():
         (cwd / name).parent.mkdir(parents=True, exist_ok=True)
@@ -55,14 +55,14 @@ def project(tmp_path_factory) -> Path:
 
 
 def train(**other: str) -> list[str]:
-    """The words of the page's command for torchrun and those of the tests, some with other values."""
-    words = page_commands()[0]
-    assert words[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
-    given = dict(word.split("=", 1) for word in words[3:]) | SETTINGS | other
+    """The arguments of the page's torchrun command and of the tests, some with other values."""
+    args = page_commands()[0]
+    assert args[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
+    given = dict(arg.split("=", 1) for arg in args[3:]) | SETTINGS | other
     return [f"{key}={value}" for key, value in given.items()]
 
 
-def test_the_page_names_the_files_that_it_shows():
+def test_the_page_lists_the_files_that_it_shows():
     listed = re.search(r"^```\nmy_project/\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert listed is not None
     assert sorted(page_files()) == sorted(f"my_project/{name.strip()}" for name in listed[1].splitlines())
@@ -80,43 +80,43 @@ def weights(run: Path) -> bytes:
 
 
 def test_the_page_trains_and_samples(undisturbed, project):
-    words = page_commands()[1]
-    assert words[:2] == ["python", "sample.py"]
-    done = call([sys.executable, str(ROOT / "sample.py"), *words[2:]], project)
+    args = page_commands()[1]
+    assert args[:2] == ["python", "sample.py"]
+    done = call([sys.executable, str(ROOT / "sample.py"), *args[2:]], project)
     assert done.returncode == 0, done.stdout
     assert len(done.stdout) == 100 + len("\n")
     assert not list(project.rglob("__pycache__")), "nothing is written beside the user's files"
 
 
 def test_killed_and_resumed_from_another_directory_byte_for_byte(undisturbed, project, tmp_path):
-    """The file is found by the configuration's directory; the second start finds that directory another way."""
+    """The file is found through the configuration directory, which the second start names in another way."""
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
     job = Job([*torchrun(2), *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path)
     run = tmp_path / "outputs" / "victim"
     wait_for(lambda: (last_step(run) >= 15 and committed(run)) or job.process.poll(), what="step 15")
     assert job.process.poll() is None, job.text()
     job.kill_tree()
-    words = [word for word in train(**elsewhere) if not word.startswith("--config-dir")]
-    words += [f"hydra.searchpath=[{project / 'my_project'}]", "ddp.nproc_per_node=2"]
-    done = call([*python_main(), *words], tmp_path)
+    args = [arg for arg in train(**elsewhere) if not arg.startswith("--config-dir")]
+    args += [f"hydra.searchpath=[{project / 'my_project'}]", "ddp.nproc_per_node=2"]
+    done = call([*python_main(), *args], tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
     assert weights(run) == weights(undisturbed)
 
 
 def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
-    words = train(
+    args = train(
         **{"trainer.max_steps": "1", "trainer.eval_every": "null", "data.block_size": "8", "model.n_hidden": "4,8"},
         **{"run.name": "sweep", "run.root": str(tmp_path)},
     )
-    done = call([*python_main(), *words, "-m"], project)
+    done = call([*python_main(), *args, "-m"], project)
     assert done.returncode == 0, done.stdout
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
     assert len(list(tmp_path.glob("sweep/model.n_hidden=[48]-*/result.json"))) == 2
 
 
-def test_only_the_user_says_what_is_run(undisturbed, tmp_path):
-    """The snapshot names the file, which lies where it did: without the user's word it is not touched."""
+def test_code_runs_only_if_the_user_names_it(undisturbed, tmp_path):
+    """The snapshot names the file, which still exists: unless the user names it, it is not run."""
     with pytest.raises(SnapshotError, match=r"model\.architecture=lstm is not built in; name the Python file"):
         sample(SampleConfig(str(undisturbed)), "")
     assert export(ExportConfig(str(undisturbed), str(tmp_path / "export"))) == 0

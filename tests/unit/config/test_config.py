@@ -1,4 +1,4 @@
-"""Every YAML file composes; what comes out is typed, checked and named; what does not fit is refused."""
+"""Every YAML file composes to a typed, checked configuration; its name; what is refused."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def default() -> Config:
 
 
 def test_every_folder_of_conf_is_a_known_group():
-    """The tests below compose all there is; a new folder needs a test of its own."""
+    """The tests below compose every file; a new folder needs a test of its own."""
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
     composed = {"model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
     assert folders - {"sweep", "hydra"} == composed
 
 
 def test_sweep_in_slurm():
-    """The launcher is a plugin; what is asked of it, it has."""
+    """The launcher is a plugin; the preset only uses options that it has."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         launcher = compose("config", ["sweep=slurm"], return_hydra_config=True).hydra.launcher
@@ -218,12 +218,12 @@ NOT_IN_THE_NAME = {
 
 
 @pytest.mark.parametrize(("key", "value"), IN_THE_NAME.items())
-def test_what_makes_the_training_changes_the_name(key, value, default):
+def test_keys_that_determine_the_training_change_the_name(key, value, default):
     assert changed(default, key, value).run_name() != default.run_name()
 
 
 @pytest.mark.parametrize(("key", "value"), NOT_IN_THE_NAME.items())
-def test_place_limits_display_ddp_and_snapshots_do_not_change_the_name(key, value, default):
+def test_location_limits_display_ddp_and_snapshots_do_not_change_the_name(key, value, default):
     assert changed(default, key, value) != default
     assert changed(default, key, value).run_name() == default.run_name()
 
@@ -253,10 +253,10 @@ def test_a_configuration_cannot_be_changed(default):
 
 @pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
 def test_every_file_of_a_group_gives_every_key(group):
-    """conf/ is where a user looks for what there is; a default in a dataclass is for snapshots older than the key."""
+    """Users look up keys in conf/; defaults in the dataclasses are only for snapshots that are older than a key."""
     for path in (CONF / group).glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
-        for base in values.pop("defaults", []):  # a file beside it that this one changes
+        for base in values.pop("defaults", []):  # a file in the same folder that this one overrides
             values = {**yaml.safe_load(path.with_name(f"{base}.yaml").read_text()), **values}
         selector, classes = GROUPS[group]
         cls = classes[values.get(selector)]

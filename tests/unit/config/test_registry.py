@@ -1,10 +1,10 @@
-"""Files of a user's own: a job knows what its own files register, and nothing of the other jobs of its sweep."""
+"""Users' files: a job sees the names that its own files register, and none of the other jobs of its sweep."""
 
 from __future__ import annotations
 
 import pytest
 
-import mingpt_ddp.models  # noqa: F401  it registers ours
+import mingpt_ddp.models  # noqa: F401  registers the built-in models
 from mingpt_ddp.config.registry import BUILDERS, run_code
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import CodeError
@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 
 def known(directory, code: str | None) -> tuple[str, list[str]] | None:
-    """What the model's builder and keys are where a configuration names this file."""
+    """Return what the model's builder returns and its keys, for a configuration that names this file."""
     run_code({"model": {"code": code}}, [directory])
     if "mine" not in BUILDERS["model"]:
         assert "mine" not in GROUPS["model"][1]
@@ -40,20 +40,20 @@ def known(directory, code: str | None) -> tuple[str, list[str]] | None:
     return BUILDERS["model"]["mine"](None, 0, 0), sorted(GROUPS["model"][1]["mine"].__annotations__)
 
 
-def test_two_files_may_give_the_same_name(directory):
+def test_two_files_may_register_the_same_name(directory):
     for code in ("one", "two", "one", "two"):
         assert known(directory, f"{code}.py") == (code, [code])
 
 
-def test_what_another_job_has_registered_is_not_known(directory):
+def test_names_of_another_job_are_not_registered(directory):
     assert known(directory, "one.py") is not None
     assert known(directory, None) is None
-    assert {"gpt", "modern"} <= set(BUILDERS["model"]), "ours stay"
+    assert {"gpt", "modern"} <= set(BUILDERS["model"]), "the built-in models stay"
     assert known(directory, "one.py") == ("one", ["one"])
 
 
 def test_a_builder_of_another_module(directory):
-    """What is registered is the file's, wherever it was made."""
+    """A name belongs to the file that registers it, even if the builder comes from another module."""
     (directory / "own_parts.py").write_text("def build(config, vocab_size, block_size):\n    return 'parts'\n")
     (directory / "three.py").write_text(
         "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.config.schema import *\n"

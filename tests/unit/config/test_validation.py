@@ -1,4 +1,4 @@
-"""One value at a time: what is accepted loses nothing, what is refused is one line that names the key."""
+"""Conversion of single values: lossless, or refused in one line that names the key."""
 
 from __future__ import annotations
 

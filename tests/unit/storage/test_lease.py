@@ -1,4 +1,4 @@
-"""One owner per place in an object store; memory:// stands in for it, which `Lease` cannot tell."""
+"""One writer at a time in an object store, for which memory:// stands in."""
 
 from __future__ import annotations
 
@@ -29,144 +29,144 @@ def limits(monkeypatch):
 
 
 @pytest.fixture
-def place():
+def storage():
     return Storage(f"memory://lease-{uuid.uuid4().hex}")
 
 
 @pytest.fixture
-def take(place):
-    """Make leases that end with the test."""
+def acquire(storage):
+    """Acquire leases that end with the test."""
     taken: list[Lease] = []
 
-    def take(storage=place, dead=None) -> Lease:
+    def acquire(storage=storage, dead=None) -> Lease:
         taken.append(Lease(storage, dead))
         return taken[-1]
 
-    yield take
+    yield acquire
     for lease in taken:
         lease._stopped.set()
 
 
-def owner(place) -> dict:
-    return json.loads(place.read(OWNER))
+def owner(storage) -> dict:
+    return json.loads(storage.read(OWNER))
 
 
 def die(lease: Lease) -> None:
-    """As with kill -9: no more counts, and the object stays."""
+    """As with kill -9: no more heartbeats, and the object stays."""
     lease._stopped.set()
     time.sleep(2 * HEARTBEAT_INTERVAL_S)
 
 
-def leave(place, **record) -> None:
-    place.write(OWNER, json.dumps(record).encode())
+def write_record(storage, **record) -> None:
+    storage.write(OWNER, json.dumps(record).encode())
 
 
-def test_free_place_is_taken_at_once(place, take):
+def test_a_free_lease_is_acquired_at_once(storage, acquire):
     begin = time.monotonic()
-    lease = take()
+    lease = acquire()
     assert time.monotonic() - begin < LEASE_TTL_S / 2
-    assert owner(place)["id"] == lease.id
+    assert owner(storage)["id"] == lease.id
     lease.check()
 
 
-def test_the_owner_counts(place, take):
-    take()
-    first = owner(place)["beat"]
+def test_the_owner_sends_heartbeats(storage, acquire):
+    acquire()
+    first = owner(storage)["beat"]
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
-    assert owner(place)["beat"] > first
+    assert owner(storage)["beat"] > first
 
 
-def test_a_living_owner_is_respected_and_named(place, take):
-    lease = take()
+def test_a_living_owner_keeps_the_lease_and_is_named(storage, acquire):
+    lease = acquire()
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"belongs to process \d+ on .*still running.*run\.name"):
-        take()
-    assert time.monotonic() - begin < LEASE_TTL_S, "one count is enough of a sign"
+        acquire()
+    assert time.monotonic() - begin < LEASE_TTL_S, "one heartbeat is enough"
     lease.check()
-    assert owner(place)["id"] == lease.id
+    assert owner(storage)["id"] == lease.id
 
 
-def test_a_dead_owner_is_succeeded(place, take):
-    old = take()
+def test_a_stale_lease_is_taken_over(storage, acquire):
+    old = acquire()
     die(old)
     begin = time.monotonic()
-    new = take()
+    new = acquire()
     assert time.monotonic() - begin >= LEASE_TTL_S
-    assert owner(place)["id"] == new.id
+    assert owner(storage)["id"] == new.id
     new.check()
 
 
-def test_an_owner_known_to_be_dead_is_not_waited_for(place, take):
-    old = take()
+def test_an_owner_known_to_be_dead_is_not_waited_for(storage, acquire):
+    old = acquire()
     die(old)
     begin = time.monotonic()
-    new = take(dead=old.id)
+    new = acquire(dead=old.id)
     assert time.monotonic() - begin < LEASE_TTL_S
-    assert owner(place)["id"] == new.id
+    assert owner(storage)["id"] == new.id
 
 
-def test_knowing_of_another_dead_does_not_help(place, take):
-    take()
+def test_another_owner_known_to_be_dead_makes_no_difference(storage, acquire):
+    acquire()
     with pytest.raises(RunError, match="still running"):
-        take(dead="somebody else")
+        acquire(dead="somebody else")
 
 
-def test_who_was_succeeded_hears_of_it(place, take):
-    """It was only slow, or asleep, and comes back."""
-    old = take()
+def test_an_owner_notices_a_takeover(storage, acquire):
+    """It was only slow or suspended, and continues."""
+    old = acquire()
     die(old)
-    new = take()
+    new = acquire()
     with pytest.raises(RunError, match=r"was taken over by process \d+ on"):
         old.check()
     old.release()
-    assert owner(place)["id"] == new.id, "it released what is not its own"
+    assert owner(storage)["id"] == new.id, "it released the lease of another"
     new.check()
 
 
-def test_who_was_succeeded_stops_counting(place, take):
-    old = take()
-    leave(place, id="another", owner="process 1 on elsewhere", beat=0)
+def test_no_heartbeat_after_a_takeover(storage, acquire):
+    old = acquire()
+    write_record(storage, id="another", owner="process 1 on elsewhere", beat=0)
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
-    assert owner(place) == {"id": "another", "owner": "process 1 on elsewhere", "beat": 0}
+    assert owner(storage) == {"id": "another", "owner": "process 1 on elsewhere", "beat": 0}
     for _ in range(2):
         with pytest.raises(RunError, match="was taken over by process 1 on elsewhere"):
             old.check()
 
 
-def test_loss_is_not_forgotten_when_the_other_leaves(place, take):
-    old = take()
-    leave(place, id="another", owner="process 1 on elsewhere", beat=0)
+def test_a_takeover_is_final_after_the_other_has_released(storage, acquire):
+    old = acquire()
+    write_record(storage, id="another", owner="process 1 on elsewhere", beat=0)
     time.sleep(4 * HEARTBEAT_INTERVAL_S)
-    place.delete(OWNER)
+    storage.delete(OWNER)
     with pytest.raises(RunError, match="taken over"):
         old.check()
 
 
-def test_released_place_is_free(place, take):
-    take().release()
-    assert place.size(OWNER) is None
+def test_a_released_lease_is_free(storage, acquire):
+    acquire().release()
+    assert storage.size(OWNER) is None
     begin = time.monotonic()
-    take()
+    acquire()
     assert time.monotonic() - begin < LEASE_TTL_S / 2
 
 
-def test_release_while_another_waits(place, take):
-    """Who waits for a sign of life takes over what is released in the meantime."""
-    lease = take()
+def test_release_while_another_waits(storage, acquire):
+    """A process that waits for a heartbeat takes over a lease that is released in the meantime."""
+    lease = acquire()
     die(lease)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(take)
+        waiting = pool.submit(acquire)
         time.sleep(LEASE_TTL_S / 4)
         lease.release()
         new = waiting.result(timeout=10)
-    assert owner(place)["id"] == new.id
+    assert owner(storage)["id"] == new.id
 
 
 @pytest.mark.parametrize("before", ["free", "dead", "dead and known"])
-def test_of_several_takers_one_wins(place, take, before):
+def test_of_several_processes_one_acquires(storage, acquire, before):
     dead = None
     if before != "free":
-        old = take()
+        old = acquire()
         die(old)
         dead = old.id if before == "dead and known" else None
     start = threading.Barrier(4)
@@ -174,7 +174,7 @@ def test_of_several_takers_one_wins(place, take, before):
     def attempt(_):
         start.wait()
         try:
-            return take(Storage(place.url), dead)
+            return acquire(Storage(storage.url), dead)
         except RunError:
             return None
 
@@ -182,42 +182,42 @@ def test_of_several_takers_one_wins(place, take, before):
         winners = [lease for lease in pool.map(attempt, range(4)) if lease is not None]
     assert len(winners) == 1
     winners[0].check()
-    assert owner(place)["id"] == winners[0].id
+    assert owner(storage)["id"] == winners[0].id
 
 
-def test_clocks_are_not_compared(place, take, monkeypatch):
-    """Another machine's calendar may say anything."""
-    take()
+def test_clocks_are_not_compared(storage, acquire, monkeypatch):
+    """The clock of another machine may be wrong by years."""
+    acquire()
     for wrong in (0.0, 4e9):
         with monkeypatch.context() as patch:
             patch.setattr(time, "time", lambda wrong=wrong: wrong)
             with pytest.raises(RunError, match="still running"):
-                take()
-    assert not {"time", "at", "date"} & owner(place).keys()
+                acquire()
+    assert not {"time", "at", "date"} & owner(storage).keys()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", b'{"id": 3, "owner": ["x"]}', b"[" * 9999])
-def test_a_damaged_record_belongs_to_nobody_alive(place, take, content):
-    place.write(OWNER, content)
-    lease = take()
-    assert owner(place)["id"] == lease.id
+def test_a_damaged_record_belongs_to_nobody_alive(storage, acquire, content):
+    storage.write(OWNER, content)
+    lease = acquire()
+    assert owner(storage)["id"] == lease.id
 
 
-def test_a_record_cannot_write_to_the_terminal(place, take):
+def test_a_record_cannot_write_to_the_terminal(storage, acquire):
     stop = threading.Event()
 
-    def count():
+    def beat_on():
         beat = 0
         while not stop.wait(HEARTBEAT_INTERVAL_S):
             beat += 1
-            leave(place, id="x", owner="a\nb\x1b[31m" + "c" * 999, beat=beat)
+            write_record(storage, id="x", owner="a\nb\x1b[31m" + "c" * 999, beat=beat)
 
-    leave(place, id="x", owner="a", beat=-1)
-    thread = threading.Thread(target=count)
+    write_record(storage, id="x", owner="a", beat=-1)
+    thread = threading.Thread(target=beat_on)
     thread.start()
     try:
         with pytest.raises(RunError) as caught:
-            take()
+            acquire()
     finally:
         stop.set()
         thread.join()
@@ -225,62 +225,62 @@ def test_a_record_cannot_write_to_the_terminal(place, take):
     assert "\n" not in str(caught.value)
 
 
-def test_an_owner_outlives_a_store_that_is_away(place, take, monkeypatch):
-    lease = take()
-    away = threading.Event()
-    away.set()
+def test_an_owner_survives_an_outage_of_the_store(storage, acquire, monkeypatch):
+    lease = acquire()
+    down = threading.Event()
+    down.set()
     for name in ("read", "write"):
-        method = getattr(place, name)
+        method = getattr(storage, name)
 
         def broken(*args, method=method, **kwargs):
-            if away.is_set():
-                raise StorageError("the store is away")
+            if down.is_set():
+                raise StorageError("the store is down")
             return method(*args, **kwargs)
 
-        monkeypatch.setattr(place, name, broken)
+        monkeypatch.setattr(storage, name, broken)
     time.sleep(4 * HEARTBEAT_INTERVAL_S)
     with pytest.raises(StorageError):
         lease.check()
-    away.clear()
-    before = owner(Storage(place.url))["beat"]
+    down.clear()
+    before = owner(Storage(storage.url))["beat"]
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
     lease.check()
-    assert owner(place)["beat"] > before
+    assert owner(storage)["beat"] > before
 
 
-def test_a_store_that_is_away_is_no_reason_to_take_over(place, take, monkeypatch):
-    take()
-    other = Storage(place.url)
+def test_no_takeover_during_an_outage(storage, acquire, monkeypatch):
+    acquire()
+    other = Storage(storage.url)
 
     def broken(*args, **kwargs):
-        raise StorageError("the store is away")
+        raise StorageError("the store is down")
 
     monkeypatch.setattr(other, "read", broken)
-    with pytest.raises(StorageUnavailableError, match=f"cannot use {place.url}: the store is away"):
-        take(other)
+    with pytest.raises(StorageUnavailableError, match=f"cannot use {storage.url}: the store is down"):
+        acquire(other)
 
 
-def test_release_while_the_store_is_away_does_not_raise(place, take, monkeypatch):
-    lease = take()
+def test_release_during_an_outage_does_not_raise(storage, acquire, monkeypatch):
+    lease = acquire()
 
     def broken(*args, **kwargs):
-        raise StorageError("the store is away")
+        raise StorageError("the store is down")
 
-    monkeypatch.setattr(place, "read", broken)
+    monkeypatch.setattr(storage, "read", broken)
     lease.release()
 
 
-def test_release_ends_the_thread(place, take):
-    lease = take()
+def test_release_ends_the_thread(storage, acquire):
+    lease = acquire()
     lease.release()
     time.sleep(3 * HEARTBEAT_INTERVAL_S)
-    assert place.size(OWNER) is None, "a last count brought the object back"
+    assert storage.size(OWNER) is None, "a last heartbeat wrote the object again"
 
 
-def test_an_answer_that_comes_late_is_no_sign_of_death(place, take, monkeypatch):
-    """The store takes longer over one read than LEASE_TTL_S: the owner could not be seen counting, but it does."""
-    take()
-    other = Storage(place.url)
+def test_a_slow_read_does_not_make_a_lease_stale(storage, acquire, monkeypatch):
+    """One read takes longer than LEASE_TTL_S, so no heartbeat could be seen, but the owner is alive."""
+    acquire()
+    other = Storage(storage.url)
     read = other.read
     slow = iter([0.0, 2 * LEASE_TTL_S])
 
@@ -291,4 +291,4 @@ def test_an_answer_that_comes_late_is_no_sign_of_death(place, take, monkeypatch)
 
     monkeypatch.setattr(other, "read", sluggish)
     with pytest.raises(RunError, match="still running"):
-        take(other)
+        acquire(other)

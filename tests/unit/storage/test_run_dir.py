@@ -1,4 +1,4 @@
-"""The run directory: one owner at a time, a name of its own, the record of every start."""
+"""The run directory: its lock, its name, the record of every start."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_directory_has_one_owner_and_the_error_names_it(holder, tmp_path):
     assert "still running" in message and "\n" not in message
 
 
-def test_a_refused_claim_does_not_disturb_the_owner(holder, tmp_path):
+def test_a_refused_lock_does_not_disturb_the_owner(holder, tmp_path):
     before = (tmp_path / "run" / ".lock").read_text()
     for _ in range(2):
         with pytest.raises(RunError):
@@ -66,25 +66,25 @@ def test_a_refused_claim_does_not_disturb_the_owner(holder, tmp_path):
 
 
 def test_kill_9_releases_the_directory(holder, tmp_path):
-    os.kill(holder.pid, signal.SIGKILL)  # not collected yet: a zombie holds no lock
+    os.kill(holder.pid, signal.SIGKILL)  # not reaped yet: a zombie holds no lock
     directory = RunDirectory(tmp_path / "run", wait_s=5)
     assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     directory.release()
 
 
-def test_an_owner_that_leaves_within_the_wait_is_waited_for(holder, tmp_path):
+def test_an_owner_that_exits_within_the_wait(holder, tmp_path):
     timer = threading.Timer(0.3, holder.kill)
     timer.start()
     RunDirectory(tmp_path / "run", wait_s=10).release()
     timer.join()
 
 
-def test_released_directories_can_be_taken_again(tmp_path):
+def test_released_directories_can_be_locked_again(tmp_path):
     for _ in range(2):
         RunDirectory(tmp_path / "run", wait_s=0).release()
 
 
-def test_the_file_behind_a_link_is_not_touched(tmp_path):
+def test_the_target_of_a_symbolic_link_is_not_touched(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("mine")
     (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
@@ -93,7 +93,7 @@ def test_the_file_behind_a_link_is_not_touched(tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_full_disk_does_not_keep_a_directory_from_its_owner(tmp_path, monkeypatch):
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "no space is left")
 
@@ -105,13 +105,13 @@ def test_other_directories_are_free(holder, tmp_path):
     RunDirectory(tmp_path / "run-2", wait_s=0).release()
 
 
-def test_a_directory_that_cannot_be_made(tmp_path):
+def test_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError, match=r"cannot write to the run directory .*; choose another run.root"):
         RunDirectory(tmp_path / "file" / "run")
 
 
-def test_a_fresh_name_is_the_first_that_is_free(tmp_path):
+def test_the_next_free_name(tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_dictconfig(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
     names = []
@@ -138,12 +138,12 @@ def changed(**optimizer: object) -> dict:
 
 
 def configs(directory: RunDirectory) -> dict[str, float]:
-    """The learning rates in the configurations that are kept."""
+    """The learning rates in the recorded configurations."""
     paths: list[Path] = sorted(directory.path.glob("config*.yaml"))
     return {path.name: yaml.safe_load(path.read_text())["optimizer"]["lr"] for path in paths}
 
 
-def test_what_a_kill_has_left_half_written_is_removed(directory):
+def test_partial_files_of_a_killed_owner_are_deleted(directory):
     directory.record_start(CONFIG, {"config.yaml": "a: 1\n"})
     there = sorted(path.relative_to(directory.path) for path in directory.path.rglob("*"))
     for name in (
@@ -171,14 +171,14 @@ def test_starts_that_change_nothing_add_nothing(directory):
 
 
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory, monkeypatch):
-    told: list[str] = []
+    logged: list[str] = []
     monkeypatch.setattr(
-        logging.getLogger("mingpt_ddp.storage.run_dir"), "info", lambda form, *values: told.append(form % values)
+        logging.getLogger("mingpt_ddp.storage.run_dir"), "info", lambda form, *values: logged.append(form % values)
     )
     for lr in (1e-3, 2e-3, 2e-3, 1e-3):
         directory.record_start(changed(lr=lr), {})
     assert configs(directory) == {"config.yaml": 1e-3, "config.2.yaml": 2e-3, "config.3.yaml": 1e-3}
-    assert told == [
+    assert logged == [
         "the configuration differs from the last start: optimizer.lr: 0.001 -> 0.002",
         "the configuration differs from the last start: optimizer.lr: 0.002 -> 0.001",
     ]
@@ -213,7 +213,7 @@ def test_the_result_is_json(directory):
 
 
 @pytest.mark.parametrize("name", ["result.json", "config.yaml"])
-def test_what_is_no_regular_file_is_no_record(tmp_path, name):
+def test_a_pipe_is_not_a_record(tmp_path, name):
     os.mkfifo(tmp_path / name)
     assert read_result(tmp_path) == {}
     assert recorded_config(tmp_path) is None

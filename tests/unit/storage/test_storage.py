@@ -1,4 +1,4 @@
-"""Files by name below one URL: the same on a local disk and in memory, whole or not at all."""
+"""Files by name below one URL: the same on a local disk and in memory, written atomically."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_content_of_wider_items_counts_in_bytes(storage):
     assert storage.read("file") == array.array("d", [1.0, 2.0]).tobytes()
 
 
-def test_create_keeps_what_is_there(storage):
+def test_put_if_absent_keeps_an_existing_file(storage):
     assert storage.put_if_absent("a/file", b"first")
     assert not storage.put_if_absent("a/file", b"second")
     assert storage.read("a/file") == b"first"
@@ -74,7 +74,7 @@ def test_create_keeps_what_is_there(storage):
     assert Storage(f"{storage.url}/a").list() == ["file"]
 
 
-def test_of_many_that_create_one_succeeds(storage):
+def test_of_many_put_if_absent_one_succeeds(storage):
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(lambda i: storage.put_if_absent("file", b"%d" % i), range(40)))
     assert made.count(True) == 1
@@ -111,17 +111,17 @@ def test_delete_file_and_directory(storage):
     assert Storage(f"{storage.url}/a").list() == ["2"]
     storage.delete("a")
     assert storage.list() == []
-    storage.delete("a")  # is not there any more
+    storage.delete("a")  # does not exist any more
 
 
-def test_what_is_not_there(storage):
+def test_a_missing_file(storage):
     assert storage.size("nothing") is None
     for call in (storage.read, lambda name: next(storage.chunks(name))):
         with pytest.raises(FileNotFoundError):
             call("nothing")
 
 
-def test_a_directory_is_no_file(storage):
+def test_a_directory_is_not_a_file(storage):
     storage.write("a/1", b"x")
     assert storage.size("a") is None
     assert Storage(f"{storage.url}/a/1").list() == []
@@ -143,7 +143,7 @@ def test_trailing_slash_makes_no_difference(storage):
         lambda storage, name: storage.chunks(name),
         lambda storage, name: storage.put_if_absent(name, b"x"),
     ],
-    ids=["write", "read", "size", "delete", "chunks", "create"],
+    ids=["write", "read", "size", "delete", "chunks", "put_if_absent"],
 )
 def test_names_that_leave_the_directory_are_refused(call, name, storage, tmp_path):
     (tmp_path / "outside").write_text("precious")
@@ -152,7 +152,7 @@ def test_names_that_leave_the_directory_are_refused(call, name, storage, tmp_pat
     assert (tmp_path / "outside").read_text() == "precious"
 
 
-# A local file is published whole or not at all
+# Local files are written atomically
 
 
 def test_a_failing_write_leaves_the_old_content_and_no_partial_file(tmp_path):
@@ -205,7 +205,7 @@ def test_a_symbolic_link_is_deleted_not_followed(tmp_path):
     assert (elsewhere / "precious").read_text() == "x"
 
 
-def test_create_without_hard_links(tmp_path, monkeypatch):
+def test_put_if_absent_without_hard_links(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -218,7 +218,7 @@ def test_create_without_hard_links(tmp_path, monkeypatch):
 
 
 def test_a_reader_never_sees_a_part(tmp_path):
-    """Whoever opened the old file keeps reading the old content: it is replaced, not overwritten."""
+    """A reader of the old file goes on reading the old content: the file is replaced, not overwritten."""
     path = tmp_path / "file"
     atomic_write(path, b"old" * 1000)
     with open(path, "rb") as reader:
@@ -260,19 +260,19 @@ def test_a_missing_package_is_named(url, monkeypatch):
         check_url(url, "snapshot.path")
 
 
-# What passes, what lasts, and what is told
+# Transient errors, permanent errors, and messages
 
 
 class Unsteady(MemoryFileSystem):
-    """Fails as often as `faults` says; `asked` counts all calls."""
+    """Raises each of `faults` once; `calls` counts the writes."""
 
     protocol = "unsteady"
     cachable = False
     faults: ClassVar[list[Exception]] = []
-    asked = 0
+    calls = 0
 
     def pipe_file(self, *args, **kwargs):
-        Unsteady.asked += 1
+        Unsteady.calls += 1
         if self.faults:
             raise self.faults.pop(0)
         return super().pipe_file(*args, **kwargs)
@@ -281,7 +281,7 @@ class Unsteady(MemoryFileSystem):
 @pytest.fixture
 def unsteady(monkeypatch):
     monkeypatch.setitem(_registry, "unsteady", Unsteady)
-    monkeypatch.setattr(Unsteady, "asked", 0)
+    monkeypatch.setattr(Unsteady, "calls", 0)
     monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.01)
     storage = Storage(f"unsteady://{uuid.uuid4().hex}")
     yield storage
@@ -305,11 +305,11 @@ def store_error(status: int, code: str) -> OSError:
     ],
     ids=repr,
 )
-def test_what_may_pass_is_tried_again(unsteady, fault):
+def test_transient_errors_are_retried(unsteady, fault):
     Unsteady.faults[:] = [fault, fault]
     unsteady.write("file", b"x")
     assert unsteady.read("file") == b"x"
-    assert Unsteady.asked == 3
+    assert Unsteady.calls == 3
 
 
 @pytest.mark.parametrize(
@@ -320,31 +320,31 @@ def test_what_may_pass_is_tried_again(unsteady, fault):
     ],
     ids=repr,
 )
-def test_what_lasts_is_told_at_once(unsteady, fault):
+def test_permanent_errors_are_raised_at_once(unsteady, fault):
     Unsteady.faults[:] = [fault]
     with pytest.raises(StorageError, match=f"^cannot write unsteady:.*/file: .*{fault.args[-1]}$"):
         unsteady.write("file", b"x")
-    assert Unsteady.asked == 1
+    assert Unsteady.calls == 1
 
 
-def test_an_operation_ends_with_its_budget(unsteady, monkeypatch):
+def test_an_operation_ends_at_its_deadline(unsteady, monkeypatch):
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.3)
     Unsteady.faults[:] = [store_error(503, "SlowDown")] * 1000
     with pytest.raises(StorageError, match=r"SlowDown: the store's message \(tried for 0 s\)$"):
         unsteady.write("file", b"x")
-    assert Unsteady.asked > 2
+    assert Unsteady.calls > 2
     assert unsteady.size("file") is None
 
 
 @pytest.mark.parametrize(
-    ("answer", "made"), [(b"mine", True), (b"theirs", False)], ids=["the answer was lost", "another was faster"]
+    ("answer", "made"), [(b"mine", True), (b"theirs", False)], ids=["the answer was lost", "another process was faster"]
 )
-def test_create_whose_first_answer_was_lost(unsteady, answer, made):
-    """The first request ends in a reset and the second is refused: only the content tells who made the file."""
+def test_put_if_absent_whose_first_answer_was_lost(unsteady, answer, made):
+    """The first request ends in a reset and the second is refused: only the content shows who wrote the file."""
 
     def reset_after_the_fact(*args, **kwargs):
-        Unsteady.asked += 1
-        if Unsteady.asked == 1:
+        Unsteady.calls += 1
+        if Unsteady.calls == 1:
             MemoryFileSystem.pipe_file(unsteady._files.fs, args[0], answer)
             raise ConnectionResetError
         raise FileExistsError
