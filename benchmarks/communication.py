@@ -39,7 +39,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
 
     from mingpt_ddp.torch_internals import time_communication
 
-    runtime = trainer.runtime
+    runtime = trainer.context.runtime
     shared = runtime.strategy.maybe_no_sync, runtime.group.all_gather_async
     alone = (
         lambda model, last: model.no_sync(),
@@ -60,7 +60,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
             wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
             exposed = runtime.strategy.comm_times(trainer.train_step.parallel_model)[1]
             with torch.no_grad():  # what the ranks have learnt apart is of no use to the next block
-                for parameter in trainer.model.parameters():
+                for parameter in trainer.train_step.model.parameters():
                     torch.distributed.broadcast(parameter, src=0)
             if block >= 0:
                 found[name].append([wall, cpu, exposed])
@@ -76,9 +76,9 @@ def be_worker(plan: dict[str, Any]) -> None:
     def fit(self: Any) -> RunStatus:
         self.train_step.warm_up()
         found = measure(self, plan["steps"], plan["blocks"])
-        Path(plan["out"], f"rank{self.runtime.group.rank}.json").write_text(json.dumps(found))
-        self.runtime.group.barrier()
-        self.journal.close()
+        Path(plan["out"], f"rank{self.context.runtime.group.rank}.json").write_text(json.dumps(found))
+        self.context.runtime.group.barrier()
+        self.metrics.close()
         return RunStatus.PREEMPTED
 
     trainer.Trainer.fit = fit  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of st
 Side by side, A, B, A, B in one process:
 
 A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
-B. the package's own SnapshotManager: training waits in `begin`, runs the next forward and backward pass, and waits in
+B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward pass, and waits in
    `wait_for_staging` before it may change the weights. The stall is what those two take. The forward and backward passes
    are timed with and without a copy beside them, because on a CPU both want the same memory.
 
@@ -37,7 +37,6 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.config import from_dictconfig
-    from mingpt_ddp.data.dataset import EncodedText
     from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.models import build_model
@@ -61,15 +60,19 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
     tokens = torch.randint(VOCABULARY, (1, 9))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
-    corpus = EncodedText("nowhere", "0" * 64, 1, "ab", "uint8", "0" * 64)
-    return SnapshotManager(config, runtime, [SnapshotStore(root)], corpus), model, optimizer, runtime
+    return SnapshotManager(config, runtime, [SnapshotStore(root)]), model, optimizer, runtime
+
+
+def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:
+    from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
+
+    tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
+    manager.save(step, {}, tensors, best_step=None)
 
 
 def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
     """Seconds, by repetition."""
     import torch
-
-    from mingpt_ddp.snapshots.train_state import TrainState
 
     saver, model, optimizer, _ = build(f"{root}/ours")
     tokens = torch.randint(VOCABULARY, (MICRO_BATCH, CONTEXT + 1))
@@ -80,7 +83,7 @@ def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
 
     figures: dict[str, list[float]] = {name: [] for name in ("sync", "stall", "alone", "beside", "durable")}
     forward_backward()
-    saver.save(TrainState(step=1), model, optimizer, 1)  # takes the memory of the copy, once in a run
+    save(saver, 1, model, optimizer)  # takes the memory of the copy, once in a run
     saver.wait()
     for step in range(2, repetitions + 2):
         clock = Clock()
@@ -88,7 +91,7 @@ def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
         figures["sync"].append(clock.lap())
         forward_backward()
         figures["alone"].append(clock.lap())
-        saver.save(TrainState(step=step), model, optimizer, 1)
+        save(saver, step, model, optimizer)
         stall = clock.lap()
         forward_backward()
         figures["beside"].append(clock.lap())
@@ -113,20 +116,22 @@ class Clock:
 
 def be_rank(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
     """Save and restore on one of several ranks; rank 0 hands back (durable, restore) in seconds."""
-    from mingpt_ddp.snapshots.train_state import TrainState
+    from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 
     os.environ.update(environment)
     saver, model, optimizer, runtime = build(root)
-    saver.save(TrainState(step=1), model, optimizer, 1)
+    save(saver, 1, model, optimizer)
     saver.wait()
     times = []
     for step in range(2, repetitions + 2):
         runtime.group.barrier()
         clock = Clock()
-        saver.save(TrainState(step=step), model, optimizer, 1)
+        save(saver, step, model, optimizer)
         saver.wait()
         durable = clock.lap()
-        saver.restore(saver.load_latest(), model, optimizer)
+        found = saver.load_latest(lambda step, state: None)
+        load_model_state(model, found.model)
+        load_optimizer_state(model, optimizer, found.optimizer)
         times.append((durable, clock.lap()))
     if runtime.group.is_rank_zero:
         results.put(times)

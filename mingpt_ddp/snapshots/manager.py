@@ -1,83 +1,81 @@
-"""Capture the run into snapshots and restore it: rank 0 reads, each rank that sees the same storage writes a share."""
+"""Save and load the snapshots of a run: rank zero reads, every rank that shares rank zero's storage writes a part."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import platform
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
-from mingpt_ddp.snapshots.async_writer import AsyncSave, SaveResult, StagingBuffers
-from mingpt_ddp.snapshots.format import Snapshot, shard_tensors
+from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
+from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
+from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
 from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state, model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.train_state import TrainState, check_state
 
 log = logging.getLogger(__name__)
 
-QUICK_S = 1.0  # a save that has been under way for less is waited for when the next is due
+QUICK_S = 1.0  # a save that usually takes less is waited for when the next one is due
 
 
 class SnapshotManager:
-    """The snapshots of this run, as seen from one rank."""
+    """The snapshots of this run. All ranks call the same methods at the same step."""
 
     def __init__(
         self,
         config: Config,
         runtime: Runtime,
         stores: list[SnapshotStore],
-        corpus: EncodedText,
         previous_stores: list[SnapshotStore] | None = None,
     ) -> None:
         """
         Args:
-            stores: where to write; each is used when the one before has failed. They are read all.
-            previous_stores: where this run has written before its configuration was changed; they are only read.
+            stores: where to write; each is used when the one before has failed. All of them are read.
+            previous_stores: where this run wrote before its configuration was changed; they are only read.
         """
-        self.previous_stores = previous_stores or []
-        self.config, self.runtime, self.corpus = config, runtime, corpus
-        self.store, self.stores = stores[0], stores
-        self.last_step: int | None = None  # of the newest snapshot that is whole
-        self.durable_s: float | None = None  # seconds that the last one took from copy to commit
+        self.config, self.runtime = config, runtime
+        self.stores, self.previous_stores = stores, previous_stores or []
+        self.last_step: int | None = None  # of the newest snapshot that is committed
+        self.durable_s: float | None = None  # seconds from the start of the last save to its commit
         self._failures = 0  # in a row
-        self._under_way: AsyncSave | None = None
-        self._keeper = StagingBuffers()
-        self._writers: list[int] | None = None
+        self._save: AsyncSave | None = None  # in progress
+        self._buffers: dict[str, SafetensorsBuffer] = {}
+        self._writers: list[int] = []
 
-    # Reading.
+    # Loading.
 
-    def load_latest(self) -> Snapshot | None:
-        """The snapshot to resume from, on every rank; the run's own, else that of run.resume. A collective.
+    def load_latest(self, check: Callable[[int, Any], None]) -> Snapshot | None:
+        """Return the newest snapshot of the run, else that of run.resume, on every rank. A collective.
+
+        Args:
+            check: called on rank zero with the step and the state of the snapshot; raises what refuses it.
 
         Raises:
-            SnapshotError: there are snapshots, but none that this run can continue.
+            SnapshotError: there are snapshots, but none that this run can resume from.
         """
         found: Snapshot | None = None
 
-        def look() -> dict[str, Any] | None:
+        def find() -> dict[str, Any] | None:
             nonlocal found
-            own = self._own()
+            own = self._newest_of_each_store()
             found = max(own, key=lambda snapshot: snapshot.step, default=None)
             if found is None and self.config.run.resume not in ("auto", "never"):
                 found = load(self.config.run.resume)
             if found is None:
                 return None
-            check_state(found.step, found.state, self.config, self.corpus)
+            check(found.step, found.state)
             return {"step": found.step, "state": found.state, "own": bool(own)}
 
-        meta = self.runtime.group.run_on_rank_zero(look)
+        meta = self.runtime.group.run_on_rank_zero(find)
         if meta is None:
             return None
         model = self.runtime.group.broadcast_tensors(found.model if found else None)
@@ -85,13 +83,12 @@ class SnapshotManager:
         self.last_step = meta["step"] if meta["own"] else None
         return Snapshot(meta["step"], model, optimizer, meta["state"])
 
-    def _own(self) -> list[Snapshot]:
-        """The newest of each place."""
+    def _newest_of_each_store(self) -> list[Snapshot]:
         found, errors = [], []
         for store in [*self.stores, *self.previous_stores]:
             try:
                 found.append(store.read_latest())
-            except SnapshotError as error:  # all that is there is damaged
+            except SnapshotError as error:  # all that this store holds is damaged
                 errors.append(error)
         if errors and not any(found):
             raise errors[0]
@@ -99,168 +96,127 @@ class SnapshotManager:
             log.warning("%s", damage)
         return [snapshot for snapshot in found if snapshot is not None]
 
-    def restore(self, found: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
-        """Put a snapshot's content into the live objects."""
-        load_model_state(model, found.model)
-        load_optimizer_state(model, optimizer, found.optimizer)
-        if found.state["scaler"] and self.runtime.scaler.is_enabled():
-            self.runtime.scaler.load_state_dict(found.state["scaler"])
-        return TrainState(**found.state["position"])
-
-    # Writing. All ranks call these at the same step.
+    # Saving.
 
     def save(
-        self, position: TrainState, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batch_size: int
+        self, step: int, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]], best_step: int | None
     ) -> None:
-        """Set out to save the state after `position.step` steps; nothing may be under way."""
-        assert self._under_way is None
-        if position.step == self.last_step:
+        """Start to save; no other save may be in progress.
+
+        Args:
+            state: the content of state.json.
+            tensors: by kind (model, optimizer) and name; they must not change until `wait_for_staging` returns.
+            best_step: of the snapshot that snapshot.keep_best keeps.
+        """
+        assert self._save is None
+        if step == self.last_step:
             return
-        position.saved_at = time.time()
-        state = {
-            "position": asdict(position),
-            "scaler": self.runtime.scaler.state_dict(),
-            "micro_batch_size": micro_batch_size,
-            "vocabulary": self.corpus.vocabulary,
-            "corpus": {"sha256": self.corpus.sha256, "length": self.corpus.length},
-            "config": self.config.to_dict(),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        }
-        tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
-        parts = shard_tensors(tensors, len(self._writer_ranks()))
-        mine = dict(zip(self._writer_ranks(), parts, strict=False)).get(self.runtime.group.rank, {})
-        step, best = position.step, position.best_step if self.config.snapshot.keep_best else None
+        best = best_step if self.config.snapshot.keep_best else None
 
         def apply_retention(store: SnapshotStore) -> None:
             store.prune(self.config.snapshot.keep_last, best, newest=step)
-            if store is self.store:  # what stands elsewhere was for the time without it
-                for other in self.stores[1:]:
-                    for old in other.steps():
+            if store is self.stores[0]:  # the fallbacks were needed only while it failed
+                for fallback in self.stores[1:]:
+                    for old in fallback.steps():
                         if old < step and old != best:
-                            other.clear(old)
+                            fallback.clear(old)
 
-        encoded = json.dumps(state, indent=1, allow_nan=False).encode()
-        self._under_way = AsyncSave(
-            self.runtime, self.stores, self._keeper, position.step, mine, encoded, apply_retention
-        )
-        self._under_way.start()
+        self._writers = self._writers or self._ranks_with_same_storage()
+        shards = dict(zip(self._writers, shard_tensors(tensors, len(self._writers)), strict=False))
+        group = self.runtime.group
+        encoded = group.env.call_on_rank_zero(lambda: json.dumps(state, indent=1, allow_nan=False).encode())
+        parts: Parts = dict(shards.get(group.rank, {}))
+        if encoded is not None:
+            parts[STATE] = encoded
+        self._save = AsyncSave(self.runtime, self.stores, self._buffers, step, parts, apply_retention)
+        self._save.start()
 
-    def _writer_ranks(self) -> list[int]:
-        """The ranks that see the same storage as rank 0: without a shared file system, those of its machine alone."""
-        if self._writers is None:
-            sees = [self._shares_storage(store) for store in self.stores]
-            self._writers = [rank for rank, other in enumerate(self.runtime.group.all_gather(sees)) if all(other)]
-        return self._writers
+    def _ranks_with_same_storage(self) -> list[int]:
+        """Return the ranks that see rank zero's files: those of its node, or all where a filesystem is shared."""
+        group = self.runtime.group
+        ranks = set(range(group.world_size))
+        for store in self.stores if group.world_size > 1 else []:
+            if not store.storage.shared:
+                ranks &= self._ranks_that_see(store)
+        return sorted(ranks) or [0]  # a storage that cannot be written fails when a snapshot goes there
 
-    def _shares_storage(self, store: SnapshotStore) -> bool:
-        """Whether a file that rank 0 puts there arrives here. A collective."""
-        if store.storage.shared or self.runtime.group.world_size == 1:
-            return True
-        name = self.runtime.group.all_gather(f"probe-{uuid.uuid4().hex}")[0]
-        sees = self.runtime.group.is_rank_zero
-        if self.runtime.group.is_rank_zero:
-            self._try(lambda: store.storage.write(name, b""))
-        self.runtime.group.barrier()
-        if not self.runtime.group.is_rank_zero:
-            sees = bool(self._try(lambda: store.storage.size(name) is not None))
-        self.runtime.group.barrier()
-        if self.runtime.group.is_rank_zero:
-            self._try(lambda: store.storage.delete(name))
-        return sees
+    def _ranks_that_see(self, store: SnapshotStore) -> set[int]:
+        group = self.runtime.group
 
-    @staticmethod
-    def _try(work: Callable[[], Any]) -> Any:
-        """A storage that cannot be used is told of when a snapshot goes there."""
-        try:
-            return work()
-        except OSError:
-            return None
+        def write_probe() -> str:
+            name = f"probe-{uuid.uuid4().hex}"
+            with contextlib.suppress(OSError):
+                store.storage.write(name, b"")
+            return name
+
+        def delete_probe() -> None:
+            with contextlib.suppress(OSError):
+                store.storage.delete(name)
+
+        name = group.run_on_rank_zero(write_probe)
+        sees_it = False
+        with contextlib.suppress(OSError):
+            sees_it = store.storage.size(name) is not None
+        ranks = {rank for rank, sees in enumerate(group.all_gather(sees_it)) if sees}
+        group.env.call_on_rank_zero(delete_probe)
+        return ranks
 
     def wait_for_staging(self) -> None:
-        """Return when the weights may change."""
-        if self._under_way is not None:
-            self._under_way.staging_done.wait()
+        """Return when the tensors of the save in progress may change."""
+        if self._save is not None:
+            self._save.staged.wait()
 
     @property
     def save_in_progress(self) -> bool:
-        """Whether this rank still works on a snapshot."""
-        return self._under_way is not None and self._under_way.outcome is None
+        """Whether this rank's thread is still at work."""
+        return self._save is not None and self._save.is_alive()
 
     def can_start(self) -> bool:
-        """Whether the next may begin, on all ranks. A collective, which waits for one that is nearly done."""
-        if self._under_way is None:
-            return True
-        if (self.durable_s or 0.0) < QUICK_S:  # else it would only hold up training
-            self._under_way.join(max(0.0, self._under_way.began + QUICK_S - time.monotonic()))
-        if self.runtime.group.all_reduce(torch.tensor([float(self.save_in_progress)])).item():
-            return False
-        self.finalize()
-        return True
+        """Return whether no save is in progress on any rank, after waiting for a quick one. A collective."""
+        is_quick = self._save is not None and (self.durable_s or 0.0) < QUICK_S
+        return self.wait(until=self._save.started_at + QUICK_S if self._save and is_quick else 0.0)
 
     def wait(self, until: float | None = None) -> bool:
-        """Wait for the one that is under way, at most until a time of time.monotonic(); whether it is done.
+        """Wait for the save in progress, at most until a time of time.monotonic(); return whether it is done.
 
-        A collective. Raises as `collect` does.
+        A collective: the save is done when it is on all ranks.
+
+        Raises:
+            StorageUnavailableError: it failed, and snapshot.max_failures are exceeded.
+            RunError: another process has taken over the directory of snapshots.
         """
-        if self._under_way is None:
+        save = self._save
+        if save is None:
             return True
-        while self.save_in_progress and (until is None or time.monotonic() < until):
-            self._under_way.join(0.05)
+        while save.is_alive() and (until is None or time.monotonic() < until):
+            save.join(0.05)
             self.runtime.group.set_activity("waiting for a snapshot")
-        if self.runtime.group.all_reduce(torch.tensor([float(self.save_in_progress)])).item():
+        if self.runtime.group.all_reduce(torch.tensor([float(save.is_alive())])).item():
             return False
-        self.finalize()
+        self._save = None
+        if save.error is not None:
+            raise save.error
+        reason = f"{save.failure[0]}: {save.failure[1]}" if save.failure else ""
+        if save.url is None:
+            self._failures += 1
+            message = f"cannot write the snapshot of step {save.step}: {reason}"
+            if self._failures > (allowed := self.config.snapshot.max_failures):
+                times = f", {self._failures} times in a row" if self._failures > 1 else ""
+                raise StorageUnavailableError(
+                    f"{message}{times}; the older ones are whole: mend this and run again, or set "
+                    "snapshot.fallback_path"
+                ) from (save.failure[1] if save.failure else None)
+            log.warning("%s; training goes on (failure %d of %d allowed)", message, self._failures, allowed)
+            return True
+        self.last_step, self.durable_s = save.step, save.duration_s
+        if save.failure:
+            log.warning("snapshot of step %d committed to %s, because of %s", save.step, save.url, reason)
+        else:
+            self._failures = 0
+            log.info("snapshot of step %d committed to %s", save.step, save.url, extra={"file_only": True})
         return True
 
-    def finalize(self) -> None:
-        """Take note of what became of the one that was under way; no rank may be busy any more.
-
-        Raises:
-            StorageUnavailableError: it failed, and so often that the run should not go on.
-            RunError: this run has lost its place.
-        """
-        if self._under_way is None:
-            return
-        self._under_way.join()
-        outcome, self._under_way = self._under_way.outcome, None
-        assert outcome is not None
-        if outcome.fatal is not None:
-            raise outcome.fatal
-        if outcome.place is None:
-            self._count_failure(outcome)
-            return
-        self._failures = 0 if outcome.problem is None else self._failures
-        self.last_step, self.durable_s = outcome.step, outcome.seconds
-        if outcome.problem:
-            log.warning(
-                "snapshot of step %d committed to %s, because of %s", outcome.step, outcome.place, outcome.problem
-            )
-        else:
-            log.info("snapshot of step %d committed to %s", outcome.step, outcome.place, extra={"file_only": True})
-
-    def _count_failure(self, outcome: SaveResult) -> None:
-        self._failures += 1
-        allowed = self.config.snapshot.max_failures
-        told = f"cannot write the snapshot of step {outcome.step}: {outcome.problem}"
-        if self._failures > allowed:
-            times = f", {self._failures} times in a row" if self._failures > 1 else ""
-            raise StorageUnavailableError(
-                f"{told}{times}; the older ones are whole: mend this and run again, or set snapshot.fallback_path"
-            )
-        log.warning("%s; training goes on (failure %d of %d allowed)", told, self._failures, allowed)
-
     def set_deadline(self, seconds: float) -> None:
-        """Leave each place but the last so much time together, now and later."""
+        """Limit the time that all further operations on each store but the last may take together."""
         for store in self.stores[:-1]:
             store.storage.set_deadline(seconds)
-
-    def save_with_retries(self, step: int, begin: Callable[[], None]) -> None:
-        """Wait for the snapshot of `step`, and begin again as often as failures are allowed.
-
-        Raises:
-            StorageUnavailableError: there is no such snapshot now.
-        """
-        self.wait()
-        while self.last_step != step:
-            begin()
-            self.wait()

@@ -1,72 +1,66 @@
-"""Sick training: when a step must not be taken, and who is to blame."""
+"""Detect steps that would ruin the model: a non-finite loss or gradient norm, and a loss spike."""
 
 from __future__ import annotations
 
 import math
 
-import torch
-
-from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.snapshots.train_state import TrainState
+from mingpt_ddp.training.state import Context
 
-EMA_DECAY = 0.98  # of the average loss, per step
-MAX_CONSECUTIVE_SKIPS = 10  # steps left out in a row, after which the cause is no single batch
+EMA_DECAY = 0.98  # of the loss, per step
+MAX_CONSECUTIVE_SKIPS = 10  # more have another cause than a single batch
 
 
 class AnomalyPolicy:
-    """Judges a step by numbers that are the same on all ranks, so that all judge alike."""
+    """Judge each step by its loss and gradient norm, which are the same on all ranks, and so is the decision."""
 
-    def __init__(self, config: Config, scaled: bool, device: torch.device) -> None:
-        """
-        Args:
-            scaled: a gradient scaler passes over steps whose gradients overflow; that is no make_error.
-        """
-        self.config, self.trainer, self.scaled = config, config.trainer, scaled
-        # On a GPU it costs a moment to look at a loss; without a policy for it that is done when it is logged.
+    def __init__(self, context: Context) -> None:
+        self.context, self.config = context, context.config.trainer
+        # Reading the loss waits for a GPU: without a policy that acts at once it is read only when it is logged.
         self.checks_every_step = (
-            device.type == "cpu" or self.trainer.on_nonfinite != "stop" or bool(self.trainer.spike_factor)
+            context.runtime.device.type == "cpu" or self.config.on_nonfinite != "stop" or bool(self.config.spike_factor)
         )
 
-    def find_anomaly(self, loss: float, grad_norm: float, position: TrainState) -> str | None:
-        """What is wrong with this step, before it is taken.
+    def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
+        """Return what is wrong with a step, before the weights change.
 
         Args:
             loss: the mean loss of the step over all ranks, nats per character.
             grad_norm: of the gradients, before clipping.
         """
-        if not math.isfinite(loss) or not (self.scaled or math.isfinite(grad_norm)):
+        scaled = self.context.runtime.scaler.is_enabled()  # it skips steps whose gradients overflow: not an anomaly
+        if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
-        factor, average = self.trainer.spike_factor, position.loss_ema
+        factor, average = self.config.spike_factor, self.context.state.loss_ema
         if factor is not None and average is not None and loss > factor * average:
             return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
         return None
 
-    def on_step_accepted(self, step: int, loss: float, position: TrainState) -> None:
-        """This step is taken."""
-        if step > max(position.skipped_steps, default=0):  # those before it have only been repeated
-            position.consecutive_skips = 0
-        if self.trainer.spike_factor is not None:
-            average = loss if position.loss_ema is None else position.loss_ema
-            position.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
+    def on_step_accepted(self, step: int, loss: float) -> None:
+        """Record that the weights change by this step."""
+        state = self.context.state
+        if step > max(state.skipped_steps, default=0):  # earlier ones only repeat what was trained before a rollback
+            state.consecutive_skips = 0
+        if self.config.spike_factor is not None:
+            average = loss if state.loss_ema is None else state.loss_ema
+            state.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
 
-    @staticmethod
-    def too_many_skips(position: TrainState) -> bool:
-        """Whether leaving out steps has not helped. `position` counts this one already."""
-        return position.consecutive_skips > MAX_CONSECUTIVE_SKIPS
+    def too_many_skips(self) -> bool:
+        return self.context.state.consecutive_skips > MAX_CONSECUTIVE_SKIPS
 
-    def check(self, step: int, loss: float, grad_norm: float, position: TrainState) -> None:
-        """Where nobody looks at every step: every rank sees the same numbers, so all of them stop.
+    def check(self, step: int, loss: float, grad_norm: float) -> None:
+        """Stop all ranks at an anomaly where not every step is checked.
 
         Raises:
-            TrainingError: they are not finite.
+            TrainingError: the loss or the gradient norm is not finite.
         """
-        if not self.checks_every_step and self.find_anomaly(loss, grad_norm, position):
+        if not self.checks_every_step and self.find_anomaly(loss, grad_norm):
             raise self.make_error(f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}")
 
-    def make_error(self, told: str) -> TrainingError:
-        name = "" if self.config.run.name else f" and run.name={self.config.run_name()}"  # that depends on lr
+    def make_error(self, anomaly: str) -> TrainingError:
+        config = self.context.config
+        name = "" if config.run.name else f" and run.name={config.run_name()}"  # an unnamed run's name depends on lr
         return TrainingError(
-            f"{told}; run again with a lower optimizer.lr or trainer.grad_norm_clip{name} to continue from the last "
+            f"{anomaly}; run again with a lower optimizer.lr or trainer.grad_norm_clip{name} to continue from the last "
             "snapshot"
         )

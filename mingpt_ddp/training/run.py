@@ -1,10 +1,11 @@
-"""The composition root: every object of a run, named once, in the order the data flows."""
+"""One training run. Read me first: every object of a run is named here once, in the order the data flows."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -33,19 +34,21 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.load import candidate_stores, load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.train_state import TrainState, check_state
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
 from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.pruning import MedianPruner
-from mingpt_ddp.training.train_step import TrainStep
-from mingpt_ddp.training.trainer import Trainer, count_steps
+from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.state import Context, TrainState, check_state, restore
+from mingpt_ddp.training.train_step import TrainStep, count_steps
+from mingpt_ddp.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 400
-PER_MACHINE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ from rank to rank
+PER_NODE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ between ranks
 
 
 def run(
@@ -53,94 +56,98 @@ def run(
     runtime: Runtime,
     hydra_files: dict[str, str],
     interrupt: SignalHandler | None = None,
-    begun_at: float | None = None,
+    started_at: float | None = None,
 ) -> float | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
     Args:
         hydra_files: what goes to `.hydra/`, by file name.
         interrupt: the signals that may end the run early; None: there are none.
-        begun_at: when this start began, in seconds since 1970; None: with the process.
+        started_at: when this start began, in seconds since 1970; None: with the process.
 
     Returns:
         The last validation loss in nats per character, or None where a signal has ended the run early.
     """
-    interrupt, begun_at = interrupt or SignalHandler(), begun_at or process_start_time()
-    # Whatever can be refused is refused here, before anything is written.
-    _check_same(runtime, config)
-    encoded = EncodedText(**runtime.group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
-    corpus = TextDataset(encoded, config.data)
+    interrupt, started_at = interrupt or SignalHandler(), started_at or process_start_time()
+    _check_same_config(config, runtime)
+    text = EncodedText(**runtime.group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
+    dataset = TextDataset(text, config.data)
     loader = TokenLoader(
-        corpus.train,
+        dataset.train,
         config.data.block_size,
         config.data.stride,
         config.trainer.batch_size,
         config.run.seed,
         runtime.device,
     )
-    plan = plan_batches(config.trainer, runtime.group.world_size)
     steps = count_steps(config, loader.steps_per_epoch)
-    runtime.group.run_on_rank_zero(lambda: _check_resume(config, encoded, runtime.group.world_size))
-    check_fits(config, runtime, corpus.vocab_size)
-    if uses_user_code(config):
-        runtime.group.run_on_rank_zero(
-            lambda: check_resumes_exactly(config, runtime, corpus.vocab_size, loader.get_batch(1, plan, 0)[0])
-        )
+    check = partial(check_state, config=config, text=text)
+    _preflight(config, runtime, dataset, loader, check)  # whatever is refused is refused before anything is written
 
-    with contextlib.ExitStack() as held:
-        owner, directory = _own_directory(config, runtime, held)
+    with contextlib.ExitStack() as resources:
+        owner, directory = _lock_directory(config, runtime, resources)
         last_log_time = owner.last_log_time() if owner else 0.0
         logs.to_file(directory, runtime.group.env)
-        saver = _saver(config, runtime, owner, directory, encoded)
-        found = saver.load_latest()
+        manager = _snapshot_manager(config, runtime, owner, directory)
+        snapshot = manager.load_latest(check)
 
         seed_everything("weights", config.run.seed)
-        model = build_model(config.model, corpus.vocab_size, config.data.block_size).to(runtime.device)
+        model = build_model(config.model, dataset.vocab_size, config.data.block_size).to(runtime.device)
         if config.trainer.activation_checkpointing:
             apply_activation_checkpointing(model)
         optimizer = build_optimizer(model, config.optimizer)
-        position = saver.restore(found, model, optimizer) if found else TrainState(world_size=runtime.group.world_size)
-        evaluator = Evaluator(corpus.val, config.data.block_size, runtime)
-        sample = partial(_sample, model, CharTokenizer(corpus.vocabulary), config.run.seed, runtime.group.is_rank_zero)
-        _introduce(config, runtime, corpus, model, directory, position.step, steps)
+        state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
+        evaluator = Evaluator(dataset.val, config.data.block_size, runtime)
+        sample = partial(_sample, config, runtime, model, CharTokenizer(dataset.vocabulary))
+        _log_start(config, runtime, dataset, model, directory, range(state.step, steps))
 
-        ended = position.step > steps or (position.step == steps and position.val_step == steps)
-        if not ended:
-            plan = plan_batches(
-                config.trainer, runtime.group.world_size, found.state["micro_batch_size"] if found else None
-            )
-        if owner and not (ended and recorded_config(directory)):  # what has nothing left to do stays what it was
+        is_complete = state.step > steps or (state.step == steps and state.val_step == steps)
+        if owner and not (is_complete and recorded_config(directory)):
             owner.record_start(config.to_dict(), hydra_files)
-        if not ended:
-            position.world_size = runtime.group.world_size
-            undone = max(0.0, last_log_time - position.saved_at) if position.saved_at else 0.0
-            position.wasted_seconds += undone + time.time() - begun_at
-            train_step = TrainStep(config, runtime, loader, plan, model, optimizer, steps)
-            metrics = MetricsProcessor(config, runtime, directory, model, range(position.step, steps), begun_at)
-            pruner = MedianPruner(config, runtime, directory)
-            trainer = Trainer(
-                config, runtime, train_step, evaluator, saver, metrics, position, sample, pruner, interrupt
-            )
+        if is_complete:
+            status = RunStatus.COMPLETE
+            if state.val_step != state.step:  # it was saved under a larger limit, between two evaluations
+                state.val_loss = evaluator.run(model)
+            log.info("a sample:\n%s\n", sample(state.step))
+        else:
+            micro_batch_size = snapshot.state["micro_batch_size"] if snapshot else None
+            plan = plan_batches(config.trainer, runtime.group.world_size, micro_batch_size)
+            state.world_size = runtime.group.world_size
+            undone = max(0.0, last_log_time - state.saved_at) if state.saved_at else 0.0
+            state.wasted_seconds += undone + time.time() - started_at
+            train_step = TrainStep(config, runtime, loader, plan, model, optimizer)
+            metrics = MetricsProcessor(config, runtime, directory, model, range(state.step, steps), started_at)
+            context = Context(config, runtime, state, metrics, MedianPruner(config, runtime, directory), interrupt)
+            anomaly = AnomalyPolicy(context)
+            saves = SaveSchedule(context, manager, train_step, anomaly, text)
+            trainer = Trainer(context, train_step, anomaly, saves, evaluator, sample)
             if owner:
                 owner.clear_result()
             status = _fit(trainer, runtime, interrupt)
-        else:
-            status = RunStatus.COMPLETE
-            if position.val_step != position.step:  # it was saved under a larger limit, between two evaluations
-                position.val_loss = evaluator.run(model)
-            log.info("a sample:\n%s\n", sample(position.step))
+            state = context.state
 
         if owner:
-            owner.write_result(_result(position, config, loader.steps_per_epoch, status))
+            owner.write_result(_result(state, config, loader.steps_per_epoch, status))
             if status is RunStatus.COMPLETE:
-                _conclude(position, directory)
-    return None if status is RunStatus.PREEMPTED else position.val_loss
+                _log_end(state, directory)
+    return None if status is RunStatus.PREEMPTED else state.val_loss
+
+
+def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> RunStatus:
+    """Train with signals deferred to the end of a step, and a watchdog for the other ranks."""
+    watchdog = Watchdog(runtime.group, exit_hang)
+    interrupt.deferred = True
+    try:
+        return trainer.fit()
+    finally:
+        interrupt.deferred = False
+        watchdog.stop()
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
-    """Where the run's snapshots are: below snapshot.path in a directory named like the run, or in the run directory.
+    """Return where the run's snapshots are: in the run directory, or below snapshot.path in one of the same name.
 
-    Where there is a snapshot.fallback_path, a second place follows.
+    Where there is a snapshot.fallback_path, a second URL follows.
     """
     name = directory.relative_to(config.run.root).as_posix()
     paths = [config.snapshot.path, config.snapshot.fallback_path]
@@ -148,129 +155,125 @@ def snapshot_urls(config: Config, directory: Path) -> list[str]:
     return below if config.snapshot.path is not None else [str(directory / "snapshots"), *below]
 
 
-def _own_directory(config: Config, runtime: Runtime, held: contextlib.ExitStack) -> tuple[RunDirectory | None, Path]:
-    """The run directory, the same on every rank; its owner is rank 0, until `held` is closed."""
+def _check_same_config(config: Config, runtime: Runtime) -> None:
+    """Refuse ranks that were started by hand with different overrides."""
+    values = config.to_dict()
+    values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
+    configs = runtime.group.all_gather(values)
+    for rank, other in enumerate(configs):
+        if differences := difference(configs[0], other):
+            raise ConfigError(f"rank {rank} is configured otherwise than rank 0: {'; '.join(differences)}")
+
+
+def _preflight(
+    config: Config, runtime: Runtime, dataset: TextDataset, loader: TokenLoader, check: Callable[[int, Any], None]
+) -> None:
+    """Check the batch, the snapshots, the memory and the user's code. A collective."""
+    plan = plan_batches(config.trainer, runtime.group.world_size)
+
+    def check_resume() -> None:
+        own = [step for url in snapshot_urls(config, run_directory(config)) for step in SnapshotStore(url).steps()]
+        if config.run.resume not in ("auto", "never") and not own:
+            source = load(config.run.resume)
+            check(source.step, source.state)
+            plan_batches(config.trainer, runtime.group.world_size, source.state["micro_batch_size"])
+
+    runtime.group.run_on_rank_zero(check_resume)
+    check_fits(config, runtime, dataset.vocab_size)
+    if uses_user_code(config):
+        first = partial(loader.get_batch, 1, plan, 0)
+        runtime.group.run_on_rank_zero(lambda: check_resumes_exactly(config, runtime, dataset.vocab_size, first()[0]))
+
+
+def _lock_directory(
+    config: Config, runtime: Runtime, resources: contextlib.ExitStack
+) -> tuple[RunDirectory | None, Path]:
+    """Lock the run directory and the directories of its snapshots until `resources` is closed.
+
+    Returns:
+        The owner, on rank zero alone, and the directory.
+    """
     owner: RunDirectory | None = None
 
-    def take() -> str:
+    def lock() -> str:
         nonlocal owner
         wanted = run_directory(config)
         owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
-        held.callback(owner.release)
+        resources.callback(owner.release)
         for url in snapshot_urls(config, wanted):
             owner.lock_snapshots(Storage(url))
         return str(wanted)
 
-    directory = Path(runtime.group.run_on_rank_zero(take))
+    directory = Path(runtime.group.run_on_rank_zero(lock))
     return owner, directory
 
 
-def _saver(
-    config: Config, runtime: Runtime, owner: RunDirectory | None, directory: Path, corpus: EncodedText
-) -> SnapshotManager:
+def _snapshot_manager(config: Config, runtime: Runtime, owner: RunDirectory | None, directory: Path) -> SnapshotManager:
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
     for store in stores:
         store.lease = owner.leases.get(store.url) if owner else None
     urls = {store.url for store in stores}
-    previous_stores = runtime.group.run_on_rank_zero(
+    previous_urls = runtime.group.run_on_rank_zero(
         lambda: [store.url for store in candidate_stores(str(directory)) if store.url not in urls]
     )
-    return SnapshotManager(
-        config, runtime, stores, corpus, [SnapshotStore(url) for url in previous_stores] if owner else []
-    )
+    return SnapshotManager(config, runtime, stores, [SnapshotStore(url) for url in previous_urls] if owner else [])
 
 
-def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> RunStatus:
-    """Train while signals are heeded and the other ranks are watched."""
-    watch = Watchdog(runtime.group, exit_hang)
-    interrupt.deferred = True
-    try:
-        return trainer.fit()
-    finally:
-        interrupt.deferred = False
-        watch.stop()
-
-
-def _conclude(position: TrainState, directory: Path) -> None:
-    log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * position.goodput)
-    log.info(
-        "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
-        *(position.val_loss, (position.val_loss or 0) / NATS_PER_BIT, position.step, directory),
-    )
-
-
-def _check_same(runtime: Runtime, config: Config) -> None:
-    """Ranks that were started by hand may have been given different words; how many a machine starts is its own."""
-    values = config.to_dict()
-    values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_MACHINE}
-    configs = runtime.group.all_gather(values)
-    for rank, other in enumerate(configs):
-        differing = difference(configs[0], other)
-        if differing:
-            raise ConfigError(f"rank {rank} is configured otherwise than rank 0: {'; '.join(differing)}")
-
-
-def _check_resume(config: Config, corpus: EncodedText, world_size: int) -> None:
-    """The place of the snapshots can be read, and what run.resume names can be continued."""
-    own = [step for url in snapshot_urls(config, run_directory(config)) for step in SnapshotStore(url).steps()]
-    if config.run.resume not in ("auto", "never") and not own:
-        source = load(config.run.resume)
-        check_state(source.step, source.state, config, corpus)
-        plan_batches(config.trainer, world_size, source.state["micro_batch_size"])
-
-
-def _introduce(
-    config: Config, runtime: Runtime, corpus: TextDataset, model: nn.Module, directory: Path, done: int, steps: int
+def _log_start(
+    config: Config, runtime: Runtime, dataset: TextDataset, model: nn.Module, directory: Path, steps: range
 ) -> None:
-    """What is about to be trained, in three lines."""
+    """Log what is about to be trained.
+
+    Args:
+        steps: range(steps done so far, steps of the whole run).
+    """
     log.info("run %s", directory)
     log.info(
         "%s: %s training and %s validation characters, %d distinct",
-        *(config.data.name, f"{len(corpus.train):,}", f"{len(corpus.val):,}", corpus.vocab_size),
+        *(config.data.name, f"{len(dataset.train):,}", f"{len(dataset.val):,}", dataset.vocab_size),
     )
     log.info(
         "%s: %.2fM parameters, on %d x %s in %s",
-        *(
-            config.model.name,
-            count_parameters(model) / 1e6,
-            runtime.group.world_size,
-            runtime.device.type,
-            runtime.precision,
-        ),
+        *(config.model.name, count_parameters(model) / 1e6),
+        *(runtime.group.world_size, runtime.device.type, runtime.precision),
     )
-    if config.trainer.max_steps is not None and steps < config.trainer.max_steps:
+    if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
         log.info(
             "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to go on",
-            *(config.trainer.max_epochs, steps, config.trainer.max_steps),
+            *(config.trainer.max_epochs, steps.stop, config.trainer.max_steps),
         )
-    if done >= steps:
-        log.info("complete: the snapshot of step %d has reached the limit of %d steps", done, steps)
-    elif done:
-        log.info("resuming from the snapshot of step %d of %d", done, steps)
+    if not steps:
+        log.info("complete: the snapshot of step %d has reached the limit of %d steps", steps.start, steps.stop)
+    elif steps.start:
+        log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
 
 
-def _sample(model: nn.Module, vocabulary: CharTokenizer, seed: int, is_main: bool, step: int) -> str | None:
-    """A piece of text, the same for the same weights, seed and step; one rank is enough to write it."""
-    if not is_main:
-        return None
-    texts = generate_text(
-        model, vocabulary, "", SAMPLE_CHARACTERS, derive_seed("sample", seed, step), temperature=0.8, top_k=40
+def _log_end(state: TrainState, directory: Path) -> None:
+    log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * state.goodput)
+    log.info(
+        "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
+        *(state.val_loss, (state.val_loss or 0) / NATS_PER_BIT, state.step, directory),
     )
-    return texts[0]
 
 
-def _result(position: TrainState, config: Config, steps_per_epoch: int, status: RunStatus) -> dict[str, Any]:
-    val_loss = position.val_loss
+def _sample(config: Config, runtime: Runtime, model: nn.Module, tokenizer: CharTokenizer, step: int) -> str | None:
+    """Generate a text on rank zero, the same for the same weights, seed and step; return None on other ranks."""
+    seed = derive_seed("sample", config.run.seed, step)
+    generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, seed, temperature=0.8, top_k=40)
+    return runtime.group.env.call_on_rank_zero(lambda: generate()[0])
+
+
+def _result(state: TrainState, config: Config, steps_per_epoch: int, status: RunStatus) -> dict[str, Any]:
     return {
         "status": status.value,
-        "step": position.step,
-        "epoch": position.step / steps_per_epoch,
-        "train_loss": position.train_loss,
-        "val_loss": val_loss,
-        "bits_per_char": val_loss and val_loss / NATS_PER_BIT,
-        "best_val_loss": position.best_val_loss,
-        "tokens": position.step * config.trainer.batch_size * config.data.block_size,
-        "wall_seconds": position.wall_seconds,
-        "goodput": position.goodput,
-        "world_size": position.world_size,
+        "step": state.step,
+        "epoch": state.step / steps_per_epoch,
+        "train_loss": state.train_loss,
+        "val_loss": state.val_loss,
+        "bits_per_char": state.val_loss and state.val_loss / NATS_PER_BIT,
+        "best_val_loss": state.best_val_loss,
+        "tokens": state.step * config.trainer.batch_size * config.data.block_size,
+        "wall_seconds": state.wall_seconds,
+        "goodput": state.goodput,
+        "world_size": state.world_size,
     }

@@ -1,9 +1,9 @@
-"""How often to save: the interval that loses least. All times are in seconds.
+"""How often to save: the interval that loses the least time. All times are in seconds.
 
-The model: failures come at random at a constant rate, one in `mtbf_s` on average, during restarts as well. Training
-goes on for an interval, stalls for `cost_s` while a snapshot is taken, and goes on. A failure undoes what was trained
-since the start of the last snapshot that was durable by then. When a snapshot becomes durable and how long a restart
-takes do not change the best interval: benchmarks/availability.py has the formula.
+The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. Training runs for an
+interval, stalls for `cost_s` while a snapshot is taken, and goes on. A failure undoes what was trained since the start
+of the last snapshot that was durable by then. When a snapshot becomes durable and how long a restart takes do not
+change the best interval: benchmarks/availability.py has the formula.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import math
 import time
 
-FIRST_S = 30.0  # of training before the first snapshot, which tells what one costs
+FIRST_S = 30.0  # of training before the first snapshot, which shows what one costs
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-    """Seconds of training between two snapshots that lose least time to stalls and to failures together.
+    """Return the seconds of training between two snapshots that lose the least time to stalls and failures.
 
     Daly's estimate, J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22(3), 2006. For rare failures it is sqrt(2 * cost_s * mtbf_s), which is
     Young's, J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_s: what training loses to one snapshot: the stall, not what is written in the background.
-        mtbf_s: mean time between failures of the whole run, that of one machine divided by the number of machines.
+        cost_s: what training loses to one snapshot: the stall, not the write in the background.
+        mtbf_s: mean time between failures of the whole run, that of one node divided by the number of nodes.
         least_s: the time in which a snapshot becomes durable; two do not overlap, so the interval is never shorter.
 
     Returns:
@@ -43,27 +43,27 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
 
 
 class SaveInterval:
-    """When the clock says that it is time for the next snapshot."""
+    """When the next snapshot is due by the clock."""
 
     def __init__(self, every_minutes: float | None, mtbf_hours: float | None) -> None:
         """
         Args:
-            mtbf_hours: mean time between failures, to save as often as is best; None: that is not asked for.
+            mtbf_hours: mean time between failures, for the best interval; None: do not save by it.
         """
         self.every_minutes, self.mtbf_hours = every_minutes, mtbf_hours
-        self.interval_s = FIRST_S  # until there is a cost to reckon with
+        self.interval_s = FIRST_S  # until the cost of a snapshot is known
         self._since = time.monotonic()
         self._cost_s = 0.0
 
-    def stalled(self, seconds: float) -> None:
-        """Training has waited for a snapshot."""
+    def add_cost(self, seconds: float) -> None:
+        """Add the time that training has waited for a snapshot."""
         self._cost_s += seconds
 
-    def begun(self, durable_s: float | None) -> None:
-        """A snapshot begins.
+    def start(self, durable_s: float | None) -> None:
+        """Start the next interval, with a snapshot.
 
         Args:
-            durable_s: what the one before took to be durable; None: there is none.
+            durable_s: seconds that the one before took to become durable; None: there is none.
         """
         if self.mtbf_hours is not None and durable_s is not None:
             self.interval_s = best_interval(self._cost_s, 3600 * self.mtbf_hours, durable_s)

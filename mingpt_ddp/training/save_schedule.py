@@ -1,143 +1,154 @@
-"""When a run saves, and the time that its training has to wait for that."""
+"""Decide when a run saves, and measure how long its training waits for that."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.runtime import Runtime
+from torch import Tensor
+
+from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import StorageUnavailableError
-from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.manager import SnapshotManager
-from mingpt_ddp.snapshots.train_state import TrainState
+from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.save_interval import SaveInterval
+from mingpt_ddp.training.state import Context, TrainState, check_state, restore, snapshot_state
 from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 
 class SaveSchedule:
-    """The snapshots of a run as its loop sees them. All ranks call the same methods at the same step."""
+    """Save where the configuration, a signal or the end of the run asks for it.
+
+    All ranks call the same methods at the same step.
+    """
 
     def __init__(
         self,
-        config: Config,
-        runtime: Runtime,
-        saver: SnapshotManager,
+        context: Context,
+        manager: SnapshotManager,
         train_step: TrainStep,
-        metrics: MetricsProcessor,
-        position: TrainState,
         anomaly: AnomalyPolicy,
+        text: EncodedText,
     ) -> None:
-        """
-        Args:
-            position: of the run, now and in every snapshot.
-            anomaly: lets no wreck be saved.
-        """
-        self.config, self.runtime, self.saver, self.train_step = config.snapshot, runtime, saver, train_step
-        self.metrics, self.position, self.anomaly = metrics, position, anomaly
-        self.save_interval = SaveInterval(
-            self.config.every_minutes, self.config.mtbf_hours if self.config.every_steps == "auto" else None
-        )
+        self.context, self.config, self.manager = context, context.config.snapshot, manager
+        self.train_step, self.anomaly, self.text = train_step, anomaly, text
+        by_cost = self.config.every_steps == "auto"
+        self.interval = SaveInterval(self.config.every_minutes, self.config.mtbf_hours if by_cost else None)
+        per_epoch = (self.config.every_epochs or 0) * train_step.loader.steps_per_epoch
+        self._every = [n for n in (self.config.every_steps, per_epoch) if isinstance(n, int) and n]  # steps
         self._clock = time.perf_counter()
-        self._wanted = False  # as soon as the one before is done
+        self._is_due = False
 
     def update_wall_time(self) -> TrainState:
-        """The position, with the time until now."""
+        """Add the time since the last call to the train state, and return that."""
         now = time.perf_counter()
-        self.position.wall_seconds += now - self._clock
+        self.context.state.wall_seconds += now - self._clock
         self._clock = now
-        return self.position
+        return self.context.state
 
     def wait_for_staging(self) -> None:
         """Wait until the weights may change."""
-        self._stalled(self.saver.wait_for_staging)
+        with self._stall():
+            self.manager.wait_for_staging()
 
-    def maybe_save(self, step: int, due: bool) -> None:
-        """Save if it is time, as soon as the snapshot before is done; training does not wait for that.
+    def maybe_save(self, is_due: bool) -> None:
+        """Save if it is time, or as soon as the save in progress is done.
 
         Args:
-            due: by the clock of rank 0.
+            is_due: by rank zero's clock.
         """
-        every = self.config.every_steps if isinstance(self.config.every_steps, int) else None
-        per_epoch = self.train_step.loader.steps_per_epoch
-        for steps in (every, self.config.every_epochs and self.config.every_epochs * per_epoch):
-            due |= steps is not None and step % steps == 0
-        self._wanted |= due
-        if self._wanted and self._stalled(self.saver.can_start):
-            self._stalled(self._begin)
+        step = self.context.state.step
+        self._is_due |= is_due or any(step % every == 0 for every in self._every)
+        if not self._is_due:
+            return
+        with self._stall():
+            can_start = self.manager.can_start()
+        if can_start:
+            with self._stall():
+                self.manager.save(*self._capture())
+                if not self.config.background:
+                    self.manager.wait()
 
     def save(self, last: bool) -> None:
-        """Save this step, once the snapshot before is done.
+        """Save this step, after the save in progress.
 
         Args:
-            last: wait until it is durable, and try again as often as failures are allowed.
+            last: wait until the snapshot is committed, and retry as often as failures are allowed.
 
         Raises:
-            StorageUnavailableError: it cannot be written, which is not tolerated any more.
+            StorageUnavailableError: snapshot.max_failures are exceeded.
         """
+        with self._stall():
+            self.manager.wait()
+            self.manager.save(*self._capture())
+            if last or not self.config.background:
+                self.manager.wait()
+            while last and self.manager.last_step != self.context.state.step:
+                self.manager.save(*self._capture())
+                self.manager.wait()
 
-        def work() -> None:
-            self.saver.wait()
-            self._begin()
-            if last:
-                self.saver.save_with_retries(self.position.step, self._put_down)
-
-        self._stalled(work)
-
-    def save_on_preemption(self, elapsed: float) -> None:
-        """Before the process is killed: a new snapshot if there is time for it, else the one that is under way.
-
-        Args:
-            elapsed: seconds since this rank was told to end.
-        """
-        left = self.config.grace_seconds - max(self.runtime.group.all_gather(elapsed))
+    def save_on_preemption(self) -> None:
+        """Save within the grace period if there is time; else wait for the save in progress."""
+        group, step = self.context.runtime.group, self.context.state.step
+        left = self.config.grace_seconds - max(group.all_gather(self.context.interrupt.elapsed()))
         until = time.monotonic() + left
-        self.saver.set_deadline(left / 2)
-        needed = max(self.runtime.group.all_gather(self.saver.durable_s or 0.0))
-        with contextlib.suppress(StorageUnavailableError):  # it has failed too often: then the older one has to do
-            while self.saver.wait(until) and self.saver.last_step != self.position.step:
-                if not self.runtime.group.all_gather(until - time.monotonic() > needed)[0]:
+        self.manager.set_deadline(left / 2)
+        needed = max(group.all_gather(self.manager.durable_s or 0.0))
+        with contextlib.suppress(StorageUnavailableError):  # the older snapshot has to do
+            while self.manager.wait(until) and self.manager.last_step != step:
+                if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
-                self._put_down()
-        step = self.saver.last_step
-        if step == self.position.step:
+                self.manager.save(*self._capture())
+        if self.manager.last_step == step:
             log.info("preempted at step %d; the same command goes on from there", step)
         else:
-            last = "there is no snapshot yet" if step is None else f"the last one is that of step {step}"
-            log.warning("preempted at step %d without time for a snapshot: %s", self.position.step, last)
+            older = self.manager.last_step
+            last = "there is no snapshot yet" if older is None else f"the last one is that of step {older}"
+            log.warning("preempted at step %d without time for a snapshot: %s", step, last)
 
-    def _stalled(self, wait: Callable[[], Result]) -> Result:
-        """Do what training has to wait for, and take the time."""
+    def restore_latest(self) -> TrainState | None:
+        """Load the newest snapshot into the model, the optimizer and the scaler; return its TrainState, if any."""
+        self.manager.wait()
+        check = partial(check_state, config=self.context.config, text=self.text)
+        found = self.manager.load_latest(check)
+        if found is None:
+            return None
+        return restore(found, self.train_step.model, self.train_step.optimizer, self.context.runtime.scaler)
+
+    @contextlib.contextmanager
+    def _stall(self) -> Iterator[None]:
+        """Measure the time that training waits in this context."""
         begin = time.perf_counter()
-        result = wait()
+        yield
         seconds = time.perf_counter() - begin
-        self.metrics.meter.pause(seconds)
-        self.position.stall_seconds += seconds
-        self.save_interval.stalled(seconds)
-        return result
+        self.context.metrics.meter.pause(seconds)
+        self.context.state.stall_seconds += seconds
+        self.interval.add_cost(seconds)
 
-    def _begin(self) -> None:
-        self._put_down()
-        if not self.config.background:
-            self.saver.wait()
+    def _capture(self) -> tuple[int, dict[str, Any], dict[str, dict[str, Tensor]], int | None]:
+        """Return what SnapshotManager.save takes.
 
-    def _put_down(self) -> None:
-        """Set out to save the state; the next step does not wait until it is written."""
-        self.metrics.flush()
-        position = self.update_wall_time()
-        position.loss_sum, position.loss_steps = self.metrics.meter.state()
-        self.anomaly.check(position.step, position.loss_sum, self.metrics.meter.grad_norm(), position)
-        self._wanted = False
-        self.save_interval.begun(self.saver.durable_s)
+        Raises:
+            TrainingError: the loss is not finite; such a state is not saved.
+        """
+        self.context.metrics.flush()
+        state, train_step, meter = self.update_wall_time(), self.train_step, self.context.metrics.meter
+        state.loss_sum, state.loss_steps = meter.state()
+        self.anomaly.check(state.step, state.loss_sum, meter.grad_norm())
+        self._is_due = False
+        self.interval.start(self.manager.durable_s)
         if self.config.every_steps == "auto":
-            log.info("the next snapshot is due in %.1f s", self.save_interval.interval_s, extra={"file_only": True})
-        train_step = self.train_step
-        self.saver.save(position, train_step.model, train_step.optimizer, train_step.plan.micro_batch_size)
+            log.info("the next snapshot is due in %.1f s", self.interval.interval_s, extra={"file_only": True})
+        tensors = {
+            "model": model_state(train_step.model),
+            "optimizer": optimizer_state(train_step.model, train_step.optimizer),
+        }
+        values = snapshot_state(self.context, self.text, train_step.plan.micro_batch_size)
+        return state.step, values, tensors, state.best_step

@@ -1,6 +1,6 @@
-"""One optimizer step: the gradients of this rank's micro-batches, the agreement of all ranks, the update.
+"""One optimizer step: forward and backward on this rank's micro-batches, clipping, the update.
 
-It knows no rank and no GPT: a model is anything that turns (x, y) into a mean loss.
+A model is any module that turns (x, y) into a mean loss.
 """
 
 from __future__ import annotations
@@ -21,8 +21,14 @@ from mingpt_ddp.optim.muon import Muon
 log = logging.getLogger(__name__)
 
 
+def count_steps(config: Config, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of the whole run: the smaller of its two limits."""
+    limits = [config.trainer.max_steps, config.trainer.max_epochs and config.trainer.max_epochs * steps_per_epoch]
+    return min(limit for limit in limits if limit is not None)
+
+
 class TrainStep:
-    """The steps of a run of `steps` steps."""
+    """The steps of a run, `steps` in all."""
 
     def __init__(
         self,
@@ -32,10 +38,10 @@ class TrainStep:
         plan: BatchPlan,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        steps: int,
     ) -> None:
-        self.config, self.runtime, self.loader, self.plan, self.steps = config, runtime, loader, plan, steps
+        self.config, self.runtime, self.loader, self.plan = config, runtime, loader, plan
         self.model, self.optimizer = model, optimizer
+        self.steps = count_steps(config, loader.steps_per_epoch)
         if isinstance(optimizer, Muon):
             optimizer.shard_across_ranks(runtime.group.rank, runtime.group.world_size)
         self.parameters = list(model.parameters())
@@ -43,7 +49,7 @@ class TrainStep:
         self.data_time_s = 0.0  # seconds that the last batch took to fetch
 
     def warm_up(self) -> None:
-        """What has to come before the first step and counts in no speed, compiling for one."""
+        """Do the warm-up passes of the first batch, and compile; neither counts in the speed."""
         self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
         first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
@@ -52,14 +58,14 @@ class TrainStep:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
     def forward_backward(self, step: int) -> Tensor:
-        """Add up the gradients of the step's mean loss; this rank's share of that loss."""
+        """Accumulate the gradients of the step's mean loss; return this rank's share of that loss."""
         self.runtime.strategy.begin_step()
         loss = torch.zeros((), device=self.runtime.device)
         batch = self._fetch(step)
         for micro in batch:
             last = micro is batch[-1]
             with self.runtime.strategy.maybe_no_sync(self.parallel_model, last):
-                loss += self._forward_backward(step, micro, shares=last)
+                loss += self._forward_backward(step, micro, syncs=last)
         return loss
 
     def _fetch(self, step: int) -> list[MicroBatch]:
@@ -69,14 +75,18 @@ class TrainStep:
         self.data_time_s = time.perf_counter() - begin
         return batch
 
-    def _forward_backward(self, step: int, micro: MicroBatch, shares: bool) -> Tensor:
-        """This micro-batch's share of the step's mean loss, its gradients added up."""
+    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool) -> Tensor:
+        """Accumulate the gradients of one micro-batch; return its share of the step's mean loss.
+
+        Args:
+            syncs: this backward pass reduces the gradients over the ranks.
+        """
         self.runtime.group.set_activity(f"in the forward pass of step {step}")
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
         loss = self._loss(micro)
-        self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=shares)
-        # DDP takes the mean over the ranks, the step wants the mean over the micro-batches.
+        self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
+        # DDP averages over the ranks; the step averages over the micro-batches.
         self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
         return loss.detach() / n_micro
 
@@ -86,41 +96,41 @@ class TrainStep:
         return loss
 
     def clip_grad_norm(self) -> Tensor:
-        """The norm of the gradients before clipping."""
+        """Clip the gradients; return their norm before that."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
         if limit is not None:
             norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         else:
             norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
-        return norm.to(self.runtime.device)  # without any gradient torch has zero on the CPU
+        return norm.to(self.runtime.device)  # without any gradient torch returns zero on the CPU
 
     def optimizer_step(self, step: int) -> float:
-        """Change the weights; the learning rate that did."""
+        """Update the weights; return the learning rate."""
         lr = get_lr(step, self.config.optimizer, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
-        seed_everything("update", self.config.run.seed, step)  # for optimizers that draw: the same on every rank
+        seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
         self.runtime.scaler.step(self.optimizer)
         self.clear()
         self.runtime.strategy.broadcast_buffers(self.model)
         return lr
 
     def clear(self) -> None:
-        """Drop the gradients; at the end of an update, or instead of one."""
+        """Drop the gradients, after an update or instead of one."""
         if self.runtime.scaler.is_enabled():
             self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def diagnose(self, step: int) -> str:
-        """Which rank's loss or parameter went wrong, found by doing the step again. A collective; no weight changes.
+        """Return which rank's loss or gradient is not finite, by repeating the step without an update.
 
-        To be called after `clear`.
+        A collective, to be called after `clear`.
         """
         found = ""
         for micro in self._fetch(step):
             with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=False):
-                loss = self._forward_backward(step, micro, shares=False)
+                loss = self._forward_backward(step, micro, syncs=False)
             if not torch.isfinite(loss):
                 found = f"the loss of micro-batch {micro.index}"
             for name, parameter in self.model.named_parameters():
@@ -130,4 +140,4 @@ class TrainStep:
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
-        return "; ".join(culprits[:3]) or "it did not come again when the step was repeated: suspect the hardware"
+        return "; ".join(culprits[:3]) or "it did not occur again when the step was repeated: suspect the hardware"

@@ -1,4 +1,4 @@
-"""The training loop: steps, and what happens between them."""
+"""The training loop: train a step, log, evaluate, sample, save."""
 
 from __future__ import annotations
 
@@ -11,226 +11,216 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.snapshots.manager import SnapshotManager
-from mingpt_ddp.snapshots.train_state import TrainState
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluate import Evaluator
-from mingpt_ddp.training.pruning import MedianPruner
 from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.state import Context, TrainState
 from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
 
-def count_steps(config: Config, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run: the smaller limit of the two."""
-    limits = [config.trainer.max_steps, config.trainer.max_epochs and config.trainer.max_epochs * steps_per_epoch]
-    return min(limit for limit in limits if limit is not None)
-
-
 @dataclass(frozen=True)
 class StepFlags:
-    """What the ranks told each other in a step; the same on all of them."""
+    """What the ranks tell each other in every step; the same on all of them."""
 
-    interrupted: bool  # one is asked to stop
-    busy: bool  # one still works on a snapshot
-    due: bool  # rank 0's clock says that it is time for one
-    losses: Tensor  # (world size) their shares of the step's mean loss, float64
+    interrupted: bool  # a rank has received a signal
+    saving: bool  # a rank still writes a snapshot
+    is_due: bool  # a snapshot, by rank zero's clock
+    loss: float  # of the step, mean over all ranks
 
 
 class Trainer:
-    """One run, from wherever `position` stands to its last step."""
+    """Train a run from its current step to its last one."""
 
     def __init__(
         self,
-        config: Config,
-        runtime: Runtime,
+        context: Context,
         train_step: TrainStep,
+        anomaly: AnomalyPolicy,
+        saves: SaveSchedule,
         evaluator: Evaluator,
-        saver: SnapshotManager,
-        metrics: MetricsProcessor,
-        position: TrainState,
         sample: Callable[[int], str | None],
-        pruner: MedianPruner,
-        interrupt: SignalHandler,
     ) -> None:
-        self.config, self.runtime, self.train_step = config, runtime, train_step
-        self.model, self.optimizer, self.evaluator = train_step.model, train_step.optimizer, evaluator
-        self.saver, self.position, self.sample = saver, position, sample
-        self.steps, self.pruner, self.interrupt = train_step.steps, pruner, interrupt
-        self.metrics = metrics
-        self.metrics.meter.load_state(position.loss_sum, position.loss_steps)
-        self.anomaly = AnomalyPolicy(config, runtime.scaler.is_enabled(), runtime.device)
-        self.saves = SaveSchedule(config, runtime, saver, train_step, metrics, position, self.anomaly)
+        """
+        Args:
+            sample: returns a text that the model generates after a step, or None on ranks that have nothing to show.
+        """
+        self.context, self.train_step, self.anomaly, self.saves = context, train_step, anomaly, saves
+        self.evaluator, self.sample = evaluator, sample
+        self.config, self.metrics, self.steps = context.config.trainer, context.metrics, train_step.steps
+        self.metrics.meter.load_state(self.state.loss_sum, self.state.loss_steps)
         self._ended: RunStatus | None = None  # before the last step
         self._lr = 0.0
 
-    def fit(self) -> RunStatus:
-        """Train to the last step, or to where a signal or the pruner for a sweep's jobs ends it.
+    @property
+    def state(self) -> TrainState:
+        return self.context.state
 
-        Whatever happens, the newest snapshot is whole.
-        """
+    def fit(self) -> RunStatus:
+        """Train to the last step, or until a signal or the pruner ends the run; the newest snapshot is whole."""
         begin = time.perf_counter()
         self.train_step.warm_up()
         self.metrics.meter.pause(time.perf_counter() - begin)
         try:
-            self._resume_pending_eval()
-            while self.position.step < self.steps and self._ended is None:
-                self._step(self.position.step + 1)
+            self._resume_pending_evaluation()
+            while self.state.step < self.steps and self._ended is None:
+                self._step(self.state.step + 1)
             if self._ended is not RunStatus.PREEMPTED:
-                self.metrics.complete(self.position.step, self.position.val_loss)
+                self.metrics.complete(self.state.step, self.state.val_loss)
         finally:
             self.metrics.close()
         return self._ended or RunStatus.COMPLETE
 
     def _step(self, step: int) -> None:
-        """One step and what is due behind it."""
-        if step in self.position.skipped_steps:
-            log.info("step %d is passed over", step)
-            votes = self._exchange_flags(torch.zeros(()))()
-        else:
-            loss = self.train_step.forward_backward(step)
-            self.saves.wait_for_staging()
-            votes_to_come = self._exchange_flags(loss)
-            norm = self.train_step.clip_grad_norm()
-            votes = votes_to_come()
-            if not self._apply_step(step, loss, norm, votes):
-                return
-        self.position.step = step
+        """Train one step, and do what is due after it."""
+        flags = self._train(step)
+        if flags is None:  # rolled back
+            return
+        self.state.step = step
         self.metrics.step_done()
-        if not votes.busy:
-            self.saver.finalize()
-        if self._due(step, self.config.trainer.log_every) or step == self.steps:
-            self._log(step)
-        self._ended = RunStatus.PREEMPTED if votes.interrupted else None
-        improved = self._evaluate_if_due(step)
-        self._maybe_prune(step)
-        if self._ended is None and (self._due(step, self.config.trainer.sample_every) or step == self.steps):
-            self._log_sample(step)
+        if not flags.saving:
+            self.saves.manager.wait()
+        if self._is_due(self.config.log_every):
+            self._log()
+        self._ended = RunStatus.PREEMPTED if flags.interrupted else None
+        improved = self._maybe_evaluate()
+        self._maybe_prune()
+        if self._ended is None and self._is_due(self.config.sample_every):
+            self._log_sample()
         last = self._ended is not None or step == self.steps
         if self._ended is RunStatus.PREEMPTED:
-            self.saves.save_on_preemption(self.interrupt.elapsed())
+            self.saves.save_on_preemption()
         elif improved or last:
             self.saves.save(last)
         else:
-            self.saves.maybe_save(step, votes.due)
+            self.saves.maybe_save(flags.is_due)
+
+    def _train(self, step: int) -> StepFlags | None:
+        """Train one step unless it has to be skipped; return None where the run is rolled back instead."""
+        if step in self.state.skipped_steps:
+            log.info("step %d is skipped since the rollback", step)
+            return self._exchange_flags(torch.zeros(()))()
+        loss = self.train_step.forward_backward(step)
+        self.saves.wait_for_staging()
+        wait_for_flags = self._exchange_flags(loss)
+        grad_norm = self.train_step.clip_grad_norm()
+        flags = wait_for_flags()
+        checks = self.anomaly.checks_every_step
+        anomaly = self.anomaly.find_anomaly(flags.loss, float(grad_norm)) if checks else None
+        if anomaly is not None:
+            return flags if self._skip(step, anomaly) else None
+        self.anomaly.on_step_accepted(step, flags.loss)
+        self._lr = self.train_step.optimizer_step(step)
+        self.metrics.meter.record(loss, grad_norm, self.train_step.data_time_s)
+        return flags
 
     def _exchange_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
-        """Begin to tell the other ranks how this one stands."""
-        seen = float(loss) if self.anomaly.checks_every_step else 0.0
-        due = self.runtime.group.is_rank_zero and self.saves.save_interval.is_due()
-        own = [self.interrupt.signal_name is not None, self.saver.save_in_progress, due, seen]
-        wait = self.runtime.group.all_gather_async(torch.tensor(own, dtype=torch.float64))
+        """Start to gather the flags of all ranks; return the function that waits for them."""
+        own = [
+            self.context.interrupt.signal_name is not None,
+            self.saves.manager.save_in_progress,
+            self.saves.interval.is_due(),
+            float(loss) if self.anomaly.checks_every_step else 0.0,
+        ]
+        wait = self.context.runtime.group.all_gather_async(torch.tensor(own, dtype=torch.float64))
 
-        def votes() -> StepFlags:
-            table = wait()
-            interrupted, busy, due, _ = (table != 0).any(dim=0).tolist()
-            return StepFlags(interrupted, busy, due, table[:, 3])
+        def flags() -> StepFlags:
+            table = wait()  # (world size, 4)
+            interrupted, saving, _, _ = (table != 0).any(dim=0).tolist()
+            return StepFlags(interrupted, saving, bool(table[0, 2]), loss=sum(table[:, 3].tolist()))
 
-        return votes
+        return flags
 
-    # A step that must not be taken.
+    def _skip(self, step: int, anomaly: str) -> bool:
+        """Skip a step, or stop, or roll back, as trainer.on_nonfinite says; return whether the step is skipped.
 
-    def _apply_step(self, step: int, loss: Tensor, norm: Tensor, votes: StepFlags) -> bool:
-        """Take the step or leave it out; False where the run has gone back to a snapshot instead."""
-        mean = sum(votes.losses.tolist())
-        complaint = (
-            self.anomaly.find_anomaly(mean, float(norm), self.position) if self.anomaly.checks_every_step else None
-        )
-        if complaint is None:
-            self.anomaly.on_step_accepted(step, mean, self.position)
-            self._lr = self.train_step.optimizer_step(step)
-            self.metrics.meter.record(loss, norm, self.train_step.data_time_s)
-            return True
+        Raises:
+            TrainingError: the run stops.
+        """
         self.train_step.clear()
-        told = f"step {step} has {complaint} ({self.train_step.diagnose(step)})"
-        self.position.consecutive_skips += 1
-        policy = self.config.trainer.on_nonfinite
-        if policy == "stop" or self.anomaly.too_many_skips(self.position):
-            self.saver.wait()
-            again = "" if policy == "stop" else f", as had the {self.position.consecutive_skips - 1} before it"
-            raise self.anomaly.make_error(f"{told}{again}")
-        if policy == "rollback" and self._rollback(step, told):
+        message = f"step {step} has {anomaly} ({self.train_step.diagnose(step)})"
+        self.state.consecutive_skips += 1
+        policy = self.config.on_nonfinite
+        if policy == "stop" or self.anomaly.too_many_skips():
+            self.saves.manager.wait()
+            again = "" if policy == "stop" else f", as had the {self.state.consecutive_skips - 1} before it"
+            raise self.anomaly.make_error(f"{message}{again}")
+        if policy == "rollback" and self._rollback(step, message):
             return False
-        log.warning("%s and is left out", told)
+        log.warning("%s and is skipped", message)
         return True
 
-    def _rollback(self, step: int, told: str) -> bool:
-        """Continue from the last snapshot, without the step that was told about; whether there is one."""
-        self.saver.wait()
-        found = self.saver.load_latest()
-        if found is None:
+    def _rollback(self, step: int, message: str) -> bool:
+        """Resume from the newest snapshot without the step of the anomaly; return False where there is none."""
+        restored = self.saves.restore_latest()
+        if restored is None:
             return False
         left = self.saves.update_wall_time()
-        restored = self.saver.restore(found, self.model, self.optimizer)
         restored.skipped_steps = sorted({*restored.skipped_steps, *left.skipped_steps, step})
         restored.consecutive_skips, restored.world_size = left.consecutive_skips, left.world_size
         restored.wasted_seconds = left.wasted_seconds + left.wall_seconds - restored.wall_seconds
-        log.warning("%s: back to the snapshot of step %d, to pass over step %d", told, restored.step, step)
-        vars(self.position).update(vars(restored))
+        log.warning("%s: rolled back to the snapshot of step %d, to skip step %d", message, restored.step, step)
+        self.context.state = restored
         self.metrics.meter.load_state(restored.loss_sum, restored.loss_steps)
         self.metrics.rollback(restored.step)
         return True
 
-    # What happens between the steps.
+    def _is_due(self, every: int | None) -> bool:
+        step = self.state.step
+        return step == self.steps or (every is not None and step % every == 0)
 
-    @staticmethod
-    def _due(step: int, every: int | None) -> bool:
-        return every is not None and step % every == 0
-
-    def _resume_pending_eval(self) -> None:
-        """The evaluation that a signal cut short, and what should have followed it."""
-        step = self.position.step
-        improved = step > 0 and self._evaluate_if_due(step)
-        self._maybe_prune(step)
+    def _resume_pending_evaluation(self) -> None:
+        """Do the evaluation that a signal interrupted, and what should have followed it."""
+        improved = self.state.step > 0 and self._maybe_evaluate()
+        self._maybe_prune()
+        is_last = self.state.step == self.steps
         if improved or self._ended is RunStatus.PRUNED:
-            self.saves.save(last=self._ended is not None or step == self.steps)
-        if step == self.steps:
-            self._log_sample(step)
+            self.saves.save(last=self._ended is not None or is_last)
+        if is_last:
+            self._log_sample()
 
-    def _evaluate_if_due(self, step: int) -> bool:
-        """Whether the validation loss is the lowest so far, and that is of interest."""
-        due = self._due(step, self.config.trainer.eval_every) or step == self.steps
-        if not due or self._ended or self.position.val_step == step:
+    def _maybe_evaluate(self) -> bool:
+        """Evaluate if it is due; return whether the validation loss is the lowest so far, and that is to be saved."""
+        state = self.state
+        if not self._is_due(self.config.eval_every) or self._ended or state.val_step == state.step:
             return False
         begin = time.perf_counter()
-        loss = self.evaluator.run(self.model, stop=lambda: self.interrupt.signal_name is not None)
+        interrupt = self.context.interrupt
+        loss = self.evaluator.run(self.train_step.model, stop=lambda: interrupt.signal_name is not None)
         self.metrics.meter.pause(time.perf_counter() - begin)
         if loss is None:
             self._ended = RunStatus.PREEMPTED
             return False
         if not math.isfinite(loss):
-            raise TrainingError(f"the validation loss of step {step} is {loss}; lower optimizer.lr and start anew")
-        position = self.position
-        position.val_loss, position.val_step = loss, step
-        improved = position.best_val_loss is None or loss < position.best_val_loss
+            raise TrainingError(
+                f"the validation loss of step {state.step} is {loss}; start again with a lower optimizer.lr"
+            )
+        state.val_loss, state.val_step = loss, state.step
+        improved = state.best_val_loss is None or loss < state.best_val_loss
         if improved:
-            position.best_val_loss, position.best_step = loss, step
-        self.metrics.log_validation(step, loss)
-        return improved and self.config.snapshot.keep_best
+            state.best_val_loss, state.best_step = loss, state.step
+        self.metrics.log_validation(state.step, loss)
+        return improved and self.context.config.snapshot.keep_best
 
-    def _maybe_prune(self, step: int) -> None:
-        """What has just been evaluated may not be worth the rest of the steps."""
-        lowest = self.position.best_val_loss
-        if self._ended or lowest is None or step == self.steps or self.position.val_step != step:
+    def _maybe_prune(self) -> None:
+        """End a sweep's job that the pruner gives up after its evaluation."""
+        state = self.state
+        if self._ended or state.best_val_loss is None or state.step == self.steps or state.val_step != state.step:
             return
-        if self.pruner.should_prune(step, lowest):
+        if self.context.pruner.should_prune(state.step, state.best_val_loss):
             self._ended = RunStatus.PRUNED
 
-    def _log_sample(self, step: int) -> None:
-        self.runtime.group.set_activity("sampling")
-        self.metrics.log_sample(step, self.sample(step))
+    def _log_sample(self) -> None:
+        self.context.runtime.group.set_activity("sampling")
+        self.metrics.log_sample(self.state.step, self.sample(self.state.step))
 
-    def _log(self, step: int) -> None:
-        goodput = self.saves.update_wall_time().goodput
+    def _log(self) -> None:
+        state = self.saves.update_wall_time()
         model = self.train_step.parallel_model
-        metrics = self.metrics.log_train(step, model, {"train/lr": self._lr}, {"speed/goodput": goodput})
+        metrics = self.metrics.log_train(state.step, model, {"train/lr": self._lr}, {"speed/goodput": state.goodput})
         if metrics is not None:
-            loss = self.position.train_loss = metrics["train/loss"]
-            self.anomaly.check(step, loss, metrics["train/grad_norm"], self.position)
+            state.train_loss = metrics["train/loss"]
+            self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])

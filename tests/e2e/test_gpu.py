@@ -85,14 +85,14 @@ def test_a_step_does_not_wait_for_the_device(precision, recomputed):
         apply_activation_checkpointing(model)
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
     optimizer = build_optimizer(model, config.optimizer)
-    train_step = TrainStep(config, runtime, loader, plan_batches(config.trainer, 1), model, optimizer, steps=9)
+    train_step = TrainStep(config, runtime, loader, plan_batches(config.trainer, 1), model, optimizer)
     meter = Meter(runtime, tokens_per_step=64)
 
     def step(number: int) -> None:
         loss = train_step.forward_backward(number)
         norm = train_step.clip_grad_norm()
         train_step.optimizer_step(number)
-        meter.record(loss, norm, train_step.data_s)
+        meter.record(loss, norm, train_step.data_time_s)
 
     step(1)
     torch.cuda.set_sync_debug_mode("error")

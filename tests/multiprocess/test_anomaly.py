@@ -62,9 +62,9 @@ def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
     at = {"step": 0, "micro": 0}
     forward_backward, forward = train_step.TrainStep._forward_backward, GPT.forward
 
-    def locate(self, step, micro, shares):
+    def locate(self, step, micro, syncs):
         at.update(step=step, micro=micro.index)
-        return forward_backward(self, step, micro, shares)
+        return forward_backward(self, step, micro, syncs)
 
     def sick(self, x, y=None):
         loss = forward(self, x, y)
@@ -217,12 +217,12 @@ def test_whatever_leaves_a_step_out_leaves_the_same_weights(trained, ranks):
 
 def test_going_back(trained, ranks):
     log = log_of(trained, ranks, "rollback")
-    assert "back to the snapshot of step 4, to pass over step 6" in log
-    assert "step 6 is passed over" in log
+    assert "rolled back to the snapshot of step 4, to skip step 6" in log
+    assert "step 6 is skipped since the rollback" in log
     state = trained(ranks)[1] / "rollback" / "snapshots" / "step_00000008" / "state.json"
-    assert json.loads(state.read_text())["position"]["skipped_steps"] == [6]
+    assert json.loads(state.read_text())["position"]["passed_over"] == [6]
     assert "step 2 has loss nan" in (log := log_of(trained, ranks, "rollback without a snapshot"))
-    assert "and is left out" in log
+    assert "and is skipped" in log
 
 
 @pytest.mark.parametrize("name", ["skip", "rollback"])

@@ -20,8 +20,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots import async_writer as background
-from mingpt_ddp.snapshots import format
-from mingpt_ddp.snapshots import manager as saver
+from mingpt_ddp.snapshots import format, manager
 from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -67,7 +66,7 @@ def train(
         ruin: at this step a file takes the place of the directory of the snapshots.
     """
     format.MIN_SHARD_BYTES = part
-    saver.QUICK_S = 0.0 if lag else 60.0  # how busy the machine is decides nothing
+    manager.QUICK_S = 0.0 if lag else 60.0  # how busy the machine is decides nothing
     rank, now = int(os.environ["RANK"]), {"step": 0}
     moved = threading.Condition()
     told: dict[str, Any] = {"overtaken": [], "images": 0, "restored": None, "error": None}
@@ -99,32 +98,30 @@ def train(
         told["overtaken"].append([number, now["step"]])
         return files
 
-    def fill(self: background.AsyncSave, images: dict[str, SafetensorsBuffer]) -> None:
+    def copy(self: background.AsyncSave, tensors: dict[str, Any]) -> None:
         if lag:
             time.sleep(0.03)  # training wants to go on
-        original_fill(self, images)
+        original_copy(self, tensors)
 
-    def restore(
-        self: saver.SnapshotManager, found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-    ) -> Any:
-        position = original_restore(self, found, model, optimizer)
+    def restore(found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
+        state = original_restore(found, model, optimizer, scaler)
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         told["restored"] = [found.step, digest(tensors)]
-        return position
+        return state
 
     class CountedImage(SafetensorsBuffer):
         def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
             super().__init__(tensors)
             told["images"] += 1
 
-    original_step, original_write_files, original_fill = (
+    original_step, original_write_files, original_copy = (
         Trainer._step,
         SnapshotStore.write_files,
-        background.AsyncSave._fill,
+        background.AsyncSave._copy,
     )
-    original_restore = saver.SnapshotManager.restore
-    Trainer._step, SnapshotStore.write_files, background.AsyncSave._fill = step, write_files, fill
-    saver.SnapshotManager.restore, background.SafetensorsBuffer = restore, CountedImage
+    original_restore = composition.restore
+    Trainer._step, SnapshotStore.write_files, background.AsyncSave._copy = step, write_files, copy
+    composition.restore, background.SafetensorsBuffer = restore, CountedImage
     logs.to_console(read_env())
     config = from_mapping(values)
     runtime = Runtime(config, read_env())

@@ -42,7 +42,7 @@ from mingpt_ddp.snapshots.format import (
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.train_state import check_state
+from mingpt_ddp.training.state import check_state
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"

@@ -1,0 +1,135 @@
+"""The state of a run: how far it is, how a snapshot holds it, and which snapshots the run can resume from."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, from_mapping
+from mingpt_ddp.config.validation import build
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.format_1 import decode_train_state, encode_train_state
+from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
+from mingpt_ddp.training.pruning import MedianPruner
+
+
+@dataclass
+class TrainState:
+    """How far the run is, and its losses. The order of the data and all random numbers follow from the step."""
+
+    step: int = 0  # optimizer steps done
+    train_loss: float | None = None  # nats per character, mean of the last log interval
+    val_loss: float | None = None
+    val_step: int | None = None  # of val_loss
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    world_size: int = 1  # of the last attempt that trained
+    wall_seconds: float = 0.0  # of all attempts, without the work that a kill or a rollback undid
+    loss_sum: float = 0.0  # of the current log interval
+    loss_steps: int = 0
+    stall_seconds: float = 0.0  # of wall_seconds, spent waiting for snapshots
+    wasted_seconds: float = 0.0  # startup, and work that was undone, of all attempts
+    saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
+    loss_ema: float | None = None  # exponential moving average, to detect loss spikes
+    consecutive_skips: int = 0  # up to this step
+    skipped_steps: list[int] = field(default_factory=list)  # not to be trained again after a rollback
+
+    @property
+    def goodput(self) -> float:
+        """The share of the processes' time that became lasting progress, 0 to 1."""
+        return (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
+
+
+@dataclass
+class Context:
+    """What all parts of a training run share."""
+
+    config: Config
+    runtime: Runtime
+    state: TrainState  # replaced by a rollback: do not keep a reference to it
+    metrics: MetricsProcessor
+    pruner: MedianPruner
+    interrupt: SignalHandler
+
+
+def snapshot_state(context: Context, text: EncodedText, micro_batch_size: int) -> dict[str, Any]:
+    """Return what state.json of a snapshot holds."""
+    context.state.saved_at = time.time()
+    return {
+        "position": encode_train_state(asdict(context.state)),
+        "scaler": context.runtime.scaler.state_dict(),
+        "micro_batch_size": micro_batch_size,
+        "vocabulary": text.vocabulary,
+        "corpus": {"sha256": text.sha256, "length": text.length},
+        "config": context.config.to_dict(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def restore(
+    snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> TrainState:
+    """Load a snapshot that `check_state` has accepted into the live objects; return its TrainState."""
+    load_model_state(model, snapshot.model)
+    load_optimizer_state(model, optimizer, snapshot.optimizer)
+    if snapshot.state["scaler"] and scaler.is_enabled():
+        scaler.load_state_dict(snapshot.state["scaler"])
+    return TrainState(**decode_train_state(snapshot.state["position"]))
+
+
+def check_state(step: int, state: Any, config: Config, text: EncodedText) -> None:
+    """Refuse a snapshot that this run cannot resume from.
+
+    Args:
+        state: what its state.json holds, which may be anything.
+
+    Raises:
+        SnapshotError: its model, text or order of the data are others, or it was not written by a run.
+    """
+    try:
+        recorded = _with_defaults({**state["config"], "ddp": config.to_dict()["ddp"]})  # ddp may differ, also in keys
+        train_state = build(TrainState, decode_train_state(state["position"]), "position")
+        is_valid = train_state.step == step and recorded["trainer"]["batch_size"] % state["micro_batch_size"] == 0
+        old = identity(recorded, state["corpus"]["sha256"])
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
+        raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {str(error)[:300]}") from error
+    if not is_valid:
+        raise SnapshotError(f"the snapshot of step {step} does not hold what it should")
+    new = identity(config.to_dict(), text.sha256)
+    differences = [f"{k} ({str(old.get(k))[:100]} there, {new[k]} now)" for k in new if old.get(k) != new[k]]
+    if differences:
+        raise SnapshotError(
+            f"the snapshot of step {step} was made with other settings: {', '.join(differences)}; restore them, "
+            "or choose another run.name, or run.resume=never"
+        )
+
+
+def identity(config: dict[str, Any], text_sha256: str) -> dict[str, Any]:
+    """Return what a run must have in common with a snapshot to resume from it, by configuration key."""
+    keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *CODE_LOCATION_KEYS)]
+    keys += [f"data.{key}" for key in ("block_size", "stride", "train_split", "truncate")]
+    keys += ["trainer.batch_size", "optimizer.name", "run.seed"]
+    values = {key: config[key.split(".")[0]].get(key.split(".")[1]) for key in keys}
+    return values | {"data.path (the text's SHA-256)": text_sha256[:16]}
+
+
+def _with_defaults(recorded: Any) -> Any:
+    """Check a recorded configuration and add the keys that are newer; return one of unknown code as it is.
+
+    Raises:
+        ConfigError: it is not a configuration.
+    """
+    try:
+        return from_mapping(recorded).to_dict()
+    except NotRegisteredError:  # another model or optimizer than now; `check_state` names both
+        return recorded
