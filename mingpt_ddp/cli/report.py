@@ -1,4 +1,4 @@
-"""See what came out of a sweep, or of any runs.
+"""Show what came out of a sweep, or of any runs.
 
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...]
 
@@ -16,31 +16,21 @@ from mingpt_ddp.errors import RunError
 
 
 def main() -> None:
-    """The entry point of `python -m mingpt_ddp.report`."""
+    """Run `python -m mingpt_ddp.report`."""
     words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
+    if not words or {"-h", "--help"} & {*words}:
         print(__doc__)
         return
     with cli_errors():
+        from mingpt_ddp.sweeps.report import PAGE, report
+
+        for word in words:
+            if word.startswith("-"):
+                raise RunError(f"{word} is not an option; name the directories of runs")
+            if "://" in word:
+                raise RunError(
+                    f"{word} is not a local directory; only snapshots may be elsewhere, not the runs' directories"
+                )
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        _report(words)
-
-
-def _report(words: list[str]) -> None:
-    for word in words:
-        if word.startswith("-"):
-            raise RunError(f"{word} is not an option; name the directories of runs")
-        if "://" in word:
-            raise RunError(
-                f"{word} is not a local directory; the runs' directories are local, only snapshots may not be"
-            )
-    from mingpt_ddp.sweeps.report import PAGE, report
-
-    directories = [Path(word) for word in words]
-    page = directories[0] / PAGE
-    print(report(directories, page))
-    print(f"the page is {page}")
-
-
-if __name__ == "__main__":
-    main()
+        directories = [Path(word) for word in words]
+        print(report(directories, directories[0] / PAGE))

@@ -1,4 +1,4 @@
-"""The command line that trains a job's configuration once more."""
+"""Rebuild the command line of a job."""
 
 from __future__ import annotations
 
@@ -7,86 +7,84 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Quote, QuotedString
 
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.sweeps.runs import UNREADABLE, Job, parse
-from mingpt_ddp.sweeps.values import Listed, Value
+from mingpt_ddp.storage.run_dir import load_yaml
+from mingpt_ddp.storage.storage import read_regular
+from mingpt_ddp.sweeps.runs import Job, Value
 
-NO_COMMAND = "there is no command line for it: its configuration cannot be read, nor the run.name that continues it"
+NO_COMMAND = "there is no command line for it: its configuration cannot be read, and with it the run.name to continue"
+LARGEST = 1 << 16  # bytes of a record of Hydra's
 
 
 def command_line(job: Job) -> str | None:
-    """`python main.py key=value ...`, quoted for the shell and for Hydra; None where nothing tells the run's name.
+    """Return `python main.py key=value ...`, quoted for the shell and for Hydra; None where run.name is not known.
 
-    `python -m mingpt_ddp ...` where there is no main.py.
-
-    It composes to the configuration of the job's last start, with its run.name: it continues the job, or, with another
-    run.name behind it, trains it anew.
+    It composes to the configuration of the job's last start, run.name included: it continues the job, or trains it
+    again under another run.name. Where there is no main.py it is `python -m mingpt_ddp ...`.
     """
-    if "run.name" not in job.config:  # the words alone may have the name of the sweep, or none: that is another run
+    if "run.name" not in job.config:  # the overrides alone may have the name of the sweep, which is another run
         return None
-    recorded = _recorded(job.directory / ".hydra")
-    flags, words = recorded if recorded is not None else ([], _every_key(job))
+    overrides = _read_record(job.directory, "overrides")
+    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
+        words = [*_flags(job.directory), *overrides]
+    else:
+        words = [*_presets(job), *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
     name = job.config["run.name"]
-    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose command line has the name of the sweep
+    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
         words.append(f"run.name={hydra_value(name)}")
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
-    return shlex.join(["python", *program, *flags, *words])
+    return shlex.join(["python", *program, *words])
 
 
-def _recorded(directory: Path) -> tuple[list[str], list[str]] | None:
-    """Flags and overrides of the last start, as Hydra has recorded them; None where there is no record."""
-    try:
-        words = parse(directory / "overrides.yaml")
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            return None
-    except UNREADABLE:
-        return None
-    flags: list[str] = []
-    with contextlib.suppress(*UNREADABLE, KeyError, TypeError, AttributeError):
-        hydra = parse(directory / "hydra.yaml")["hydra"]
-        flags = _flags(hydra["runtime"]["config_sources"], hydra.get("job", {}).get("config_name"))
-    return flags, words
+def _read_record(directory: Path, name: str) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return load_yaml(read_regular(directory / ".hydra" / f"{name}.yaml", LARGEST))
 
 
-def _flags(sources: list[dict[str, str]], name: str | None) -> list[str]:
-    """Which YAML files the command line chose to compose from, where they are not those of the program."""
-    flags = [f"--config-name={name}"] if name not in (None, "config") else []
-    for source in sources:
-        path = source["path"]
-        if source["provider"] == "main" and Path(path) != config_directory() and Path(path).is_dir():
-            flags.append(f"--config-path={path}")
-        if source["provider"] == "command-line":
-            flags.append(f"--config-dir={path}")
+def _flags(directory: Path) -> list[str]:
+    """Return --config-name, --config-path and --config-dir as the job was started with."""
+    flags = []
+    with contextlib.suppress(KeyError, TypeError, AttributeError):
+        hydra = _read_record(directory, "hydra")["hydra"]
+        name = hydra.get("job", {}).get("config_name")
+        flags += [f"--config-name={name}"] if name not in (None, "config") else []
+        for source in hydra["runtime"]["config_sources"]:
+            provider, path = source["provider"], Path(source["path"])
+            if provider == "command-line":
+                flags.append(f"--config-dir={path}")
+            elif provider == "main" and path != config_directory() and path.is_dir():
+                flags.append(f"--config-path={path}")
     return flags
 
 
-def _every_key(job: Job) -> list[str]:
-    """For a job without a record of its command line: all that it was configured with."""
-    presets = [_preset("model", "architecture", job), _preset("optimizer", "name", job)]
-    keys = (f"++{key}={hydra_value(value)}" for key, value in job.config.items() if "." in key)
-    return [*filter(None, presets), *keys]
-
-
-def _preset(group: str, selector: str, job: Job) -> str | None:
-    """`group=preset` for one of ours that has the same keys, or None."""
-    for path in sorted((config_directory() / group).glob("*.yaml")):
-        if parse(path)[selector] == job.config.get(f"{group}.{selector}"):
-            return f"{group}={path.stem}"
-    return None
+def _presets(job: Job) -> list[str]:
+    """Choose `group=preset` with the same keys, for a job whose overrides are not known."""
+    found = {}
+    for group, selector in (("model", "architecture"), ("optimizer", "name")):
+        for path in sorted((config_directory() / group).glob("*.yaml"), reverse=True):
+            if load_yaml(path.read_bytes())[selector] == job.config.get(f"{group}.{selector}"):
+                found[group] = f"{group}={path.stem}"
+    return [*found.values()]
 
 
 def hydra_value(value: Value) -> str:
-    """The value as Hydra's grammar of overrides reads it back."""
+    """Write the value so that Hydra's grammar of overrides reads it back."""
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if isinstance(value, Listed):
-        return f"[{','.join(map(hydra_value, json.loads(value)))}]"
-    word = re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_./:-]*", value)
-    if word and value.lower() not in ("null", "true", "false", "nan", "inf"):
+    if re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_./:-]*", value) and value.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    ):
         return value
-    quote = "'" if '"' in value else '"'
-    for special in (re.escape("${"), quote):  # no interpolation, no end of the text
-        value = re.sub(rf"(\\*)({special})", lambda match: f"{match[1] * 2}\\{match[2]}", value)
-    return quote + re.sub(r"(\\+)$", lambda match: match[1] * 2, value) + quote
+    without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+    return QuotedString(without_interpolation, Quote.double).with_quotes()

@@ -1,187 +1,232 @@
-"""The page of a report: one HTML file that needs nothing but itself, and may run no script but its own."""
+"""Render the page of a report: one HTML file that loads nothing and runs no script but its own."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import json
 import math
+import secrets
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from html import escape
 from pathlib import Path
+from statistics import quantiles
+from string import Template
+from typing import Any
+
+from plotly.colors import sample_colorscale
+from plotly.offline import get_plotlyjs
 
 from mingpt_ddp.sweeps.command import NO_COMMAND, command_line
-from mingpt_ddp.sweeps.plots import FEW, SHADES, Mark, against, curves, marks_of, parallel, shaded
-from mingpt_ddp.sweeps.runs import Job, best_of
-from mingpt_ddp.sweeps.svg import Markup, tag
-from mingpt_ddp.sweeps.table import cells
-from mingpt_ddp.sweeps.values import Value, brief, cut_inside, fixed, is_number, number, short_names, shown
+from mingpt_ddp.sweeps.runs import Job, Value, best_of, identity, number
+from mingpt_ddp.sweeps.table import brief, cells, cut, fixed, short_names, shown
 
-MOST = 12  # parameters that are drawn; the table has them all
-LONGEST_NAME = 48  # characters of a directory's name that are shown
-SCRIPT = Path(__file__).with_name("page.js")
-STYLE = Path(__file__).with_name("page.css")
-# Colours that stand for the objective, from best to worst on a white page and the other way round on a black one: what
-# is best stands out. The scale is viridis, which colour-blind readers and grey printers keep in order.
-VIRIDIS = ("440154", "482475", "414487", "355f8d", "2a788e", "21918c", "22a884", "44bf70", "7ad151", "bddf26", "fde725")
+DRAWN = 12  # parameters that have a plot; the table has them all
+POINTS = 200  # of a curve
+LONGEST = 40  # characters of a name or value in a plot
+LACKING = -0.16  # where a line passes the axis, from 0 to 1, of a parameter that the job does not have
+COLOURS = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]  # best to worst, legible on white and on black
+INCOMPLETE = "rgb(138,147,158)"
+HOVER = "%{text}<extra></extra>"  # a template of plotly's; texts that it inserts are no templates
+LABEL = {"showarrow": False, "xanchor": "right", "xshift": -5, "font": {"size": 11}, "bgcolor": "white"}
 
 
-def page(title: str, jobs: list[Job], keys: list[str]) -> str:
-    """The whole document.
+def render_page(title: str, jobs: list[Job], keys: list[str]) -> str:
+    """Return the whole document.
+
+    Names and values of runs are data: they are escaped in HTML, and in plotly's labels, which would render a few tags.
+    No script runs but those with the nonce, which the data cannot know.
 
     Args:
         jobs: the best first.
         keys: the parameters in which they differ.
     """
-    style, script = STYLE.read_text() + _shades(), SCRIPT.read_text()
-    policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; form-action 'none'"
-    head = [
-        Markup('<meta charset="utf-8">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{policy}; base-uri \'none\'">'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup('<meta name="color-scheme" content="light dark">'),
-        tag("title", title),
-        Markup(f"<style>{style}</style>"),
-    ]
-    tip, last = tag("div", id="tip", role="status", hidden=""), Markup(f"<script>{script}</script>")
-    body = tag("body", tag("main", *_sections(title, jobs, keys)), tip, last)
-    return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), body, lang='en')}\n"
-
-
-def _sections(title: str, jobs: list[Job], keys: list[str]) -> list[Markup]:
-    marks, names = marks_of(jobs), short_names(keys)
-    losses = [curves(marks, "val_loss", "validation loss"), curves(marks, "train_loss", "training loss")]
-    drawn = keys[:MOST]
-    return [
-        _headline(title, jobs),
-        _best(jobs, keys, names),
-        _section("Loss curves", losses, _legend(marks, keys, names)),
-        _section("Objective against each parameter", [against(marks, k, names[k]) for k in drawn], _left_out(keys)),
-        _section("Parallel coordinates", [parallel(marks, drawn, names)]),
-        _table(marks, keys, names),
-        _notes(jobs),
-    ]
-
-
-def _digest(content: str) -> str:
-    return f"sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}"
-
-
-def _shades() -> str:
-    """A class for each colour that stands for an objective."""
-    light = "".join(f".c{n}{{--c:{_shade(0.86 * n / (SHADES - 1))}}}" for n in range(SHADES))
-    dark = "".join(f".c{n}{{--c:{_shade(1 - 0.82 * n / (SHADES - 1))}}}" for n in range(SHADES))
-    return f"{light}@media (prefers-color-scheme:dark){{{dark}}}"
-
-
-def _shade(share: float) -> str:
-    place = share * (len(VIRIDIS) - 1)
-    low = min(math.floor(place), len(VIRIDIS) - 2)
-    pairs = [(int(VIRIDIS[low][i : i + 2], 16), int(VIRIDIS[low + 1][i : i + 2], 16)) for i in (0, 2, 4)]
-    return "#" + "".join(f"{round(a + (b - a) * (place - low)):02x}" for a, b in pairs)
-
-
-# The parts.
-
-
-def _headline(title: str, jobs: list[Job]) -> Markup:
-    statuses = [job.status for job in jobs]
-    counts = [f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses)]
+    plots, statuses = Plots(jobs, keys), [job.status for job in jobs]
+    counts = ", ".join(f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses))
     faults = sum(job.faults or 0 for job in jobs)
-    told = f"{len(jobs)} job{'s' * (len(jobs) != 1)}: {', '.join(counts)}. Faults survived: {faults}."
-    return tag("header", tag("h1", title), tag("p", told))
+    summary = f"{len(jobs)} job{'s' * (len(jobs) > 1)}: {counts}. Faults survived: {faults}."
+    more = f"The first {DRAWN} parameters; the table has the other {len(keys) - DRAWN}." if len(keys) > DRAWN else ""
+    curves = plots.curves("val_loss", "validation loss") + plots.curves("train_loss", "training loss")
+    against = "".join(map(plots.against, keys[:DRAWN]))
+    parallel = plots.parallel(keys[:DRAWN])
+    notes = "".join(f"<li>{escape(note)}</li>" for job in jobs for note in job.notes)
+    sections = {
+        "Best configuration": _best(jobs, keys),
+        "Loss curves": curves and f'<p>{plots.legend()}</p><div class="plots">{curves}</div>',
+        "Objective against each parameter": against and f'<p>{more}</p><div class="plots">{against}</div>',
+        "Parallel coordinates": parallel and f'<div class="wide">{parallel}</div>',
+        "Jobs": f'<div class="wide">{_table(jobs, keys)}</div>',
+        "Notes": notes and f"<ul>{notes}</ul>",
+    }
+    body = "".join(f"<h2>{heading}</h2>{content}" for heading, content in sections.items() if content)
+    return Template(Path(__file__).with_name("page.html").read_text()).substitute(
+        title=escape(title),
+        body=f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>{body}",
+        figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # no end tag of the element that holds it
+        plotly=get_plotlyjs(),
+        nonce=secrets.token_urlsafe(),
+    )
 
 
-def _best(jobs: list[Job], keys: list[str], names: dict[str, str]) -> Markup:
-    best = best_of(jobs)
-    if best is None:
-        return tag("section", tag("h2", "Best configuration"), tag("p", "No job is complete."))
-    words = ", ".join(f"{names[key]} {shown(best.config[key])}" for key in keys if key in best.config)
-    loss = best.objective or 0.0
-    nats, bits = fixed(loss, ".4f"), fixed(loss / math.log(2), ".4f")
-    told = f"Validation loss {nats} nats ({bits} bits) per character{words and f': {words}'}."
-    heading, line = tag("h2", "Best configuration"), command_line(best)
-    if line is None:
-        return tag("section", heading, tag("p", told), tag("p", NO_COMMAND))
-    command = tag("pre", tag("code", line, id="command"))
-    copy = tag("button", "Copy", id="copy", type="button")
-    return tag("section", heading, tag("p", told), tag("div", command, copy, class_="command"))
+def _best(jobs: list[Job], keys: list[str]) -> str:
+    best, names = best_of(jobs), short_names(keys)
+    if best is None or best.objective is None:
+        return "<p>No job is complete.</p>"
+    nats, bits = fixed(best.objective, ".4f"), fixed(best.objective / math.log(2), ".4f")
+    values = "".join(f", {names[key]} {shown(best.config[key])}" for key in keys if key in best.config)
+    command = escape(command_line(best) or NO_COMMAND)
+    return f"<p>Validation loss {nats} nats ({bits} bits) per character{escape(values)}.</p><pre>{command}</pre>"
 
 
-def _section(title: str, drawings: list[Markup | None], *before: Markup) -> Markup:
-    drawn = [drawing for drawing in drawings if drawing]
-    if not drawn:
-        return Markup("")
-    return tag("section", tag("h2", title), *before, tag("div", *drawn, class_="drawings"))
+def _table(jobs: list[Job], keys: list[str]) -> str:
+    names = [cut(name, LONGEST) for name in short_names(keys).values()]
+    titles = ["#", "validation loss", "status", *names, "step", "tokens/s", "faults", "time", "directory"]
+    rows = [[str(rank), *cells(job, keys), cut(job.name)] for rank, job in enumerate(jobs, start=1)]
+    head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
+    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
+    return f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table>"
 
 
-def _left_out(keys: list[str]) -> Markup:
-    more = len(keys) - MOST
-    return tag("p", f"The first {MOST} parameters; the table has the other {more}.") if more > 0 else Markup("")
+class Plots:
+    """The figures of a page, as plain data for plotly; the best job is drawn last, above the others."""
+
+    def __init__(self, jobs: list[Job], keys: list[str]) -> None:
+        self.figures: list[dict[str, Any]] = []
+        self._jobs, self._best = jobs[::-1], best_of(jobs)
+        self._names = {key: _label(name) for key, name in short_names(keys).items()}
+        self._objectives = [job.objective for job in jobs if job.objective is not None]
+        self._highest = _highest(self._objectives or [job.val_loss for job in jobs if job.val_loss is not None])
+        self._hovers = {}
+        for rank, job in enumerate(jobs, start=1):
+            loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
+            values = [f"{self._names[key]}: {_label(shown(job.config[key]))}" for key in keys if key in job.config]
+            self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{loss}", *values[:DRAWN]])
+
+    def legend(self) -> str:
+        """Say what the colours mean."""
+        text = ""
+        if self._objectives:
+            low, more = fixed(min(self._objectives), ".3f"), " or more" * (max(self._objectives) > self._highest)
+            text = f"Blue to orange: objectives from {low} to {fixed(self._highest, '.3f')}{more}. "
+        incomplete = "Grey, dashed or hollow: not complete, the last validation loss."
+        return text + incomplete * (len(self._objectives) < len(self._jobs))
+
+    def curves(self, key: str, title: str) -> str:
+        """Draw a loss over the steps of every job that has measured it."""
+        traces: list[dict[str, Any]] = []
+        for job in self._jobs:
+            points = [(x, y) for x, y in job.history.series(key) if number(x) is not None and number(y) is not None]
+            if points:
+                steps, losses = zip(*points[:: len(points) // POINTS + 1], points[-1], strict=True)
+                traces.append(
+                    {**self._line(job, steps, losses), "hovertemplate": f"step %{{x}}: %{{y:.4f}}<br>{HOVER}"}
+                )
+        axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": _loss_axis([y for trace in traces for y in trace["y"]])}
+        return self._plot(traces, {"title": {"text": title}, **axes}, 340)
+
+    def against(self, key: str) -> str:
+        """Draw the objective of every job over one parameter; a loss far above the others is a triangle at the edge."""
+        drawn = [(job, job.val_loss) for job in self._jobs if key in job.config and job.val_loss is not None]
+        at, ticks = _positions(job.config[key] for job, _ in drawn)
+        losses = [min(loss, self._highest) for _, loss in drawn]
+        colours = [self._colour(job) for job, _ in drawn]
+        symbols = [
+            ("circle" if loss <= self._highest else "triangle-up") + ("" if job.objective is not None else "-open")
+            for job, loss in drawn
+        ]
+        sizes = [13 if job is self._best else 9 for job, _ in drawn]
+        marker = {"symbol": symbols, "size": sizes, "color": colours, "line": {"color": colours, "width": 1.5}}
+        x = [at[identity(job.config[key])] for job, _ in drawn]
+        trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": losses, "marker": {**marker, "opacity": 0.85}}
+        trace |= {"text": [self._hovers[job.directory] for job, _ in drawn], "hovertemplate": HOVER}
+        xaxis = {"title": {"text": self._names[key]}, "range": [-0.06, 1.06], **_ticks(ticks)}
+        return self._plot([trace] if drawn else [], {"xaxis": xaxis, "yaxis": _loss_axis(losses)}, 260)
+
+    def parallel(self, keys: list[str]) -> str:
+        """Draw a line for each job through its parameters to its objective, below the axes of what it lacks."""
+        jobs = [job for job in self._jobs if any(key in job.config for key in keys)]
+        columns: list[dict[Path, Value]] = [
+            {j.directory: j.config[key] for j in jobs if key in j.config} for key in keys
+        ]
+        columns.append({job.directory: min(job.val_loss, self._highest) for job in jobs if job.val_loss is not None})
+        ways, labels = [], []
+        for column, values in enumerate(columns):
+            at, ticks = _positions(values.values())
+            ways.append([at[identity(values[j.directory])] if j.directory in values else LACKING for j in jobs])
+            ticks |= {LACKING: "none"} if len(values) < len(jobs) else {}
+            labels += [{**LABEL, "x": column, "y": y, "text": text} for y, text in ticks.items()]
+        lines = [self._line(job, range(len(columns)), y) for job, y in zip(jobs, zip(*ways, strict=True), strict=True)]
+        names = [*(cut(self._names[key], 18) for key in keys), "validation loss"]
+        xaxis = {"side": "top", "range": [-0.65, len(keys) + 0.5], **_ticks(dict(enumerate(names)))}
+        yaxis = {"visible": False, "range": [LACKING - 0.08, 1.05]}
+        layout = {"xaxis": xaxis, "yaxis": yaxis, "annotations": labels, "margin": {"l": 0, "r": 0, "t": 40, "b": 10}}
+        return self._plot(lines if keys else [], layout, 360, 105 * len(columns))
+
+    def _line(self, job: Job, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+        width, dash = 3.5 if job is self._best else 1.5, "solid" if job.objective is not None else "dash"
+        line = {"color": self._colour(job), "width": width, "dash": dash}
+        return {
+            "mode": "lines",
+            "x": [*x],
+            "y": [*y],
+            "line": line,
+            "text": self._hovers[job.directory],
+            "hovertemplate": HOVER,
+        }
+
+    def _colour(self, job: Job) -> str:
+        if job.objective is None:
+            return INCOMPLETE
+        low = min(self._objectives)
+        share = (min(job.objective, self._highest) - low) / ((self._highest - low) or 1.0)
+        return str(sample_colorscale(COLOURS, [share])[0])
+
+    def _plot(self, traces: list[dict[str, Any]], layout: dict[str, Any], height: int, width: int = 0) -> str:
+        """Keep the figure and return the element for it; nothing where there is nothing to draw."""
+        if not traces:
+            return ""
+        self.figures.append({"data": traces, "layout": layout})
+        return f'<div class="plot" style="height:{height}px;min-width:{width}px"></div>'
 
 
-def _legend(marks: list[Mark], keys: list[str], names: dict[str, str]) -> Markup:
-    """What the colours mean."""
-    if len(marks) <= FEW:
-        entries = [_entry(mark, keys, names) for mark in marks]
-    elif marks[0].best:
-        low, high, beyond = shaded([mark.job for mark in marks])
-        bar = tag("span", *(tag("i", class_=f"swatch c{shade}") for shade in range(SHADES)), class_="bar")
-        highest = f" {fixed(high, '.3f')}{' or more' if beyond else ''}"
-        entries = [tag("span", f"final validation loss {fixed(low, '.3f')} ", bar, highest)]
-    else:
-        entries = []
-    if any(mark.job.objective is None for mark in marks):
-        entries.append(tag("span", "dashed, hollow: not complete, the last validation loss"))
-    return tag("p", *entries, class_="legend")
+def _label(text: str) -> str:
+    """Escape a text for plotly, which renders tags and entities in labels."""
+    return escape(cut(text, LONGEST), quote=False)
 
 
-def _entry(mark: Mark, keys: list[str], names: dict[str, str]) -> Markup:
-    swatch = tag("i", class_=f"swatch {mark.colour}")
-    return tag("span", swatch, f" {described(mark, keys[:4], names)}", class_="job", data_job=mark.number)
+def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[float, str]]:
+    """Return where values are on an axis from 0 to 1, by identity, and the labels that fit at it, by position.
+
+    Numbers in proportion, by their logarithms where they span a factor of ten; anything else in equal distances.
+    """
+    distinct = sorted(
+        {identity(v): v for v in values}.values(), key=lambda v: (number(v) is None, number(v) or 0, shown(v))
+    )
+    numbers = [known for value in distinct if (known := number(value)) is not None]
+    if len(numbers) < len(distinct):
+        numbers = [float(index) for index in range(len(distinct))]
+    elif numbers and 0 < 10 * numbers[0] <= numbers[-1]:
+        numbers = [math.log10(known) for known in numbers]
+    span = numbers[-1] - numbers[0] if numbers else 0
+    shares = [(known - numbers[0]) / span if span else 0.5 for known in numbers]
+    ticks: dict[float, str] = {}
+    for share, value in zip(shares, distinct, strict=True):
+        if not ticks or share - max(ticks) >= 0.17:
+            ticks[share] = _label(cut(shown(value), 14))
+    return {identity(value): share for share, value in zip(shares, distinct, strict=True)}, ticks
 
 
-def described(mark: Mark, keys: list[str], names: dict[str, str]) -> str:
-    """The job in few words: its number and its parameters."""
-    words = [f"{names[key]} {shown(mark.job.config[key])}" for key in keys if key in mark.job.config]
-    return f"#{mark.number} {', '.join(words) or mark.job.name}"
+def _ticks(labels: Mapping[float, str]) -> dict[str, Any]:
+    return {"tickvals": [*labels], "ticktext": [*labels.values()]}
 
 
-def _table(marks: list[Mark], keys: list[str], names: dict[str, str]) -> Markup:
-    last = ["step", "tokens/s", "faults", "time", "directory"]
-    titles = ["#", "validation loss", "status", *(names[key] for key in keys), *last]
-    full = dict(zip(titles[3:], keys, strict=False))
-    numbers = {"validation loss", *last[:-1]}
-    numbers |= {names[key] for key in keys if any(is_number(mark.job.config.get(key)) for mark in marks)}
-    heads = [_head(title, full.get(title), title in numbers) for title in titles]
-    rows = [_row(mark, keys, names) for mark in marks]
-    body = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *rows))
-    return tag("section", tag("h2", "Jobs"), tag("div", body, class_="wide"))
+def _highest(losses: list[float]) -> float:
+    """Return the highest loss that is not far above the others: beyond three times the quartiles' distance."""
+    if len(losses) < 4:
+        return max(losses, default=0.0)
+    first, _, third = quantiles(losses, n=4, method="inclusive")
+    return max(loss for loss in losses if loss <= third + 3 * (third - first))
 
 
-def _head(title: str, hint: str | None, numbers: bool) -> Markup:
-    button = tag("button", cut_inside(title, LONGEST_NAME), type="button", title=hint)
-    return tag("th", button, scope="col", class_="number" if numbers else None)
-
-
-def _row(mark: Mark, keys: list[str], names: dict[str, str]) -> Markup:
-    job = mark.job
-    sorted_by: list[Value] = [
-        *(job.val_loss, None),
-        *(job.config.get(key) for key in keys),
-        *(job.step, job.tokens_per_s, job.faults, number(job.result.get("wall_seconds"))),
-    ]
-    first = tag("td", tag("i", class_=f"swatch {mark.colour}"), f" {mark.number}", data_value=mark.number)
-    columns = [_cell(shown, value) for shown, value in zip(cells(job, keys), sorted_by, strict=True)]
-    loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
-    tip = f"{described(mark, keys[:MOST], names)}{loss} ({job.status})"
-    last = tag("td", cut_inside(job.name, LONGEST_NAME), class_="name", title=job.name)
-    return tag("tr", first, *columns, last, class_=mark.classes("job"), data_job=mark.number, data_tip=tip)
-
-
-def _cell(content: str, value: Value) -> Markup:
-    if is_number(value) and value is not None:
-        return tag("td", content, data_value=repr(float(value)), class_="number")
-    return tag("td", content, class_="number" if content == "-" else None)
-
-
-def _notes(jobs: list[Job]) -> Markup:
-    notes = [tag("li", note) for job in jobs for note in job.notes]
-    return tag("section", tag("h2", "Notes"), tag("ul", *notes)) if notes else Markup("")
+def _loss_axis(losses: list[float]) -> dict[str, Any]:
+    low, high = min(losses, default=0.0), _highest(losses)
+    margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
+    return {"title": {"text": "nats per character"}, "range": [low - margin, high + margin]}

@@ -135,7 +135,6 @@ class Sweep:
         try:
             if runs:
                 print(report(runs, self.directory / PAGE))
-                log.info("the page is %s", self.directory / PAGE)
         except RunError as error:  # e.g. no job has written a result that this machine can read
             log.warning("%s", error)
         if self.uses_external_launcher:

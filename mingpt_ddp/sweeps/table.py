@@ -1,31 +1,37 @@
-"""The table of a sweep's jobs, as text for a terminal."""
+"""The table of a sweep's jobs as text, and how it writes values."""
 
 from __future__ import annotations
 
+import json
+import math
 from datetime import timedelta
 
 from mingpt_ddp.errors import printable
 from mingpt_ddp.sweeps.command import NO_COMMAND, command_line
-from mingpt_ddp.sweeps.runs import Job, best_of
-from mingpt_ddp.sweeps.values import LONGEST, cut_inside, fixed, number, short_names, shown
+from mingpt_ddp.sweeps.runs import Job, Value, best_of
 
-MOST = 8  # parameters that have a column; the page has them all
+COLUMNS = 8  # for parameters; the page has them all
+LONGEST = 60  # characters of a value or a name
 
 
 def table(jobs: list[Job], keys: list[str]) -> str:
-    """One line for each job, the best first, and the command line of that.
+    """Write a line for each job, the best first, and the command line of the best.
 
     Args:
         keys: the parameters in which the jobs differ.
     """
-    names = short_names(keys)
-    columns = [cut_inside(names[key], LONGEST) for key in keys[:MOST]]
+    names, best = short_names(keys), best_of(jobs)
+    columns = [cut(names[key]) for key in keys[:COLUMNS]]
     head = ["", "val loss", "status", *columns, "step", "tokens/s", "faults", "time", "job"]
-    best = best_of(jobs)
-    rows = [["*" if job is best else "", *cells(job, keys[:MOST]), job.name] for job in jobs]
-    lines = _aligned([head, *rows])
-    if len(keys) > MOST:
-        lines.append(f"and {len(keys) - MOST} more parameters: {', '.join(keys[MOST:])}")
+    rows = [head, *(["*" if job is best else "", *cells(job, keys[:COLUMNS]), job.name] for job in jobs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    lines = []
+    for row, padded in zip(rows, aligned, strict=True):
+        padded[2], padded[-1] = row[2].ljust(widths[2]), row[-1]
+        lines.append("  ".join(padded).rstrip())
+    if len(keys) > COLUMNS:
+        lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
     lines += [f"note: {note}" for job in jobs for note in job.notes]
     lines.append("no job is complete" if best is None else f"best: {best.directory}")
     lines = [line.replace("\n", "\\n") for line in lines]
@@ -35,27 +41,57 @@ def table(jobs: list[Job], keys: list[str]) -> str:
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
-    """Loss, status, parameters, step, tokens per second, faults, time."""
-    loss = "-" if job.val_loss is None else fixed(job.val_loss, ".4f")
-    seconds = number(job.result.get("wall_seconds"))
+    """Write the validation loss, status, parameters, step, tokens per second, faults and time of a job."""
+    loss, seconds = fixed(job.val_loss, ".4f"), job.wall_seconds
     return [
         loss if job.objective is not None or job.val_loss is None else f"({loss})",
         shown(job.status),
         *(shown(job.config[key]) if key in job.config else "-" for key in keys),
-        "-" if job.step is None else fixed(job.step, "d"),
-        "-" if job.tokens_per_s is None else fixed(job.tokens_per_s, ",.0f"),
-        "-" if job.faults is None else f"{job.faults}",
+        fixed(job.step, "d"),
+        fixed(job.tokens_per_s, ",.0f"),
+        fixed(job.faults, "d"),
         "-" if seconds is None or not 0 <= seconds < 1e13 else str(timedelta(seconds=round(seconds))),
     ]
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Columns to the right where the table has numbers; the last one is as long as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    left = {0, 2}
-    return [
-        "  ".join(
-            [*(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths))), row[-1]]  # noqa: B905
-        ).rstrip()
-        for row in rows
-    ]
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Return the last part of each dotted key, or the whole key where the last part is not unique or says little."""
+    last = [key.rpartition(".")[2] for key in keys]
+    unclear = {"name", "path", *(name for name in last if last.count(name) > 1)}
+    return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
+
+
+def shown(value: Value) -> str:
+    """Write a value as the command line takes it, cut to LONGEST characters."""
+    if isinstance(value, str):
+        return cut(value)
+    if value is None or isinstance(value, (bool, list)):
+        return cut(json.dumps(value))
+    return brief(value)
+
+
+def brief(value: float) -> str:
+    """Write at most four digits, more for whole numbers, and an exponent instead of zeros: 3e-4 for 0.0003."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if abs(value) < 1e9 and value == round(value):
+        return f"{value:.0f}"
+    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
+
+
+def fixed(value: float | None, form: str) -> str:
+    """Format a number; `-` for None, an exponent where it would be too long to read."""
+    if value is None:
+        return "-"
+    return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
+
+
+def scientific(value: float) -> str:
+    """Write at most four digits and an exponent."""
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Cut the middle out of a text that is too long: similar names often differ at the end."""
+    return text if len(text) <= longest else f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"

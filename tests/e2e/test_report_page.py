@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: it is drawn, it answers, and it obeys nobody but itself."""
+"""The page of a report in headless Chromium: it is drawn, it answers, and nothing of the data runs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ from fake_runs import made_up
 from mingpt_ddp.sweeps.report import report
 
 JOBS = 100
-# What lies outside of its drawing, and labels that run into each other; both as texts to read in a failure.
-MISPLACED = """[...document.querySelectorAll("svg")].flatMap(svg => {
-  const room = svg.getBoundingClientRect();
-  return [...svg.querySelectorAll("text, path.line, .dot, line")].filter(element => {
-    const box = element.getBoundingClientRect();
-    const clipped = element.closest("[clip-path]");
-    return !clipped && (box.left < room.left - 1 || box.right > room.right + 1 || box.top < room.top - 1 ||
-      box.bottom > room.bottom + 1) || element.tagName === "text" && box.width === 0;
-  }).map(element => `${svg.getAttribute("aria-label")}: ${element.outerHTML}`);
-})"""
-OVERLAPPING = """[...document.querySelectorAll("svg")].flatMap(svg => {
-  const boxes = [...svg.querySelectorAll("text")].map(text => [text.textContent, text.getBoundingClientRect()]);
-  return boxes.flatMap(([one, a], i) => boxes.slice(i + 1).filter(([_, b]) => Math.min(a.right, b.right) -
+FIGURES = 2 + 8 + 1  # curves, the objective against each parameter, parallel coordinates
+# Labels of axes that run into each other, as texts to read in a failure.
+OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
+  const boxes = [...plot.querySelectorAll(".xtick text, .ytick text, .annotation-text, .xtitle, .ytitle, .gtitle")]
+    .map(text => [text.textContent, text.getAttribute("transform") || "", text.getBoundingClientRect()])
+    .filter(([_, transform]) => !/rotate\\((?!0|-90)/.test(transform));
+  return boxes.flatMap(([one, _, a], i) => boxes.slice(i + 1).filter(([_, __, b]) => Math.min(a.right, b.right) -
     Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3).map(([other]) =>
-    `${svg.getAttribute("aria-label")}: ${one} and ${other}`));
+    `${one} and ${other}`));
 })"""
 
 
@@ -64,28 +58,53 @@ def counted(browser: Browser, selector: str) -> int:
     return browser.evaluate(f"document.querySelectorAll({selector!r}).length")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_is_drawn_and_nothing_runs_into_anything(browser, sweep, scheme):
+@pytest.fixture
+def narrow(browser):
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    yield browser
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+def use_scheme(browser: Browser, scheme: str) -> None:
     browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everything_is_drawn_and_nothing_of_the_data_runs(browser, sweep, scheme):
+    use_scheme(browser, scheme)
     browser.open(sweep)
     assert browser.complaints() == []
     assert browser.requested() == [sweep.as_uri()]
     assert browser.evaluate("typeof stolen") == "undefined"
-    assert counted(browser, "svg.curves") == 2
+    assert counted(browser, ".js-plotly-plot") == FIGURES
+    assert counted(browser, ".plot a, .plot image, .plot img") == 0
     measured = JOBS - 1  # one has no loss at all
-    assert counted(browser, "svg.curves g.job path.line") == 2 * measured
-    assert counted(browser, "svg.against") == 8
-    assert counted(browser, "svg.parallel path.line") == JOBS
+    assert counted(browser, ".plots .js-line") == 2 * measured
+    assert counted(browser, ".wide .js-line") == JOBS
     assert counted(browser, "tbody tr") == JOBS
-    sizes = "[...document.querySelectorAll('svg.curves path.line')].map(e => e.getBBox()).map(b => [b.width, b.height])"
-    assert all(width > 50 and height > 10 for width, height in browser.evaluate(sizes))
-    assert browser.evaluate(MISPLACED) == []
+    sizes = "[...document.querySelectorAll('.plots .js-line')].map(e => e.getBBox()).map(b => [b.width, b.height])"
+    drawn = sum(width > 50 and height > 10 for width, height in browser.evaluate(sizes))
+    assert drawn >= 2 * (measured - 1), "a loss far above the others may lie beyond the edge"
     assert browser.evaluate(OVERLAPPING) == []
     assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+def test_the_page_fits_a_telephone(narrow, sweep):
+    narrow.open(sweep)
+    assert narrow.complaints() == []
+    assert narrow.evaluate("document.documentElement.scrollWidth") == 390
+    widths = narrow.evaluate(
+        "[...document.querySelectorAll('.plots .main-svg')].map(e => e.getBoundingClientRect().width)"
+    )
+    assert widths and all(300 < width <= 390 for width in widths)
+    assert narrow.evaluate("document.querySelector('.wide .main-svg').getBoundingClientRect().width") > 800, (
+        "it scrolls"
+    )
+    assert narrow.evaluate(OVERLAPPING) == []
+
+
 def test_light_and_dark_are_readable(browser, sweep):
-    """WCAG's contrast: 4.5 for text, and enough to tell every line from the page."""
+    """WCAG's contrast: 4.5 for text, 2.5 to tell every line from the page."""
     contrast = """(() => {
       const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
       const light = css => css.match(/[0-9.]+/g).slice(0, 3).map(v => linear(v / 255)).reduce(
@@ -94,68 +113,49 @@ def test_light_and_dark_are_readable(browser, sweep):
       const to = css => (Math.max(light(css), page) + 0.05) / (Math.min(light(css), page) + 0.05);
       const least = (selector, of) => Math.min(
         ...[...document.querySelectorAll(selector)].map(element => to(getComputedStyle(element)[of])));
-      return [page, least("p, td, h1, h2", "color"), least("svg text", "fill"), least("svg path.line", "stroke")];
+      return [page, least("p, td, h1, h2", "color"), least(".plot text", "fill"), least(".js-line", "stroke")];
     })()"""
-    # Wide enough for a line that passes above the decimal point of a label: 0.001 looked like 0:001.
-    halo = """[...document.querySelectorAll("svg.parallel text.halo")].map(e => getComputedStyle(e)).map(style =>
-      style.paintOrder.startsWith("stroke") && parseFloat(style.strokeWidth) >= 8 &&
-      style.stroke === getComputedStyle(document.body).backgroundColor)"""
     pages = []
     for scheme in ("light", "dark"):
-        browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        use_scheme(browser, scheme)
         browser.open(sweep)
         page, text, labels, lines = browser.evaluate(contrast)
-        halos = browser.evaluate(halo)
         pages.append(page)
         assert min(text, labels) >= 4.5
-        assert lines >= 1.6
-        assert halos and all(halos)
+        assert lines >= 2.5
     assert pages[0] > 0.9 and pages[1] < 0.02
 
 
-def test_a_job_stands_out_everywhere(browser, sweep):
+def test_a_point_shows_the_parameters_of_its_job(browser, sweep):
     browser.open(sweep)
-    place = """(() => {
-      const dot = document.querySelector("svg.against circle.best");
-      dot.scrollIntoView({block: "center"});
-      const box = dot.getBoundingClientRect();
+    position = """(() => {
+      const marker = [...document.querySelectorAll(".scatterlayer .points path")].pop();
+      marker.scrollIntoView({block: "center"});
+      const box = marker.getBoundingClientRect();
       return [box.x + box.width / 2, box.y + box.height / 2];
     })()"""
-    browser.point_at(*browser.evaluate(place))
-    assert counted(browser, ".on") == counted(browser, "[data-job='1']:not(.hit)") == 2 + 8 + 1 + 1
-    assert counted(browser, "svg:has(.on), tr.on") == 2 + 8 + 1 + 1
-    assert browser.evaluate("document.querySelector('#tip').textContent").startswith("#1 ")
-    assert not browser.evaluate("document.querySelector('#tip').hidden")
-    browser.point_at(2, 2)
-    assert counted(browser, ".on") == 0
-    assert browser.evaluate("document.querySelector('#tip').hidden")
+    browser.point_at(*browser.evaluate(position))
+    shown = """(async () => {
+      for (let i = 0; i < 1000 && !document.querySelector(".hovertext"); i++) await new Promise(r => setTimeout(r, 10));
+      return document.querySelector(".hovertext").textContent;
+    })()"""
+    text = browser.evaluate(shown)
+    assert text.startswith("#") and "validation loss" in text and "lr: " in text and "betas: [0.9, " in text
+    assert browser.evaluate("typeof stolen") == "undefined"
     assert browser.complaints() == []
 
 
 def test_columns_sort_by_size_and_what_is_empty_comes_last(browser, sweep):
     browser.open(sweep)
     click = "[...document.querySelectorAll('th button')].find(b => b.textContent === 'validation loss').click()"
-    losses = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[1].dataset.value)"
+    losses = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[1].textContent)"
     orders = []
     for _ in range(2):
         browser.evaluate(click)
         orders.append(browser.evaluate(losses))
-    up, down = ([float(value) for value in order if value is not None] for order in orders)
+    up, down = ([float(text.strip("()")) for text in order if text != "-"] for order in orders)
     assert up == sorted(up) and down == up[::-1] and max(up) == 90.0
-    assert [order[-1] for order in orders] == [None, None]
-    assert browser.complaints() == []
-
-
-def test_the_command_is_copied_or_else_marked(browser, sweep):
-    browser.open(sweep)
-    pressed = """(async () => {
-      const button = document.querySelector("#copy");
-      button.click();
-      while (button.textContent === "Copy") await new Promise(resolve => setTimeout(resolve, 5));
-      return [button.textContent, getSelection().toString()];
-    })()"""
-    told, marked = browser.evaluate(pressed)
-    assert told == "Copied" or (told == "Marked" and marked.startswith("python main.py "))
+    assert [order[-1] for order in orders] == ["-", "-"]
     assert browser.complaints() == []
 
 
@@ -165,17 +165,28 @@ def test_small_pages(browser, tmp_path):
     for name in ("one", "nothing"):
         report([tmp_path / name], tmp_path / "page.html")
         browser.open(tmp_path / "page.html")
-        assert browser.complaints() == browser.evaluate(MISPLACED) == browser.evaluate(OVERLAPPING) == []
+        assert browser.complaints() == browser.evaluate(OVERLAPPING) == []
         assert counted(browser, "tbody tr") == 1
-        assert counted(browser, "svg") == 2 * (name == "one")
+        assert counted(browser, ".js-plotly-plot") == 2 * (name == "one")
+
+
+def test_extreme_numbers_are_drawn(browser, tmp_path):
+    for number, loss in enumerate([9e99, -9e99, 0.0, 5e-324]):
+        run = made_up(tmp_path / f"{number}", {"optimizer.lr": loss}, val_loss=loss)
+        steps = f'{{"step": {10**99}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
+        (run / "metrics.jsonl").write_text(steps)
+    report([tmp_path], tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    assert browser.complaints() == []
+    assert counted(browser, ".js-plotly-plot") == 4
 
 
 def test_whatever_is_added_to_the_page_does_not_run(browser, sweep, tmp_path):
     """Should a name ever get through as markup; it also shows that these tests would notice."""
-    added = "<script>stolen = 4</script><img src='http://127.0.0.1:9/x.png'><p onclick='1' style='color: red'>"
+    added = "<script>stolen = 4</script><img src='http://127.0.0.1:9/x.png' onerror='stolen = 5'>"
     page = tmp_path / "page.html"
     page.write_text(sweep.read_text().replace("<h1>", f"{added}<h1>"))
     browser.open(page)
     assert browser.evaluate("typeof stolen") == "undefined"
     complaints = " ".join(browser.complaints())
-    assert all(word in complaints for word in ("script-src", "img-src", "style-src"))
+    assert all(word in complaints for word in ("script-src", "img-src"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import html.parser
+import itertools
 import json
 import os
 import re
@@ -23,11 +24,10 @@ from mingpt_ddp.config.config import from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.command import command_line, hydra_value
-from mingpt_ddp.sweeps.plots import POINTS, shaded, thinned
+from mingpt_ddp.sweeps.page import DRAWN, POINTS, _highest, _positions
 from mingpt_ddp.sweeps.report import report
-from mingpt_ddp.sweeps.runs import best_of, read_jobs, varying
-from mingpt_ddp.sweeps.scales import linear, of_losses, of_values
-from mingpt_ddp.sweeps.values import brief, plain, short_names
+from mingpt_ddp.sweeps.runs import best_of, identity, plain, read_jobs, varying
+from mingpt_ddp.sweeps.table import brief, short_names
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
 
@@ -174,12 +174,12 @@ def test_nothing_is_waited_for(tmp_path):
 def test_integers_of_any_length(tmp_path):
     """Python refuses to write them in decimal digits, though it reads them in others."""
     giant = f"0x{'F' * 5000}"
-    content = f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: 1"
+    content = f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: {{? {giant} : 1}}"
     (made_up(tmp_path / "a") / "config.yaml").write_text(content)
     made_up(tmp_path / "b")
     report([tmp_path], tmp_path / "page.html")
     config = next(job.config for job in read_jobs([tmp_path]) if job.name == "a")
-    assert config == {"optimizer.betas": '["int", "inf"]', "optimizer.int": 1, "int": 1}
+    assert config == {"optimizer.betas": ["int", "inf"], "optimizer.int": 1, "int.int": 1}
 
 
 def test_extreme_numbers_and_names_are_short(tmp_path):
@@ -191,7 +191,7 @@ def test_extreme_numbers_and_names_are_short(tmp_path):
     lines = report([tmp_path], tmp_path / "page.html").splitlines()
     assert max(map(len, lines)) < 200
     assert lines[1].split() == ["*", "1e99", "complete", "1e99", "1e99", "1e299", "0", "0:01:02", "0"]
-    assert not re.search("[0-9]{40}", Reader((tmp_path / "page.html").read_text()).text)
+    assert not re.search("[0-9]{40}", Page(tmp_path / "page.html").text)
 
 
 @pytest.mark.parametrize("directory", ["nothing", "empty", "file"])
@@ -211,22 +211,23 @@ def test_values_are_brief():
         *("0", "3e-4", "0.001", "0.25", "0.3333", "2", "123456", "1.235e4", "1e12", "-2e-5"),
     ]
     assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, 10**5000, float("inf"))] == [
-        *("[0.9, 0.99]", "list", "dict", "int", "inf"),
+        *([0.9, 0.99], "list", "dict", "int", "inf"),
     ]
     keys = ["optimizer.lr", "model.name", "a.x", "b.x"]
     assert list(short_names(keys).values()) == ["lr", "model.name", "a.x", "b.x"]
 
 
 def test_decades_are_logarithmic():
-    scale = of_values([1e-4, 1e-3, 1e-2], 0.0, 200.0)
-    assert [tick.label for tick in scale.ticks] == ["1e-4", "1e-3", "1e-2"]
-    assert scale.at(1e-3) == pytest.approx(100.0)
-    assert of_values([1.0, 2.0, 5.0], 0.0, 200.0).at(3.0) == pytest.approx(100.0)
+    at, ticks = _positions([1e-4, 1e-3, 1e-2])
+    assert [*ticks.values()] == ["1e-4", "0.001", "0.01"]
+    assert at[identity(1e-3)] == pytest.approx(0.5)
+    assert _positions([1.0, 2.0, 5.0])[0][identity(2)] == pytest.approx(0.25)
 
 
-def test_words_stand_one_by_one():
-    scale = of_values(["gelu", None, True, 3], 0.0, 400.0)
-    assert [(tick.label, tick.at) for tick in scale.ticks] == [("3", 50), ("gelu", 150), ("null", 250), ("true", 350)]
+def test_what_is_not_a_number_makes_categories():
+    at, ticks = _positions(["gelu", None, True, 3, [0.9, 0.99]])
+    assert ticks == {0: "3", 0.25: "[0.9, 0.99]", 0.5: "gelu", 0.75: "null", 1: "true"}
+    assert at[identity([0.9, 0.99])] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -234,97 +235,91 @@ def test_words_stand_one_by_one():
     [[0.0], [5], [-1e99, 1e99], [1e-99, 1e99], [1.0, 1.0 + 1e-15], [None], list(range(1000)), ["x" * 999] * 3, []],
     ids=str,
 )
-@pytest.mark.parametrize("upright", [False, True])
-def test_any_values_have_a_legible_axis(values, upright):
-    scale = of_values(values, 40.0, 340.0, upright)
-    assert len(scale.ticks) <= 20
-    assert all(40 <= tick.at <= 340 and len(tick.label) <= 16 for tick in scale.ticks)
-    assert all(40 <= scale.at(value) <= 340 for value in values)
-
-
-@pytest.mark.parametrize("far", [90.0, 1e99])
-def test_losses_far_above_the_others_do_not_squeeze_them(far):
-    scale = of_losses([1.5, 1.6, 1.7, 1.8, far], 200.0, 0.0)
-    assert scale.at(1.5) - scale.at(1.8) > 150
-    assert not scale.holds(far)
-    assert scale.at(far) == 0.0
+def test_any_values_have_a_legible_axis(values):
+    at, ticks = _positions(values)
+    assert all(0 <= at[identity(value)] <= 1 for value in values)
+    assert ticks.keys() <= {*at.values()}
+    marked = sorted(ticks)
+    assert all(upper - lower > 0.15 for lower, upper in itertools.pairwise(marked))
+    assert all(len(label) <= 14 for label in ticks.values())
 
 
 @pytest.mark.parametrize(
-    "losses", [[], [2.0], [2.0] * 5, [1e99, 1.0], [1e-99, -1e99, 0.0, 1e99], [0.0, 5e-324]], ids=str
+    ("losses", "highest"),
+    [
+        ([1.5, 1.6, 1.7, 1.8, 90.0], 1.8),
+        ([1.5, 1.6, 1.7, 1.8, 1e99], 1.8),
+        ([1.0, 9.0], 9.0),
+        ([2.0] * 5, 2.0),
+        ([], 0.0),
+    ],
+    ids=str,
 )
-def test_any_losses_have_an_axis(losses):
-    scale = of_losses(losses, 200.0, 0.0)
-    assert all(scale.holds(loss) and 0 <= scale.at(loss) <= 200 for loss in losses)
-    assert len(scale.ticks) <= 8
-
-
-def test_round_ticks_have_equally_many_digits():
-    assert [tick.label for tick in linear(1.4, 3.1, 0, 300).ticks] == ["1.5", "2.0", "2.5", "3.0"]
-    assert [tick.label for tick in linear(0, 240, 0, 480).ticks] == ["0", "50", "100", "150", "200"]
-
-
-def test_long_curves_are_thinned():
-    points = [(float(step), 1000.0 - step) for step in range(1, 1001)]
-    thin = thinned(points)
-    assert len(thin) <= POINTS
-    assert thin[-1] == points[-1]
-    assert all(x + y == pytest.approx(1000) for x, y in thin)
-    assert thinned(points[:POINTS]) == points[:POINTS]
+def test_losses_far_above_the_others_do_not_squeeze_them(losses, highest):
+    assert _highest(losses) == highest
 
 
 # The table and the page.
 
 
-class Reader(html.parser.HTMLParser):
-    """Elements with their attributes, and the text."""
+class Page(html.parser.HTMLParser):
+    """Elements with their attributes, the text that is shown, and the figures."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, path) -> None:
         super().__init__()
-        self.tags, self.text = [], ""
-        self.feed(text)
+        self.tags, self.text, self._inside = [], "", ""
+        self.feed(path.read_text())
 
     def handle_starttag(self, tag, attributes):
         self.tags.append((tag, dict(attributes)))
+        self._inside = "figures" if ("id", "figures") in attributes else tag
+
+    def handle_endtag(self, tag):
+        self._inside = ""
 
     def handle_data(self, data):
-        self.text += data
+        if self._inside == "figures":
+            self.figures = json.loads(data)
+        elif self._inside not in ("script", "style"):
+            self.text += data
 
-    def count(self, tag: str, word: str = "") -> int:
-        return sum(name == tag and word in [*(values.get("class") or "").split(), ""] for name, values in self.tags)
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+    def traces(self, mode: str) -> list[int]:
+        """The number of traces of each figure that has traces of this mode."""
+        counts = [sum(trace["mode"] == mode for trace in figure["data"]) for figure in self.figures]
+        return [count for count in counts if count]
 
 
 def test_hostile_names_and_values_are_only_text(tmp_path):
     sweep = tmp_path / "<b>sweep"
     name = "<img src=x onerror=alert(1)>\udcff\n'"
-    made_up(
-        sweep / name, {"model.name": HOSTILE, "optimizer.lr": 1}, val_loss=1.0, overrides=[f"model.name='{HOSTILE}'"]
-    )
+    values = {"model.name": HOSTILE, "optimizer.lr": 1}
+    made_up(sweep / name, values, val_loss=1.0, overrides=[f"model.name='{HOSTILE}'"])
     made_up(sweep / "b", {f"model.{HOSTILE}": 1, "model.name": "</title></style>", "optimizer.lr": 2}, status=HOSTILE)
     made_up(sweep / "c", {f"model.{HOSTILE}": 2})
     text = report([sweep], tmp_path / "page.html")
     assert "\x1b" not in text
     assert all("note:" not in line for line in text.splitlines())
-    page = Reader((tmp_path / "page.html").read_text())
-    assert page.count("script") == page.count("style") == page.count("title") == 1
+    page = Page(tmp_path / "page.html")
+    assert (page.count("script"), page.count("style"), page.count("title")) == (3, 1, 1)
     assert page.count("img") == page.count("b") == 0
     assert not [name for _, values in page.tags for name in values if name.startswith("on")]
     assert "<script>alert" in page.text
+    labels = re.sub("<br>|</?b>|<extra></extra>", "", json.dumps(page.figures))
+    assert "&lt;script&gt;" in labels and "<" not in labels, "plotly would render some tags"
 
 
 def test_the_page_needs_nothing_but_itself(tmp_path):
     for number in range(3):
         made_up(tmp_path / f"{number}", {"optimizer.lr": 10.0**-number})
     report([tmp_path], tmp_path / "page.html")
-    page = Reader((tmp_path / "page.html").read_text())
-    addresses = [
-        v for _, values in page.tags for k, v in values.items() if k in ("src", "href", "action", "data", "style")
-    ]
-    assert addresses == []
-    policy = next(values["content"] for tag, values in page.tags if "http-equiv" in values)
-    assert policy.startswith("default-src 'none'; style-src 'sha256-")
-    assert "unsafe" not in policy and "http" not in policy
-    assert not re.search(r"url\((?!#)|@import|fetch\(|XMLHttp|import\(", (tmp_path / "page.html").read_text())
+    page = Page(tmp_path / "page.html")
+    assert not [name for _, values in page.tags for name in values if name in ("src", "href", "action", "data")]
+    policy = next(values["content"] for _, values in page.tags if "http-equiv" in values)
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-")
+    assert "http" not in policy
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 100])
@@ -333,26 +328,66 @@ def test_every_job_is_drawn_everywhere(tmp_path, jobs):
         values = {"optimizer.lr": 1e-4 * 1.05**number, "model.n_layer": number % 3}
         made_up(tmp_path / f"job{number}", values, val_loss=2 + number / 100)
     report([tmp_path], tmp_path / "page.html")
-    page = Reader((tmp_path / "page.html").read_text())
-    drawn = 2 if jobs > 1 else 0
-    assert page.count("svg") == 2 + drawn + (jobs > 1)
-    assert page.count("tr", "job") == jobs
-    assert page.count("g", "job") == 2 * jobs, "two curves each"
-    assert page.count("circle", "job") == drawn * jobs
-    assert page.count("path", "job") == (jobs if jobs > 1 else 0)
-    assert (tmp_path / "page.html").stat().st_size < 1_000_000
+    page = Page(tmp_path / "page.html")
+    several = jobs > 1
+    assert page.count("div") >= len(page.figures) == 2 + 3 * several
+    assert page.traces("lines") == [jobs] * (2 + several), "validation loss, training loss, parallel coordinates"
+    assert [len(figure["data"][0]["x"]) for figure in page.figures[2:-1]] == [jobs] * 2 * several
+    assert page.count("tr") == 1 + jobs
+    assert (tmp_path / "page.html").stat().st_size < 6_000_000
 
 
-def test_curves_of_any_height(tmp_path):
-    for number, loss in enumerate([1e299, -1e299, 0.0, 5e-324]):
+def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
+    for number, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 60.0]):
+        made_up(tmp_path / f"{number}", {"optimizer.lr": 1.0 + number}, val_loss=loss)
+    made_up(tmp_path / "pruned", {"optimizer.lr": 50}, "pruned", 1.2, steps=40)
+    report([tmp_path], tmp_path / "page.html")
+    page = Page(tmp_path / "page.html")
+    curves = page.figures[0]["data"][::-1]  # the best is drawn last
+    colours = [trace["line"]["color"] for trace in curves]
+    assert len({*colours[:7]}) == 7 and colours[6] == colours[7] != colours[8], "one far off has no colour of its own"
+    assert [trace["line"]["dash"] for trace in curves] == ["solid"] * 8 + ["dash"]
+    widths = [trace["line"]["width"] for trace in curves]
+    assert widths[0] > max(widths[1:])
+    marker = page.figures[2]["data"][0]["marker"]
+    assert marker["symbol"] == ["circle-open", "triangle-up", *["circle"] * 7]
+    assert "objectives from 1.500 to 2.100 or more" in page.text and "not complete" in page.text
+
+
+def test_the_labels_have_the_parameters_of_a_job(tmp_path):
+    made_up(tmp_path / "a", {"optimizer.lr": 3e-4, "model.activation": "gelu"})
+    made_up(tmp_path / "b", {"optimizer.lr": 1e-3, "model.activation": "a<b>"}, "pruned", 3.0)
+    report([tmp_path], tmp_path / "page.html")
+    figures = Page(tmp_path / "page.html").figures
+    best, pruned = (figures[-1]["data"][rank]["text"] for rank in (1, 0))
+    assert best == "<b>#1</b> complete, validation loss 2<br>activation: gelu<br>lr: 3e-4"
+    assert pruned == "<b>#2</b> pruned, validation loss 3<br>activation: a&lt;b&gt;<br>lr: 0.001"
+
+
+def test_a_line_passes_below_the_axes_of_parameters_that_a_job_lacks(tmp_path):
+    made_up(tmp_path / "a", {"optimizer.lr": 1, "optimizer.momentum": 0.9})
+    made_up(tmp_path / "b", {"optimizer.lr": 2, "optimizer.momentum": 0.8}, val_loss=2.5)
+    made_up(tmp_path / "c", {"optimizer.lr": 2}, val_loss=3.0)
+    report([tmp_path], tmp_path / "page.html")
+    figure = Page(tmp_path / "page.html").figures[-1]
+    assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "momentum", "validation loss"]
+    assert [trace["y"] for trace in figure["data"]] == [[1, pytest.approx(-0.16), 1], [1, 0, 0.5], [0, 1, 0]]
+    assert "none" in [label["text"] for label in figure["layout"]["annotations"]]
+
+
+def test_curves_of_any_height_and_length(tmp_path):
+    for number, loss in enumerate([1e299, -1e99, 0.0, 5e-324]):
         run = made_up(tmp_path / f"{number}", {"optimizer.lr": loss})
         (run / "metrics.jsonl").write_text(
-            f'{{"step": {10**250}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
+            f'{{"step": {10**50}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
         )
+    made_up(tmp_path / "long", steps=20_000)
     report([tmp_path], tmp_path / "page.html")
-    page = Reader((tmp_path / "page.html").read_text())
-    assert page.count("g", "job") == 8
-    assert not re.search(r"[0-9]{7}", " ".join(values.get("d", "") for _, values in page.tags))
+    page = Page(tmp_path / "page.html")
+    assert page.traces("lines")[:2] == [4, 4], "a loss of 1e299 is no coordinate"
+    long = max((trace for trace in page.figures[1]["data"]), key=lambda trace: len(trace["x"]))
+    assert len(long["x"]) <= POINTS + 1
+    assert long["x"][-1] == 20_000, "the last one is drawn"
 
 
 def test_jobs_without_curves(tmp_path):
@@ -361,9 +396,9 @@ def test_jobs_without_curves(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "result.json").write_text('{"status": "complete", "val_loss": 2.5}')
     text = report([tmp_path], tmp_path / "page.html")
-    page = Reader((tmp_path / "page.html").read_text())
-    assert page.count("g", "job") == 0
-    assert page.count("tr", "job") == 3
+    page = Page(tmp_path / "page.html")
+    assert page.traces("lines") == [2], "only parallel coordinates"
+    assert page.count("tr") == 1 + 3
     assert "2.5000  complete" in text
     (tmp_path / "c" / "result.json").unlink()
     (tmp_path / "c").rmdir()
@@ -375,18 +410,23 @@ def test_many_parameters(tmp_path):
         made_up(tmp_path / f"{number}", {f"model.key{key}": number for key in range(40)})
     text = report([tmp_path], tmp_path / "page.html")
     assert "and 32 more parameters: model.key8, " in text
-    page = Reader((tmp_path / "page.html").read_text())
-    assert page.count("svg", "against") == 12
+    page = Page(tmp_path / "page.html")
+    assert len(page.traces("markers")) == DRAWN == 12
     assert "the table has the other 28" in page.text
 
 
-def test_a_loss_far_off_has_no_colour_of_its_own(tmp_path):
-    for number, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 60.0]):
-        made_up(tmp_path / f"{number}", {"optimizer.lr": 1.0 + number}, val_loss=loss)
-    assert shaded(read_jobs([tmp_path])) == (1.5, 2.1, True)
-    report([tmp_path], tmp_path / "page.html")
-    text = Reader((tmp_path / "page.html").read_text()).text
-    assert "final validation loss 1.500" in text and "2.100 or more" in text
+def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
+    made_up(tmp_path / "a")
+    with_page = report([tmp_path], tmp_path / "page.html").splitlines()
+    (tmp_path / "page.html").unlink()
+    monkeypatch.delitem(sys.modules, "mingpt_ddp.sweeps.page")
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    for name in [name for name in sys.modules if name.startswith("plotly.")]:
+        monkeypatch.delitem(sys.modules, name)
+    *table, last = report([tmp_path], tmp_path / "page.html").splitlines()
+    assert table == with_page[:-1]
+    assert "pip install 'mingpt_ddp[report]'" in last
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_the_text_has_a_line_for_each_job(tmp_path):
@@ -460,8 +500,8 @@ def test_no_command_line_of_another_run(tmp_path):
     (run / "config.yaml").write_text("a: [1")
     assert command_line(read_jobs([run])[0]) is None
     text = report([run], tmp_path / "page.html")
-    assert "python main.py" not in text + Reader((tmp_path / "page.html").read_text()).text
-    assert "no command line" in text.splitlines()[-1]
+    assert "python main.py" not in text + Page(tmp_path / "page.html").text
+    assert "no command line" in text.splitlines()[-2]
 
 
 def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
