@@ -44,9 +44,8 @@ class Bounds:
         else:
             words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
             must = " and ".join(f"be {words[name]} {text[name]}" for name in limits)
-        check(
-            all(getattr(operator, name)(value, limit) for name, limit in limits.items()), f"{key}={value} must {must}"
-        )
+        inside = all(getattr(operator, name)(value, limit) for name, limit in limits.items())
+        check(inside, f"{key}={value} must {must}")
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str | None:

@@ -63,7 +63,7 @@ class Lease:
         time.sleep(TAKEOVER_GRACE_S)
         owner = self._read() or {}
         if owner.get("id") != self.id:
-            raise self._refusal(owner)
+            raise still_running(self.storage.url, _describe(owner))
 
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
         log.info("%s belongs to %s; waiting %.0f s for a heartbeat", self.storage.url, _describe(owner), LEASE_TTL_S)
@@ -74,16 +74,10 @@ class Lease:
             if current is None:
                 return
             if current != owner:
-                raise self._refusal(current)
+                raise still_running(self.storage.url, _describe(current))
             # A read that took long says nothing about the owner, so each read counts for half an interval at most.
             silence += min(time.monotonic() - last_read, HEARTBEAT_INTERVAL_S / 2)
             last_read = time.monotonic()
-
-    def _refusal(self, owner: dict[str, Any]) -> RunError:
-        return RunError(
-            f"{self.storage.url} belongs to {_describe(owner)}, which is still running; wait for it, "
-            "or choose another run.name"
-        )
 
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
@@ -140,6 +134,11 @@ class Lease:
             self.storage.delete(OWNER)
         except Exception as error:
             log.info("cannot release %s: %s", self.storage.url, error, extra={"file_only": True})
+
+
+def still_running(location: object, owner: str) -> RunError:
+    """Return the error for a run directory or URL that another process has locked."""
+    return RunError(f"{location} belongs to {owner}, which is still running; wait for it, or choose another run.name")
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -148,8 +148,7 @@ class RemoteFiles:
     def read(self, path: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
         size = self._info(path)["size"] if expected_size is None else expected_size
         if size is None:  # a web server that sends no Content-Length
-            content: bytes = self._request("read", "cat_file", path, end=limit)
-            return content
+            return bytes(self._request("read", "cat_file", path, end=limit))
         size = size if limit is None else min(size, limit)
         parts = [(start, min(start + PART, size)) for start in range(0, size, PART)]
 
@@ -204,8 +203,7 @@ class RemoteFiles:
 
     def _info(self, path: str) -> dict[str, Any]:
         self.fs.invalidate_cache()
-        info: dict[str, Any] = self._request("look at", "info", path)
-        return info
+        return dict(self._request("look at", "info", path))
 
     def _request(self, what: str, method: str, path: str, **kwargs: Any) -> Any:
         """Run an operation that is one request and moves few bytes."""

@@ -21,7 +21,7 @@ import yaml
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import RunError, StorageUnavailableError
-from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.lease import Lease, still_running
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
 log = logging.getLogger(__name__)
@@ -208,10 +208,7 @@ def acquire_lock(
         except OSError as error:
             if time.monotonic() > deadline:
                 lock.seek(0)
-                owner = lock.read().strip() or "another process"
-                raise RunError(
-                    f"{directory} belongs to {owner}, which is still running; wait for it, or choose another run.name"
-                ) from error
+                raise still_running(directory, lock.read().strip() or "another process") from error
             time.sleep(0.1)
     with contextlib.suppress(OSError):  # a full disk will be reported by a write that matters
         os.truncate(lock.fileno(), 0)
