@@ -137,15 +137,10 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
     )
 
 
-def human_size(size: float) -> str:
+def human_size(size: int) -> str:
     """Format bytes in the unit that suits them."""
-    if size < 1024:
-        return f"{size} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1024 or unit == "TiB":
-            break
-    return f"{size:.1f} {unit}"
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)  # of 1024
+    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
 
 
 # verify

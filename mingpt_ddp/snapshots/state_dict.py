@@ -67,7 +67,8 @@ def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
-            raise CodeError(f"the model's {name} cannot be saved: {_type_name(value)}; use a tensor of a usual type")
+            kind = getattr(value, "dtype", type(value).__name__)
+            raise CodeError(f"the model's {name} cannot be saved: {kind}; use a tensor of a usual type")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
         raise CodeError("the optimizer has a parameter that is not the model's")
@@ -77,14 +78,11 @@ def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for key, value in state.items():
             fits = value is None or type(value) in NUMBERS or (isinstance(value, Tensor) and value.dtype in DTYPES)
             if not fits or not isinstance(key, str) or ":" in key:
+                kind = getattr(value, "dtype", type(value).__name__)
                 raise CodeError(
-                    f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {_type_name(value)}; "
+                    f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {kind}; "
                     "snapshots hold tensors, numbers and null, by names without a colon"
                 )
-
-
-def _type_name(value: object) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
