@@ -205,7 +205,7 @@ class ProcessGroup:
         try:
             yield
         except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            failure = error
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # not this frame
         for rank, packed in enumerate(self.all_gather(_serialize_error(failure) if failure else None, io=True)):
             if packed is not None:
                 raise _deserialize_error(*packed, "" if self.world_size == 1 else f"rank {rank}: ") from failure

@@ -171,10 +171,11 @@ class SnapshotManager:
         """Whether this rank's thread is still at work."""
         return self._save is not None and self._save.is_alive()
 
-    def can_start(self) -> bool:
-        """Return whether no save is in progress on any rank, after waiting for a quick one. A collective."""
-        is_quick = self._save is not None and (self.durable_s or 0.0) < QUICK_S
-        return self.wait(until=self._save.started_at + QUICK_S if self._save and is_quick else 0.0)
+    @property
+    def quick_deadline(self) -> float:
+        """Until when of time.monotonic() to wait for the save in progress before another one."""
+        is_quick = (self.durable_s or 0.0) < QUICK_S  # else it would hold up training
+        return self._save.started_at + QUICK_S if self._save and is_quick else 0.0
 
     def wait(self, until: float | None = None) -> bool:
         """Wait for the save in progress, at most until a time of time.monotonic(); return whether it is done.

@@ -91,14 +91,18 @@ class SnapshotStore:
         """Write some of the files of a snapshot; return their entries of the manifest."""
         names = [f"{directory_name(step)}/{name}" for name in contents]
         digests = self._map(hashlib.sha256, contents.values())
-        self._map(self.storage.write, names, contents.values())
+        with self._pool() as pool:
+            list(pool.map(self.storage.write, names, contents.values()))
         sizes = map(len, contents.values())
         return {n: {"bytes": s, "sha256": d.hexdigest()} for n, s, d in zip(contents, sizes, digests, strict=True)}
 
     def _map(self, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
         """Call a function for each file, on an object store for several at the same time."""
-        with ThreadPoolExecutor(PARALLEL if self.storage.shared else 1) as pool:
+        with self._pool() as pool:
             return list(pool.map(function, *arguments))
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
 
     def make_manifest(self, step: int, files: Files) -> dict[str, bytes]:
         """Check that all files have been written; return the manifest, whose writing commits the snapshot.

@@ -69,7 +69,7 @@ class SaveSchedule:
         if not self._is_due:
             return
         with self._stall():
-            can_start = self.manager.can_start()
+            can_start = self.manager.wait(until=self.manager.quick_deadline)
         if can_start:
             with self._stall():
                 self.manager.save(*self._capture())
