@@ -57,7 +57,7 @@ def main() -> None:
     except BrokenPipeError:  # stdout was closed early, e.g. --help piped into head
         exit_process(None, 0)
     except Exception as error:  # of Hydra, or of an external launcher: `train` lets none pass
-        if not sweep.all_failed:  # then Optuna has no best trial, and raises
+        if sweep.done or not sweep.failed:  # else it is Optuna's, which has no best trial
             is_launcher = type(error).__module__.startswith(("submitit.", "ray."))
             exits.user_error(RunError(str(error)) if is_launcher else ConfigError(hydra_utils.explain(error)))
     logs.to_console(exits.env)
@@ -90,38 +90,33 @@ def train(cfg: DictConfig) -> float:
     """Run one job, from what Hydra composed to its validation loss.
 
     Raises:
-        JobError: the job has failed; it is one of a sweep, which continues.
+        JobError: all ranks have failed in the same way, or the only one has; the sweep continues with the next job.
     """
-    outcome = _train_or_fail(cfg, Sweep.current())
-    logs.close()
-    if isinstance(outcome, JobError):
-        gc.collect()
-        raise outcome  # here, where its traceback does not keep the model alive
-    return outcome
-
-
-def _train_or_fail(cfg: DictConfig, sweep: Sweep) -> float | JobError:
-    """Run one job. An error of all ranks, or of the only one, fails the job of a sweep; others end the process."""
-    exits = ProcessExit(hydra_utils.job_number())
+    sweep, exits = Sweep.current(), ProcessExit(hydra_utils.job_number())
     logs.to_console(exits.env)
     signals = SignalHandler(exits)
     signals.install()
     try:
         return _run_job(cfg, sweep, signals)
+    except JobError:  # of a sweep's local workers, recorded already
+        raise
     except UserError as error:
         if not (hydra_utils.is_multirun() and exits.failed_on_all_ranks(error)):
             exits.user_error(error)
-        return sweep.record_failed(str(error), USER_ERROR)
+        failure = sweep.record_failed(str(error), USER_ERROR)
     except Exception as error:
         if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
             exits.failure(error)
         log.error("the job has failed", exc_info=error)
-        return sweep.record_failed(f"error: {type(error).__name__}: {error}", FAILURE)
+        failure = sweep.record_failed(f"error: {type(error).__name__}: {error}", FAILURE)
     finally:
         exits.group = None  # the signal handlers outlive the job; without this they would keep it in memory
+        logs.close()
+    gc.collect()
+    raise failure  # here, where it has no context: the traceback of `error` would keep the model in memory
 
 
-def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float | JobError:
+def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.time() if hydra_utils.job_number() > 0 else None  # None: with the process
     env = read_env()
     config = hydra_utils.to_config(cfg, HydraConfig.get())
@@ -144,10 +139,10 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float | J
     loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at)
     signalled = any(group.all_gather(signals.signal_name is not None))  # perhaps too late for this job
     runtime.close()
-    return _finish_job(sweep, config, loss, signal_exit_code(env, 0) if signalled or loss is None else None)
+    return _finish_job(sweep, config, loss, signalled, signal_exit_code(env, 0))
 
 
-def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float | JobError:
+def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
     from mingpt_ddp.distributed.launcher import train_on_workers
 
     overrides = hydra_utils.worker_overrides()
@@ -163,25 +158,21 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float |
     if code != 0 and not signalled:
         if not hydra_utils.is_multirun():
             exit_process(None, code)
-        return sweep.record_failed(f"job error: its workers ended with exit code {code}", code)
+        raise sweep.record_failed(f"job error: its workers ended with exit code {code}", code)
     result = read_result(directory)
     ended = code == 0 and result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     loss = float(result["val_loss"]) if ended else None
-    return _finish_job(sweep, config, loss, signal_exit_code(env, code) if signalled or not ended else None)
+    return _finish_job(sweep, config, loss, signalled, signal_exit_code(env, code))
 
 
-def _finish_job(sweep: Sweep, config: Config, loss: float | None, exit_code: int | None) -> float:
-    """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep.
-
-    Args:
-        exit_code: of a process that a signal ends; None: there was no signal.
-    """
+def _finish_job(sweep: Sweep, config: Config, loss: float | None, signalled: bool, exit_code: int) -> float:
+    """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep with it."""
     if loss is not None:
         sweep.record_done(config)
-        if exit_code is None or sweep.is_finished:
+        if not signalled or sweep.is_finished:
             return loss
     sweep.log_interrupted()
-    exit_process(None, exit_code or 0)
+    exit_process(None, exit_code)
 
 
 def _check_urls(config: Config) -> None:

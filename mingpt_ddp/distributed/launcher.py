@@ -191,10 +191,8 @@ def _spawn(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit:
     try:
         while not started.join():
             pass
-    except multiprocessing.ProcessExitedException as error:
-        return WorkerExit(error.exit_code, env.rank + error.error_index, received)
-    except multiprocessing.ProcessRaisedException as error:
-        return WorkerExit(FAILURE, env.rank + error.error_index, received)
+    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
+        return WorkerExit(getattr(error, "exit_code", FAILURE), env.rank + error.error_index, received)
     finally:
         del store
     return WorkerExit(signal=received if env.is_standalone else 0)  # not every machine can read result.json

@@ -9,14 +9,15 @@ import contextlib
 import logging
 import math
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError, RunError
 
+SQLITE_URL = r"sqlite:///([^?]+)(\?.*)?"
 SQLITE_TIMEOUT_S = 60  # for which Optuna waits while another process reads the study
 
 
@@ -48,46 +49,26 @@ def check_search(config: DictConfig) -> None:
     except Exception as error:  # each sampler has its own
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         raise ConfigError(f"hydra.sweeper.sampler cannot be used: {reason}") from error
-    if sweeper.storage is not None:
-        _check_storage(str(sweeper.storage))
+    if sweeper.storage is not None and not re.fullmatch(SQLITE_URL, str(sweeper.storage)):
+        raise ConfigError(f"hydra.sweeper.storage={sweeper.storage} must be sqlite:///FILE or null")
 
 
-def _check_storage(url: str) -> None:
-    if not _sqlite_file(url):
-        raise ConfigError(f"hydra.sweeper.storage={url} must be sqlite:///FILE or null")
-    with contextlib.suppress(PackageNotFoundError):
-        if version("optuna").startswith("2.") and not version("sqlalchemy").startswith("1."):
-            raise ConfigError(
-                f"Optuna {version('optuna')} cannot write a study by SQLAlchemy {version('sqlalchemy')}; "
-                "install what constraints.txt says for the extra sweep"
-            )
-
-
-def _sqlite_file(url: str) -> re.Match[str] | None:
-    return re.fullmatch(r"sqlite:///([^?]+)(\?.*)?", url)
-
-
-def disable_optuna_logging() -> None:
-    """Silence Optuna's lines for each trial: the jobs log more."""
-    with contextlib.suppress(ImportError):
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-    logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
-
-
-def new_study(url: str) -> str:
-    """Move an older study out of the way and return the URL of a new one, with a timeout for its lock.
-
-    The results themselves are kept in the job directories.
+def start_search(config: DictConfig, env: DistEnv) -> None:
+    """Let rank zero alone write a new study; the results themselves are kept in the job directories.
 
     Raises:
         RunError: the study's directory cannot be written.
     """
-    match = _sqlite_file(url)
-    assert match is not None  # see _check_storage
-    _backup(Path(match[1]))
-    return url if match[2] else f"{url}?timeout={SQLITE_TIMEOUT_S}"
+    with contextlib.suppress(ImportError):  # Optuna logs a line for each trial, but the jobs log more
+        import optuna
+
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
+    logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
+    url = config.hydra.sweeper.storage
+    if url is not None and (match := re.fullmatch(SQLITE_URL, str(url))):
+        env.call_on_rank_zero(lambda: _backup(Path(match[1])))
+        timeout = "" if match[2] else f"?timeout={SQLITE_TIMEOUT_S}"
+        config.hydra.sweeper.storage = env.call_on_rank_zero(lambda: f"{url}{timeout}")
 
 
 def _backup(study: Path) -> None:

@@ -118,10 +118,6 @@ class Sweep:
         """Whether no job is left for this process."""
         return not self.launcher or self.planned <= len(self.done) + len(self.failed)
 
-    @property
-    def all_failed(self) -> bool:
-        return bool(self.failed) and not self.done
-
     def finish(self) -> None:
         """Print the table, write the page and end the process with an error if jobs have failed; on rank zero only."""
         if self.launcher:
@@ -156,10 +152,9 @@ class SweepPreflight(Callback):
         random.seed(0)  # Hydra's shuffle() then has the same order on every rank and at every start
         try:
             _start(config, read_env(), Sweep.current())
-        except UserError as error:
-            ProcessExit().user_error(error)
         except Exception as error:  # Hydra would only warn, and start the sweep
-            ProcessExit().user_error(ConfigError(hydra_utils.explain(error)))
+            explained = error if isinstance(error, UserError) else ConfigError(hydra_utils.explain(error))
+            ProcessExit().user_error(explained)
 
 
 def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
@@ -189,10 +184,8 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
         excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
         config.hydra.overrides.hydra.append(excluded)
         config.hydra.sweep.dir = str(sweep.directory)
-        if storage := OmegaConf.select(config, "hydra.sweeper.storage"):
-            config.hydra.sweeper.storage = env.call_on_rank_zero(lambda: search.new_study(str(storage)))
-    if search.is_search(config):
-        search.disable_optuna_logging()
+        if search.is_search(config):
+            search.start_search(config, env)
 
 
 def _check_hydra_keys(config: DictConfig) -> None:
