@@ -18,6 +18,7 @@ from mingpt_ddp.sweeps.runs import Job, Value
 
 NO_COMMAND = "there is no command line for it: its configuration cannot be read, and with it the run.name to continue"
 LARGEST = 1 << 16  # bytes of a record of Hydra's
+KEYWORDS = ("null", "true", "false", "nan", "inf")  # of the grammar of overrides, in any case
 
 
 def command_line(job: Job) -> str | None:
@@ -78,13 +79,7 @@ def hydra_value(value: Value) -> str:
         return f"[{','.join(map(hydra_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_./:-]*", value) and value.lower() not in (
-        "null",
-        "true",
-        "false",
-        "nan",
-        "inf",
-    ):
+    if re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_./:-]*", value) and value.lower() not in KEYWORDS:
         return value
     without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     return QuotedString(without_interpolation, Quote.double).with_quotes()

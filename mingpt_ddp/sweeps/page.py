@@ -25,7 +25,7 @@ LONGEST = 40  # characters of a name or value in a plot
 LACKING = -0.16  # where a line passes the axis, from 0 to 1, of a parameter that the job does not have
 COLOURS = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]  # best to worst, legible on white and on black
 INCOMPLETE = "rgb(138,147,158)"
-HOVER = "%{text}<extra></extra>"  # a template of plotly's; texts that it inserts are no templates
+CURVE_HOVER = "step %{x}: %{y:.4f}<br>%{text}<extra></extra>"  # a template of plotly's; the text it inserts is none
 LABEL = {"showarrow": False, "xanchor": "right", "xshift": -5, "font": {"size": 11}, "bgcolor": "white"}
 
 
@@ -91,13 +91,15 @@ class Plots:
     def __init__(self, jobs: list[Job], keys: list[str]) -> None:
         self.figures: list[dict[str, Any]] = []
         self._jobs, self._best = jobs[::-1], best_of(jobs)
-        self._names = {key: _label(name) for key, name in short_names(keys).items()}
+        self._names = short_names(keys)
         self._objectives = [job.objective for job in jobs if job.objective is not None]
         self._highest = _highest(self._objectives or [job.val_loss for job in jobs if job.val_loss is not None])
         self._hovers = {}
         for rank, job in enumerate(jobs, start=1):
             loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
-            values = [f"{self._names[key]}: {_label(shown(job.config[key]))}" for key in keys if key in job.config]
+            values = [
+                f"{_label(self._names[key])}: {_label(shown(job.config[key]))}" for key in keys if key in job.config
+            ]
             self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{loss}", *values[:DRAWN]])
 
     def legend(self) -> str:
@@ -116,9 +118,7 @@ class Plots:
             points = [(x, y) for x, y in job.history.series(key) if number(x) is not None and number(y) is not None]
             if points:
                 steps, losses = zip(*points[:: len(points) // POINTS + 1], points[-1], strict=True)
-                traces.append(
-                    {**self._line(job, steps, losses), "hovertemplate": f"step %{{x}}: %{{y:.4f}}<br>{HOVER}"}
-                )
+                traces.append(self._line(job, steps, losses) | {"hovertemplate": CURVE_HOVER})
         axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": _loss_axis([y for trace in traces for y in trace["y"]])}
         return self._plot(traces, {"title": {"text": title}, **axes}, 340)
 
@@ -128,24 +128,21 @@ class Plots:
         at, ticks = _positions(job.config[key] for job, _ in drawn)
         losses = [min(loss, self._highest) for _, loss in drawn]
         colours = [self._colour(job) for job, _ in drawn]
-        symbols = [
-            ("circle" if loss <= self._highest else "triangle-up") + ("" if job.objective is not None else "-open")
-            for job, loss in drawn
-        ]
+        shapes = ["circle" if loss <= self._highest else "triangle-up" for _, loss in drawn]
+        symbols = [shape + "-open" * (job.objective is None) for shape, (job, _) in zip(shapes, drawn, strict=True)]
         sizes = [13 if job is self._best else 9 for job, _ in drawn]
         marker = {"symbol": symbols, "size": sizes, "color": colours, "line": {"color": colours, "width": 1.5}}
         x = [at[identity(job.config[key])] for job, _ in drawn]
-        trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": losses, "marker": {**marker, "opacity": 0.85}}
-        trace |= {"text": [self._hovers[job.directory] for job, _ in drawn], "hovertemplate": HOVER}
-        xaxis = {"title": {"text": self._names[key]}, "range": [-0.06, 1.06], **_ticks(ticks)}
+        texts = [self._hovers[job.directory] for job, _ in drawn]
+        trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": losses, "text": texts, "marker": marker}
+        xaxis = {"title": {"text": _label(self._names[key])}, "range": [-0.06, 1.06], **_ticks(ticks)}
         return self._plot([trace] if drawn else [], {"xaxis": xaxis, "yaxis": _loss_axis(losses)}, 260)
 
     def parallel(self, keys: list[str]) -> str:
         """Draw a line for each job through its parameters to its objective, below the axes of what it lacks."""
         jobs = [job for job in self._jobs if any(key in job.config for key in keys)]
-        columns: list[dict[Path, Value]] = [
-            {j.directory: j.config[key] for j in jobs if key in j.config} for key in keys
-        ]
+        columns: list[dict[Path, Value]]
+        columns = [{job.directory: job.config[key] for job in jobs if key in job.config} for key in keys]
         columns.append({job.directory: min(job.val_loss, self._highest) for job in jobs if job.val_loss is not None})
         ways, labels = [], []
         for column, values in enumerate(columns):
@@ -154,7 +151,7 @@ class Plots:
             ticks |= {LACKING: "none"} if len(values) < len(jobs) else {}
             labels += [{**LABEL, "x": column, "y": y, "text": text} for y, text in ticks.items()]
         lines = [self._line(job, range(len(columns)), y) for job, y in zip(jobs, zip(*ways, strict=True), strict=True)]
-        names = [*(cut(self._names[key], 18) for key in keys), "validation loss"]
+        names = [*(_label(self._names[key], 18) for key in keys), "validation loss"]
         xaxis = {"side": "top", "range": [-0.65, len(keys) + 0.5], **_ticks(dict(enumerate(names)))}
         yaxis = {"visible": False, "range": [LACKING - 0.08, 1.05]}
         layout = {"xaxis": xaxis, "yaxis": yaxis, "annotations": labels, "margin": {"l": 0, "r": 0, "t": 40, "b": 10}}
@@ -163,14 +160,7 @@ class Plots:
     def _line(self, job: Job, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
         width, dash = 3.5 if job is self._best else 1.5, "solid" if job.objective is not None else "dash"
         line = {"color": self._colour(job), "width": width, "dash": dash}
-        return {
-            "mode": "lines",
-            "x": [*x],
-            "y": [*y],
-            "line": line,
-            "text": self._hovers[job.directory],
-            "hovertemplate": HOVER,
-        }
+        return {"mode": "lines", "x": [*x], "y": [*y], "line": line, "text": self._hovers[job.directory]}
 
     def _colour(self, job: Job) -> str:
         if job.objective is None:
@@ -187,9 +177,9 @@ class Plots:
         return f'<div class="plot" style="height:{height}px;min-width:{width}px"></div>'
 
 
-def _label(text: str) -> str:
+def _label(text: str, longest: int = LONGEST) -> str:
     """Escape a text for plotly, which renders tags and entities in labels."""
-    return escape(cut(text, LONGEST), quote=False)
+    return escape(cut(text, longest), quote=False)
 
 
 def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[float, str]]:
@@ -197,9 +187,8 @@ def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[flo
 
     Numbers in proportion, by their logarithms where they span a factor of ten; anything else in equal distances.
     """
-    distinct = sorted(
-        {identity(v): v for v in values}.values(), key=lambda v: (number(v) is None, number(v) or 0, shown(v))
-    )
+    distinct = [*{identity(value): value for value in values}.values()]
+    distinct.sort(key=lambda value: (number(value) is None, number(value) or 0, shown(value)))
     numbers = [known for value in distinct if (known := number(value)) is not None]
     if len(numbers) < len(distinct):
         numbers = [float(index) for index in range(len(distinct))]
@@ -210,7 +199,7 @@ def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[flo
     ticks: dict[float, str] = {}
     for share, value in zip(shares, distinct, strict=True):
         if not ticks or share - max(ticks) >= 0.17:
-            ticks[share] = _label(cut(shown(value), 14))
+            ticks[share] = _label(shown(value), 14)
     return {identity(value): share for share, value in zip(shares, distinct, strict=True)}, ticks
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import math
 import statistics
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -66,10 +65,6 @@ class Job:
         """How many attempts ended by a preemption or a kill and were followed by another."""
         return self.history.faults if self.history.starts else None
 
-    @property
-    def wall_seconds(self) -> float | None:
-        return number(self.result.get("wall_seconds"))
-
 
 def read_jobs(directories: list[Path]) -> list[Job]:
     """Read the jobs in these directories; sort them by objective, those without one last.
@@ -93,11 +88,7 @@ def read_jobs(directories: list[Path]) -> list[Job]:
             name = (base / run.relative_to(directory)).relative_to(above).as_posix()
             found.setdefault(run.resolve(), (run, name))
     jobs = [_read(path, name) for path, name in found.values()]
-    return sorted(jobs, key=lambda job: (job.objective is None, _or_inf(job.val_loss), job.name))
-
-
-def _or_inf(loss: float | None) -> float:
-    return math.inf if loss is None else loss
+    return sorted(jobs, key=lambda job: (job.objective is None, job.val_loss is None, job.val_loss or 0.0, job.name))
 
 
 def best_of(jobs: list[Job]) -> Job | None:

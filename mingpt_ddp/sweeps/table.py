@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from mingpt_ddp.errors import printable
 from mingpt_ddp.sweeps.command import NO_COMMAND, command_line
-from mingpt_ddp.sweeps.runs import Job, Value, best_of
+from mingpt_ddp.sweeps.runs import Job, Value, best_of, number
 
 COLUMNS = 8  # for parameters; the page has them all
 LONGEST = 60  # characters of a value or a name
@@ -42,7 +42,7 @@ def table(jobs: list[Job], keys: list[str]) -> str:
 
 def cells(job: Job, keys: list[str]) -> list[str]:
     """Write the validation loss, status, parameters, step, tokens per second, faults and time of a job."""
-    loss, seconds = fixed(job.val_loss, ".4f"), job.wall_seconds
+    loss, seconds = fixed(job.val_loss, ".4f"), number(job.result.get("wall_seconds"))
     return [
         loss if job.objective is not None or job.val_loss is None else f"({loss})",
         shown(job.status),
