@@ -46,11 +46,13 @@ class Meter:
         self._since += seconds
 
     def read(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last reading by tag, and reset. A collective."""
+        """Return the metrics by tag of the steps since the last reading, if there are any, and reset. A collective."""
         loss_sum, steps = self.state()
+        if steps == 0:
+            return {}
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         metrics = {
-            "train/loss": loss_sum / max(1, steps),
+            "train/loss": loss_sum / steps,
             "train/grad_norm": self.grad_norm(),
             "speed/tokens_per_s": self._timed_steps * self.tokens_per_step / elapsed,
             "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
@@ -59,11 +61,6 @@ class Meter:
         }
         self._reset()
         return metrics
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no step has been recorded since the last reading."""
-        return self._steps == 0
 
     def grad_norm(self) -> float:
         """Return the global gradient norm of the last step, before clipping."""
@@ -97,8 +94,8 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def fastest(statement: str, variables: dict[str, object]) -> float:
-    """Return the seconds that a statement takes at its fastest."""
-    from torch.utils.benchmark import Timer  # it imports setuptools, which the first step need not wait for
+    """Return the seconds that a statement takes at its fastest, with the device synchronized."""
+    from torch.utils.benchmark import Timer  # imports setuptools, for which the first step would wait
 
     timer = Timer(statement, globals=variables, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=MIN_RUN_S).times)

@@ -82,7 +82,7 @@ class MetricsProcessor:
 
     def log_train(
         self, step: int, model: nn.Module, metrics: dict[str, float], run_metrics: dict[str, float]
-    ) -> dict[str, float] | None:
+    ) -> dict[str, float]:
         """Log the steps since the last call. A collective.
 
         Args:
@@ -91,15 +91,15 @@ class MetricsProcessor:
             run_metrics: of the whole run.
 
         Returns:
-            All metrics of this rank by tag; None where all steps since the last call were skipped.
+            All metrics of this rank by tag; {} where all steps since the last call were skipped.
         """
-        if self.meter.is_empty:
-            return None
-        metrics = {**metrics, **self.meter.read()}
+        measured = self.meter.read()
+        if not measured:
+            return {}
         self._set_up()
         communication_s, exposed_s = self.runtime.strategy.comm_times(model)
-        metrics["speed/communication_ms"] = communication_s * 1e3
-        metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
+        times = {"speed/communication_ms": communication_s * 1e3, "speed/communication_exposed_ms": exposed_s * 1e3}
+        metrics = {**metrics, **measured, **times}
         if self._flops_per_token is not None:
             tokens_per_s = metrics["speed/tokens_per_s"] / self.runtime.group.world_size
             metrics["speed/mfu"] = self._flops_per_token * tokens_per_s / self._peak_flops
@@ -139,9 +139,8 @@ class MetricsProcessor:
 
     def complete(self, step: int, val_loss: float | None) -> None:
         """Log that the run is complete, or pruned, at `step`."""
-        results = {"hparam/val_loss": val_loss or math.nan}
         for logger in (self.run_tensorboard, self.jsonl):
-            logger.complete(step, self.config.to_dict(), results)
+            logger.complete(step, self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
 
     def flush(self) -> None:
         self.tensorboard.flush()

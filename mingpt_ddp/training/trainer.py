@@ -221,6 +221,6 @@ class Trainer:
         state = self.saves.update_wall_time()
         model = self.train_step.parallel_model
         metrics = self.metrics.log_train(state.step, model, {"train/lr": self._lr}, {"speed/goodput": state.goodput})
-        if metrics is not None:
+        if metrics:
             state.train_loss = metrics["train/loss"]
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])

@@ -128,6 +128,11 @@ def test_other_keys_are_kept(path):
     assert read_history(path).series("mfu") == [(3, 0.5)]
 
 
+def test_a_start_without_a_time_is_a_start(path):
+    path.write_text('{"start": null, "step": 0}\n{"start": 5.0, "step": 0}\n')
+    assert (read_history(path).starts, read_history(path).began) == (2, 5.0)
+
+
 def test_an_empty_file_is_an_empty_history(path):
     path.touch()
     assert read_history(path).rows == []
