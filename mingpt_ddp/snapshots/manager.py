@@ -134,32 +134,27 @@ class SnapshotManager:
     def _ranks_with_same_storage(self) -> list[int]:
         """Return the ranks that see rank zero's files: those of its node, or all where a filesystem is shared."""
         group = self.runtime.group
-        ranks = set(range(group.world_size))
-        for store in self.stores if group.world_size > 1 else []:
-            if not store.storage.shared:
-                ranks &= self._ranks_that_see(store)
-        return sorted(ranks) or [0]  # a storage that cannot be written fails when a snapshot goes there
+        storages = [store.storage for store in self.stores if group.world_size > 1 and not store.storage.shared]
 
-    def _ranks_that_see(self, store: SnapshotStore) -> set[int]:
-        group = self.runtime.group
-
-        def write_probe() -> str:
+        def write_probes() -> str:
             name = f"probe-{uuid.uuid4().hex}"
-            with contextlib.suppress(OSError):
-                store.storage.write(name, b"")
+            with contextlib.suppress(OSError):  # it comes again, and is handled, when a snapshot goes there
+                for storage in storages:
+                    storage.write(name, b"")
             return name
 
-        def delete_probe() -> None:
+        def delete_probes() -> None:
             with contextlib.suppress(OSError):
-                store.storage.delete(name)
+                for storage in storages:
+                    storage.delete(name)
 
-        name = group.run_on_rank_zero(write_probe)
-        sees_it = False
+        name = group.run_on_rank_zero(write_probes)
+        sees_all = False
         with contextlib.suppress(OSError):
-            sees_it = store.storage.size(name) is not None
-        ranks = {rank for rank, sees in enumerate(group.all_gather(sees_it)) if sees}
-        group.env.call_on_rank_zero(delete_probe)
-        return ranks
+            sees_all = all(storage.size(name) is not None for storage in storages)
+        ranks = [rank for rank, sees in enumerate(group.all_gather(sees_all)) if sees]
+        group.env.call_on_rank_zero(delete_probes)
+        return ranks or [0]
 
     def wait_for_staging(self) -> None:
         """Return when the tensors of the save in progress may change."""

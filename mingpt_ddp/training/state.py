@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 from dataclasses import asdict, dataclass, field
@@ -97,14 +98,15 @@ def check_state(step: int, state: Any, config: Config, text: EncodedText) -> Non
         SnapshotError: its model, text or order of the data are others, or it was not written by a run.
     """
     try:
-        recorded = _with_defaults({**state["config"], "ddp": config.to_dict()["ddp"]})  # ddp may differ, also in keys
+        recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}  # ddp may differ, also in its keys
+        with contextlib.suppress(NotRegisteredError):  # another model or optimizer than now: compared below
+            recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
         train_state = build(TrainState, decode_train_state(state["position"]), "position")
-        is_valid = train_state.step == step and recorded["trainer"]["batch_size"] % state["micro_batch_size"] == 0
+        if train_state.step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
+            raise ValueError(f"step {train_state.step}, micro_batch_size {state['micro_batch_size']}")
         old = identity(recorded, state["corpus"]["sha256"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
         raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {str(error)[:300]}") from error
-    if not is_valid:
-        raise SnapshotError(f"the snapshot of step {step} does not hold what it should")
     new = identity(config.to_dict(), text.sha256)
     differences = [f"{k} ({str(old.get(k))[:100]} there, {new[k]} now)" for k in new if old.get(k) != new[k]]
     if differences:
@@ -121,15 +123,3 @@ def identity(config: dict[str, Any], text_sha256: str) -> dict[str, Any]:
     keys += ["trainer.batch_size", "optimizer.name", "run.seed"]
     values = {key: config[key.split(".")[0]].get(key.split(".")[1]) for key in keys}
     return values | {"data.path (the text's SHA-256)": text_sha256[:16]}
-
-
-def _with_defaults(recorded: Any) -> Any:
-    """Check a recorded configuration and add the keys that are newer; return one of unknown code as it is.
-
-    Raises:
-        ConfigError: it is not a configuration.
-    """
-    try:
-        return from_mapping(recorded).to_dict()
-    except NotRegisteredError:  # another model or optimizer than now; `check_state` names both
-        return recorded
