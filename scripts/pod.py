@@ -2,8 +2,9 @@
 
     python scripts/pod.py [options of torchrun] main.py [key=value ...]
 
-0: the run is complete. 1 or 2: it failed, and would again. 143: start it again, and it goes on from its last snapshot.
-torchrun itself ends with 1 for all failures, and with 0 where the run has stopped because another pod had to leave.
+0: the run is complete. 1 or 2: it failed, and would fail again. 143: start it again, and it resumes from its last
+snapshot. torchrun itself exits with 1 after any failure, and with 0 where the run stopped because another pod was
+preempted.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import sys
 from functools import partial
 
 FAILURE, MISTAKE, AGAIN = 1, 2, 128 + signal.SIGTERM
-TRY_AGAIN = 75  # of a worker that could not reach the storage
-EXIT_S = 3  # for which an agent whose ranks have ended waits for the other agents: torchrun 300, deaf to signals
+TRY_AGAIN = 75  # EX_TEMPFAIL of a worker whose storage is unavailable
+EXIT_S = 3  # for which an agent whose ranks have ended waits for other agents; torchrun waits 300 and ignores signals
 
-# The kernel keeps signals from a container's first process until that has a handler; torch's comes seconds later.
+# The kernel drops signals to PID 1 of a container until it has a handler; torch installs its own seconds later.
 signal.signal(signal.SIGTERM, lambda *_: os._exit(AGAIN))
 
 
@@ -37,7 +38,7 @@ def main(words: list[str]) -> int:
         return {TRY_AGAIN: AGAIN, MISTAKE: MISTAKE}.get(code, FAILURE)
     except SignalException:
         return AGAIN
-    except Exception as error:  # the other pods are not there, or no more
+    except Exception as error:  # e.g. the other pods are gone
         print(f"error: {' '.join(f'{type(error).__name__}: {error}'.split())}", file=sys.stderr)
         return AGAIN
     return 0 if is_complete(args.training_script_args) else AGAIN

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and how it goes on; `test_launchers` has the ways to start it."""
+"""What a run writes, and how it resumes; `test_launchers` has the ways to start it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_result(pair):
     assert f"validation loss {values['val_loss']:.4f} nats" in output.splitlines()[-1]
 
 
-def test_rank_0_tells_how_long_the_first_step_took(pair):
+def test_rank_zero_logs_the_time_of_the_first_step(pair):
     (seconds,) = re.findall(r"^the first step was done after ([0-9.]+) s$", pair[1], flags=re.MULTILINE)
     assert 0.5 < float(seconds) < 100
 
@@ -95,7 +95,7 @@ def test_one_process_unnamed_run_is_found_again(tmp_path):
     assert result(run)["step"] == 20
 
 
-def test_resume_never_starts_anew_beside(tmp_path):
+def test_resume_never_starts_a_new_run(tmp_path):
     for expected in ("a", "a-2", "a-3"):
         done = call([*python_main(), *TINY, "run.name=a", "run.resume=never", "trainer.max_steps=4"], tmp_path)
         assert done.returncode == 0, done.stdout
@@ -110,7 +110,7 @@ def test_resume_from_another_run(tmp_path):
     assert second.returncode == 0
 
 
-def test_damaged_newest_snapshot_is_reported_and_passed_over(tmp_path):
+def test_damaged_newest_snapshot_is_reported_and_skipped(tmp_path):
     """One line names it, the one before it is used, and the run ends where the undisturbed one does."""
     whole = call([*python_main(), *TINY, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
@@ -185,17 +185,17 @@ def test_the_failing_rank_is_named_last(tmp_path):
     command = [*torchrun(3)[:-1], str(script), *TINY, "run.name=a"]
     done = call(command, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 1
-    told = "error: rank 1: OSError: the disk of rank 1 is gone"
+    root_cause = "error: rank 1: OSError: the disk of rank 1 is gone"
     from_workers = [line for line in done.stdout.splitlines() if "error: rank" in line]
     assert from_workers
-    assert all(line.endswith(told) for line in from_workers)
+    assert all(line.endswith(root_cause) for line in from_workers)
     for rank in (0, 2):
-        assert (tmp_path / f"outputs/a/main.rank{rank}.log").read_text().splitlines()[-1].endswith(told)
+        assert (tmp_path / f"outputs/a/main.rank{rank}.log").read_text().splitlines()[-1].endswith(root_cause)
     assert "Traceback" in (tmp_path / "outputs/a/main.rank1.log").read_text()
 
 
-def test_a_mistake_does_not_burn_the_restarts(tmp_path):
-    """A text too short is told once, although the agent restarts its workers three times."""
+def test_a_user_error_does_not_use_up_the_restarts(tmp_path):
+    """A text that is too short is reported once, although the agent may restart its workers three times."""
     command = [*python_main(), *TINY, "ddp.nproc_per_node=2", "data.block_size=9999", "ddp.max_restarts=3"]
     done = call(command, tmp_path)
     assert done.returncode == 2
@@ -276,14 +276,14 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
     done = call(command, tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stdout
     assert result(tmp_path / "outputs" / "wheel")["step"] == 12
-    told = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
-    assert told.endswith(
+    report = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
+    assert report.endswith(
         "python -m mingpt_ddp " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
     )
 
 
-def test_a_worker_whose_agent_died_before_it_could_look_leaves(tmp_path):
-    """Nobody answers at the store of the agent: an orphan must not train on, not even a single one."""
+def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
+    """The agent's store is unreachable: an orphan must not train on, not even a single one."""
     orphan = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     done = call([*python_main(), *TINY, "ddp.timeout_s=2"], tmp_path, TORCHELASTIC_USE_AGENT_STORE="True", **orphan)
     assert done.returncode == 2
@@ -301,7 +301,7 @@ def test_ranks_of_different_configuration_are_refused(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_two_runs_cannot_share_a_place_for_snapshots(tmp_path):
+def test_two_runs_cannot_share_a_snapshot_directory(tmp_path):
     options = [*TINY, "run.name=a", f"snapshot.path={tmp_path}/shared", "trainer.max_steps=100000"]
     job = Job([*python_main(), *options, "run.root=first"], tmp_path)
     try:
@@ -313,7 +313,7 @@ def test_two_runs_cannot_share_a_place_for_snapshots(tmp_path):
         job.kill_tree()
 
 
-def test_a_console_that_is_gone_does_not_stop_the_training(tmp_path):
+def test_a_closed_console_does_not_stop_the_training(tmp_path):
     command = " ".join([*python_main(), *TINY, "run.name=a"])
     for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
         shutil.rmtree(tmp_path / "outputs", ignore_errors=True)

@@ -142,7 +142,7 @@ def test_two_machines_by_hand(tmp_path, undisturbed):
         assert not re.search(r"Traceback|resource_tracker|frame #", job.text()), job.text()
 
 
-def test_a_mistake_on_two_machines_is_told_once_on_each(tmp_path):
+def test_a_user_error_on_two_machines_is_reported_once_on_each(tmp_path):
     machines = Machines(tmp_path, *SETTINGS, "data.block_size=9999")
     machines.start(0)
     machines.start(1)
@@ -155,8 +155,8 @@ def test_a_mistake_on_two_machines_is_told_once_on_each(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["elastic", "spawn"])
-def test_killed_started_again_and_told_to_stop(launcher, tmp_path):
-    """run.resume=never means beside older runs, not anew at every restart. Ctrl-C goes to all of a terminal."""
+def test_killed_restarted_and_interrupted(launcher, tmp_path):
+    """run.resume=never makes one new directory, not another at every restart. Ctrl-C goes to the whole terminal."""
     runs = tmp_path / "outputs"
     (runs / "run").mkdir(parents=True)
     job = Job([*ONE_MACHINE[launcher], *SLOW, "run.resume=never"], tmp_path)

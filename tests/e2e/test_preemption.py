@@ -1,7 +1,7 @@
-"""A scheduler's SIGTERM or SIGUSR1 and the user's Ctrl-C: a snapshot of the very step, and the run goes on from there.
+"""Preemption by a scheduler's SIGTERM or SIGUSR1 and the user's Ctrl-C: a snapshot of that step, and a resumed run.
 
-The signals are real. That they come at a known moment is the doing of a module on PYTHONPATH, which holds a process at
-a named point until it is let go, and tells when a signal has been handled.
+The signals are real. A module on PYTHONPATH pauses a process at a named point, so that they come at a known moment, and
+reports when a signal has been handled.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_one_process(tmp_path, undisturbed):
     finish(tmp_path, [7, 13], undisturbed(1))
 
 
-def test_own_agent_hands_signals_on(tmp_path, undisturbed):
+def test_local_agent_forwards_signals(tmp_path, undisturbed):
     """A Ctrl-C goes to all processes of the terminal, and still counts once."""
     run, two = tmp_path / "outputs" / "run", "ddp.nproc_per_node=2"
     for number, step, send in (
@@ -128,7 +128,7 @@ def test_own_agent_hands_signals_on(tmp_path, undisturbed):
 
 
 def test_torchrun(tmp_path, undisturbed):
-    """One worker that is told is enough; a torchrun that is told says that it failed, but nothing is lost."""
+    """A signal to one worker is enough; torchrun exits with an error after one to itself, but nothing is lost."""
     run = tmp_path / "outputs" / "run"
     held = Held(torchrun(2), tmp_path, patches(HOLD_AT_STEP, step=7))
     held.wait_until("step7", 0, 1)
@@ -193,7 +193,7 @@ def test_an_evaluation_is_broken_off_and_made_up_for(evaluation, step, tmp_path,
         finish(tmp_path, [step], undisturbed(1))
 
 
-def test_a_start_just_ends(tmp_path):
+def test_a_signal_before_training_ends_the_process(tmp_path):
     hold_at_import = 'PATCHES["mingpt_ddp.data.dataset"] = lambda module: hold("start")'
     held = Held(python_main(), tmp_path, hold_at_import)
     held.wait_until("start")
@@ -203,7 +203,7 @@ def test_a_start_just_ends(tmp_path):
     assert not (tmp_path / "outputs" / "run" / "result.json").exists()
 
 
-def test_the_second_ctrl_c_leaves_at_once(tmp_path):
+def test_the_second_ctrl_c_exits_at_once(tmp_path):
     held = Held(python_main(), tmp_path, patches(HOLD_AT_STEP, step=5))
     held.wait_until("step5")
     os.kill(held.job.process.pid, signal.SIGINT)

@@ -111,7 +111,7 @@ def test_what_was_pruned_is_trained_on_without_pruning(undisturbed, tmp_path):
 
 @needs_optuna
 def test_two_ranks_in_step_or_below_one_parent(tmp_path):
-    """Killed, or told to end, while the second of two jobs trains; both ways find the same."""
+    """Killed, or preempted, while the second of two jobs trains; both ways find the same."""
     slow = ["hydra.sweeper.n_trials=2", "trainer.max_steps=40", "trainer.eval_every=20"]
     ways = {
         "in_step": ([*torchrun(2), *SEARCH, *slow], lambda job: job.kill_tree()),

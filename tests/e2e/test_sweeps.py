@@ -48,10 +48,10 @@ def finished(sweep: Path) -> dict[str, Done]:
     done = {}
     for result in sweep.glob("*/result.json"):
         job = result.parent
-        told = json.loads(result.read_text())
-        if told["status"] == "complete":
-            newest = job / "snapshots" / f"step_{told['step']:08d}" / "model.safetensors"
-            done[job.name] = Done(told["val_loss"], newest.read_bytes(), read_history(job / METRICS).starts)
+        values = json.loads(result.read_text())
+        if values["status"] == "complete":
+            newest = job / "snapshots" / f"step_{values['step']:08d}" / "model.safetensors"
+            done[job.name] = Done(values["val_loss"], newest.read_bytes(), read_history(job / METRICS).starts)
     return done
 
 
@@ -122,7 +122,7 @@ def test_an_edited_sweep_keeps_what_is_done(tmp_path):
     assert before.items() <= after.items()
 
 
-def test_a_longer_sweep_goes_on_with_its_jobs(tmp_path):
+def test_a_longer_sweep_continues_its_jobs(tmp_path):
     words = [*SHORT, "run.name=sweep", "run.seed=1,2"]
     assert call(in_this_process(*words), tmp_path).returncode == 0
     done = call(in_this_process(*words, "trainer.max_steps=8"), tmp_path)
@@ -131,7 +131,7 @@ def test_a_longer_sweep_goes_on_with_its_jobs(tmp_path):
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 
 
-def test_what_the_digest_leaves_out_still_tells_jobs_apart(tmp_path):
+def test_keys_outside_the_digest_still_distinguish_jobs(tmp_path):
     """Limits do not make the training, but a sweep may vary them."""
     done = call(in_this_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
     assert done.returncode == 0, done.stdout
@@ -141,16 +141,16 @@ def test_what_the_digest_leaves_out_still_tells_jobs_apart(tmp_path):
     assert "sweep: 2 jobs, 2 already complete, 0 failed" in again.stdout, again.stdout
 
 
-def test_anew(tmp_path):
-    """run.resume=never trains jobs that are done in directories of their own, and tells of those."""
+def test_resume_never(tmp_path):
+    """run.resume=never trains complete jobs again in new directories, and reports those."""
     words = [*SHORT, "run.seed=1,2", "trainer.max_steps=2"]
     assert call(in_this_process(*words), tmp_path).returncode == 0
-    anew = call(in_this_process(*words, "run.resume=never"), tmp_path)
-    assert "sweep: 2 jobs, 0 already complete, 0 failed" in anew.stdout, anew.stdout
+    again = call(in_this_process(*words, "run.resume=never"), tmp_path)
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in again.stdout, again.stdout
     runs = {path.parent.name for path in (tmp_path / "outputs").glob("*/result.json")}
     first = {name for name in runs if not name.endswith("-2")}
     assert runs == first | {f"{name}-2" for name in first} and len(first) == 2
-    table = anew.stdout[anew.stdout.index("val loss  status") :]
+    table = again.stdout[again.stdout.index("val loss  status") :]
     assert all(f"{name}-2" in table for name in first), table
 
 
@@ -208,7 +208,7 @@ class Count(Callback):
         runs = sum("outputs" in file and not file.endswith("sweep/.lock") for file in files)
         counts = [tensors, handlers, threading.active_count(), runs, len(files)]
         line = " ".join(["left", os.environ.get("RANK", "0"), *map(str, counts)])
-        os.write(1, f"{line}\\n".encode())  # in one piece: the other rank tells at the same time
+        os.write(1, f"{line}\\n".encode())  # one write: the other rank prints at the same time
 """
 
 

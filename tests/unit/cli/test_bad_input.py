@@ -28,7 +28,7 @@ import mingpt_ddp.config.hydra_utils, mingpt_ddp.cli.train, mingpt_ddp.training.
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-# What every child would load anew: modules behind the first call, Hydra's plug-ins, its grammar.
+# What every child would load again: modules behind the first call, Hydra's plug-ins, its grammar.
 torch.use_deterministic_algorithms(False)
 with initialize_config_dir(str(mingpt_ddp.config.hydra_utils.config_directory()), version_base="1.3"):
     compose("config", ["optimizer.lr=1"])
@@ -362,7 +362,7 @@ def test_credentials_are_refused_and_not_repeated(key, url, program, cwd):
     assert "hunter2" not in outcome.text
 
 
-# The variables that a launcher sets; nobody else's fault can be told apart from theirs.
+# The variables that a launcher sets.
 PLACES = [
     ({"RANK": "0"}, "config error: "),
     ({"WORLD_SIZE": "1"}, "config error: RANK is not set"),
@@ -459,11 +459,11 @@ def test_python_main(words, expected, cwd):
     ],
 )
 def test_torchrun(words, expected, cwd):
-    """Both ranks have the same error: rank 0 tells it once, and the agent's exit code is 1."""
+    """Both ranks have the same error: rank zero reports it once, and the agent's exit code is 1."""
     done = call([*torchrun(2), *words], cwd)
-    told = [line for line in done.stdout.splitlines() if re.search(r"\w error: ", line)]
-    assert len(told) == 1, done.stdout
-    assert told[0].startswith(expected)
+    errors = [line for line in done.stdout.splitlines() if re.search(r"\w error: ", line)]
+    assert len(errors) == 1, done.stdout
+    assert errors[0].startswith(expected)
     assert done.returncode == 1
     assert not (cwd / "outputs").exists()
 

@@ -1,4 +1,4 @@
-"""Which GPU a rank has, on machines that have some: torch is told that it sees them."""
+"""The GPU of each rank, where torch is made to report some."""
 
 from __future__ import annotations
 
