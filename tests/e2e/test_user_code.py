@@ -85,7 +85,7 @@ def test_the_page_trains_and_samples(undisturbed, project):
     done = call([sys.executable, str(ROOT / "sample.py"), *args[2:]], project)
     assert done.returncode == 0, done.stdout
     assert len(done.stdout) == 100 + len("\n")
-    assert not list(project.rglob("__pycache__")), "nothing is written beside the user's files"
+    assert not list(project.rglob("__pycache__")), "nothing is written next to the user's files"
 
 
 def test_killed_and_resumed_from_another_directory_byte_for_byte(undisturbed, project, tmp_path):
