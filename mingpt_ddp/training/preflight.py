@@ -107,8 +107,9 @@ class _Trial:
             output: Tensor = self.model(*inputs)
         shape = (*inputs[0].shape, self.vocab_size) if len(inputs) == 1 else ()
         if not isinstance(output, Tensor) or output.shape != shape:
-            wanted = f"model(tokens) must give logits of the shape {shape}"
-            wanted = wanted if shape else "model(tokens, targets) must give the mean loss, a scalar"
+            wanted = "model(tokens, targets) must give the mean loss, a scalar"
+            if shape:
+                wanted = f"model(tokens) must give logits of the shape {shape}"
             found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise CodeError(f"the model {self.config.model.architecture}: {wanted}, not {found}")
         return output

@@ -43,10 +43,8 @@ class MedianPruner:
         median = self.runtime.group.run_on_rank_zero(lambda: self._median(step))
         if median is None or best_val_loss <= median:
             return False
-        log.info(
-            "pruned at step %d: the lowest validation loss %.4f is above %.4f, the median of the jobs before it",
-            *(step, best_val_loss, median),
-        )
+        values = (step, best_val_loss, median)
+        log.info("pruned at step %d: validation loss %.4f is above the median %.4f of the jobs before it", *values)
         return True
 
     def _median(self, step: int) -> float | None:
