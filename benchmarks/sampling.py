@@ -60,14 +60,14 @@ def ours(name: str, precision: str, streams: int) -> Speed:
     import torch
 
     from mingpt_ddp.inference.decoding import prepare
-    from mingpt_ddp.inference.generate import generate
+    from mingpt_ddp.inference.generate import SamplingParams, generate
 
     torch.set_num_threads(1)
     prompt = torch.zeros(streams, 1, dtype=torch.int64)
 
     def write(model: torch.nn.Module, characters: int) -> None:
         prepare(model, precision, streams)
-        for _ in generate(model, prompt, characters, TEMPERATURE, TOP_K):
+        for _ in generate(model, prompt, characters, SamplingParams(TEMPERATURE, TOP_K)):
             pass
 
     write(built(name), WARM_UP)

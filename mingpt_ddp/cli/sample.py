@@ -80,7 +80,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     # torch takes a second to import: only when all keys are right.
     from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
     from mingpt_ddp.inference.decoding import choose_precision, prepare
-    from mingpt_ddp.inference.generate import generate_text
+    from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.models.ops import choose_device
     from mingpt_ddp.snapshots.load_model import load_model
     from mingpt_ddp.storage.storage import check_url
@@ -90,12 +90,14 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         run_file(Path(config.code), "code")
     device = choose_device(config.device, "device")
     model, tokenizer = load_model(config.snapshot)
-    options = (config.max_new_tokens, config.seed, config.samples, config.temperature, config.top_k, config.top_p)
+    sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
     try:
         with attribute_errors_to_user_code():
             model.to(device)
             prepare(model, choose_precision(config.precision, model, config.samples), config.samples)
-            texts = generate_text(model, tokenizer, prompt, *options)
+            texts = generate_text(
+                model, tokenizer, prompt, config.max_new_tokens, sampling, config.seed, config.samples
+            )
     except RuntimeError as error:  # weights that are not finite, a context too long for the memory
         raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error
     return [prompt + text for text in texts]

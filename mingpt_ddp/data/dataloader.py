@@ -104,7 +104,10 @@ class TokenLoader:
                 f"the training text has {self.windows_per_epoch} windows of data.block_size={block_size}, fewer than "
                 f"trainer.batch_size={batch_size}; use a longer text, a smaller batch or a smaller data.stride"
             )
-        self._tokens = _load_tokens(tokens, block_size + 1, torch.device(device))
+        device = torch.device(device)
+        on_gpu = device.type == "cuda"
+        room = torch.cuda.get_device_properties(device).total_memory * MAX_RESIDENT_FRACTION if on_gpu else 0
+        self._tokens = TokenWindows(tokens, block_size + 1, device, resident=tokens.nbytes <= room)
         self._starts: tuple[int, int, Tokens] = (-1, 0, np.empty(0, dtype=np.int64))  # epoch, first position, starts
         self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the gathered steps
         self._first, self._steps = 0, list[list[MicroBatch]]()  # number of the first gathered step, and all of them
@@ -139,38 +142,22 @@ class TokenLoader:
         return starts[begin - first : end - first]
 
 
-class HostTokens:
-    """Tokens in host memory, or in a file mapped to it."""
+class TokenWindows:
+    """Windows of the tokens, gathered onto a device with few transfers and without waiting for any.
 
-    def __init__(self, tokens: Tokens, length: int) -> None:
-        """
-        Args:
-            length: T + 1, of a window.
-        """
-        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, length)  # (n - T, T + 1), no copy
-
-    def gather(self, starts: Tokens) -> tuple[Tensor, Tensor]:
-        """Return x and y (N, T) int64 of the windows that begin at `starts` (N,)."""
-        windows = self._windows[starts]
-        x, y = (torch.from_numpy(part.astype(np.int64)) for part in (windows[:, :-1], windows[:, 1:]))
-        return x, y
-
-
-class DeviceTokens:
-    """Tokens for batches on a device, with few transfers and without waiting for any.
-
-    CUDA supports few unsigned types besides uint8: tokens are viewed as signed and masked back on the device.
+    CUDA supports few unsigned types besides uint8: tokens are viewed as signed and masked back after widening.
     """
 
     def __init__(self, tokens: Tokens, length: int, device: torch.device, resident: bool) -> None:
         """
         Args:
+            length: T + 1, of a window.
             resident: keep all tokens on the device and send only the starts of windows.
         """
         self._device = device
         self._mask = (1 << 8 * tokens.itemsize) - 1
         signed = tokens.view(f"i{tokens.itemsize}")
-        self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)
+        self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)  # (n - T, T + 1), no copy
         self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None
         self._within = torch.arange(length, device=device)
 
@@ -180,16 +167,9 @@ class DeviceTokens:
             windows = self._send(self._windows[starts])
         else:
             windows = self._resident[self._send(starts)[:, None] + self._within]
-        windows = windows.to(torch.int64) & self._mask
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        x, y = (part.to(torch.int64).bitwise_and_(self._mask) for part in (windows[:, :-1], windows[:, 1:]))
+        return x, y
 
     def _send(self, values: Tokens) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
-
-
-def _load_tokens(tokens: Tokens, length: int, device: torch.device) -> HostTokens | DeviceTokens:
-    if device.type == "cpu":
-        return HostTokens(tokens, length)
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return DeviceTokens(tokens, length, device, resident=tokens.nbytes <= memory * MAX_RESIDENT_FRACTION)

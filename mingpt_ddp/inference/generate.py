@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,21 @@ from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
 MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32, and sampling has been greedy long before
 
 
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen from its logits."""
+
+    temperature: float = 1.0  # divides the logits; 0 is greedy
+    top_k: int | None = None  # sample from the k likeliest tokens
+    top_p: float | None = None  # from the likeliest with this probability together (Holtzman et al. 2020, 1904.09751)
+
+
 @torch.inference_mode()
 def generate(
     model: nn.Module,
     tokens: Tensor,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    sampling: SamplingParams,
     generator: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield the new tokens one position at a time, each (B,).
@@ -35,10 +43,6 @@ def generate(
         model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with a KV cache
             (`SupportsKVCache`) and without.
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
-        temperature: divides the logits; 0 is greedy.
-        top_k: sample from the k likeliest tokens.
-        top_p: sample from the likeliest tokens that together have this probability (Holtzman et al. 2020,
-            arXiv:1904.09751).
         generator: source of the random numbers.
     """
     was_training = model.training
@@ -51,7 +55,7 @@ def generate(
     try:
         session = DecodeSession(model, len(tokens))
         for _ in range(max_new_tokens):
-            new = sample_token(session.logits(text[:, :length], prefill), temperature, top_k, top_p, generator)
+            new = sample_token(session.logits(text[:, :length], prefill), sampling, generator)
             yield new
             prefill = length == block_size
             if prefill:
@@ -97,10 +101,9 @@ class DecodeSession:
         return self.model.decode(window[:, -1:], self.cache, position)
 
 
-def sample_token(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
-) -> Tensor:
+def sample_token(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
     """Sample one token per row of the logits (B, V); returns (B,)."""
+    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
@@ -120,11 +123,9 @@ def generate_text(
     tokenizer: CharTokenizer,
     prompt: str,
     max_new_tokens: int,
+    sampling: SamplingParams,
     seed: int,
     n_samples: int = 1,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
 ) -> list[str]:
     """Return continuations of a prompt, without the prompt; an empty prompt counts as a line feed.
 
@@ -135,6 +136,6 @@ def generate_text(
     start = tokenizer.encode(prompt) or [tokenizer.index.get("\n", 0)]
     tokens = torch.tensor(start, device=device).expand(n_samples, -1)
     generator = torch.Generator(device).manual_seed(seed)
-    steps = list(generate(model, tokens, max_new_tokens, temperature, top_k, top_p, generator))
+    steps = list(generate(model, tokens, max_new_tokens, sampling, generator))
     columns = torch.stack(steps, dim=1) if steps else tokens[:, :0]
     return [tokenizer.decode(row) for row in columns.tolist()]

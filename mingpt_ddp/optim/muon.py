@@ -55,21 +55,15 @@ def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, An
     """Group parameters by algorithm and learning rate; `lr_ratio` is the group's rate over that of the run."""
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     head = set(getattr(model, "head", nn.Module()).parameters()) - embeddings
-    members: dict[str, list[nn.Parameter]] = {"embedding_lr": [], "head_lr": [], "vector_lr": [], "lr": []}
+    decays = {"embedding_lr": 0.0, "head_lr": config.weight_decay, "vector_lr": 0.0, "lr": config.weight_decay}
+    groups: dict[str, dict[str, Any]] = {
+        key: {"params": [], "muon": key == "lr", "lr_ratio": getattr(config, key) / config.lr, "weight_decay": decay}
+        for key, decay in decays.items()
+    }
     for parameter in (p for p in model.parameters() if p.requires_grad and p.numel()):
         key = "embedding_lr" if parameter in embeddings else "head_lr" if parameter in head else "lr"
-        members["vector_lr" if parameter.dim() < 2 else key].append(parameter)
-    decays = {"lr": config.weight_decay, "head_lr": config.weight_decay}
-    return [
-        {
-            "params": parameters,
-            "muon": key == "lr",
-            "lr_ratio": getattr(config, key) / config.lr,
-            "weight_decay": decays.get(key, 0.0),
-        }
-        for key, parameters in members.items()
-        if parameters
-    ]
+        groups["vector_lr" if parameter.dim() < 2 else key]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
 
 
 class Muon(torch.optim.AdamW):

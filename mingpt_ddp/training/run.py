@@ -27,7 +27,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.inference.generate import generate_text
+from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
 from mingpt_ddp.models import apply_activation_checkpointing, build_model, count_parameters
 from mingpt_ddp.optim import build_optimizer
@@ -259,7 +259,8 @@ def _log_end(state: TrainState, directory: Path) -> None:
 def _sample(config: Config, runtime: Runtime, model: nn.Module, tokenizer: CharTokenizer, step: int) -> str | None:
     """Generate a text on rank zero, the same for the same weights, seed and step; return None on other ranks."""
     seed = derive_seed("sample", config.run.seed, step)
-    generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, seed, temperature=0.8, top_k=40)
+    sampling = SamplingParams(temperature=0.8, top_k=40)
+    generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
     return runtime.group.env.call_on_rank_zero(lambda: generate()[0])
 
 

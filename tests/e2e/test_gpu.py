@@ -17,7 +17,7 @@ from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.inference.decoding import prepare
-from mingpt_ddp.inference.generate import generate
+from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import apply_activation_checkpointing, build_model
@@ -126,7 +126,7 @@ def test_a_recorded_step_writes_what_the_cpu_writes(length):
     """Through several windows, and for several texts at once."""
     tokens = torch.arange(3 * length).view(3, length) % 17
     texts = [
-        torch.stack(list(generate(some_gpt(device), tokens.to(device), 40, temperature=0))).cpu()
+        torch.stack(list(generate(some_gpt(device), tokens.to(device), 40, SamplingParams(temperature=0)))).cpu()
         for device in ("cpu", "cuda")
     ]
     assert torch.equal(*texts)
@@ -140,7 +140,7 @@ def test_sampling_in_bf16_repeats():
         assert next(model.parameters()).dtype == torch.bfloat16
         generator = torch.Generator("cuda").manual_seed(1)
         prompt = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
-        texts.append(torch.stack(list(generate(model, prompt, 40, generator=generator))))
+        texts.append(torch.stack(list(generate(model, prompt, 40, SamplingParams(), generator))))
     assert torch.equal(*texts)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mingpt_ddp.config.schema import DataConfig, TrainerConfig
-from mingpt_ddp.data.dataloader import BatchPlan, DeviceTokens, HostTokens, TokenLoader, plan_batches
+from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, TokenWindows, plan_batches
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.errors import ConfigError, DataError
 
@@ -138,14 +138,14 @@ def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypat
 
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_a_device_gathers_the_same_windows(dtype, resident):
+def test_windows_are_gathered_whatever_the_type_and_wherever_the_tokens_are(dtype, resident):
     """Up to the largest token that a character can have; the CPU is a device too."""
     largest = np.iinfo(dtype).max
     tokens = np.linspace(0, min(largest, 0x110000), 300).astype(dtype)
     starts = np.array([290, 0, 7, 7])
-    on_device = DeviceTokens(tokens, 9, torch.device("cpu"), resident).gather(starts)
-    for part, expected in zip(on_device, HostTokens(tokens, 9).gather(starts), strict=True):
-        assert torch.equal(part, expected)
+    found = TokenWindows(tokens, 9, torch.device("cpu"), resident).gather(starts)
+    for part, first in zip(found, (starts, starts + 1), strict=True):
+        assert part.tolist() == [tokens[start : start + 8].tolist() for start in first]
         assert part.dtype == torch.int64 and part.is_contiguous()
 
 

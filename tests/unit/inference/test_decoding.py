@@ -11,7 +11,7 @@ from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference import decoding
 from mingpt_ddp.inference.decoding import FastLayerNorm, FastLinear, choose_precision, prepare
-from mingpt_ddp.inference.generate import generate
+from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import GPT, build_model
 from mingpt_ddp.models.ops import DTYPES, choose_device
 from mingpt_ddp.torch_internals import can_pack
@@ -67,7 +67,9 @@ def test_bf16_without_packing_is_the_model_in_bf16(monkeypatch):
     model = drawn(True)
     prepare(model, "bf16", batch=1)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert len(list(generate(model, torch.zeros(1, 1, dtype=torch.long), 2 * T, temperature=0))) == 2 * T
+    assert (
+        len(list(generate(model, torch.zeros(1, 1, dtype=torch.long), 2 * T, SamplingParams(temperature=0)))) == 2 * T
+    )
 
 
 class Doubled(nn.Linear):
@@ -102,7 +104,7 @@ def test_greedy_text_of_packed_matrices_is_the_same():
     model, prepared = drawn(True), drawn(True)
     prepare(prepared, "fp32", batch=3)
     tokens = torch.arange(6).view(3, 2)
-    texts = [torch.stack(list(generate(m, tokens, 3 * T, temperature=0))) for m in (model, prepared)]
+    texts = [torch.stack(list(generate(m, tokens, 3 * T, SamplingParams(temperature=0)))) for m in (model, prepared)]
     assert torch.equal(*texts)
 
 

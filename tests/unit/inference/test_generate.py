@@ -9,18 +9,18 @@ from torch import Tensor, nn
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.inference.generate import generate, generate_text, sample_token
+from mingpt_ddp.inference.generate import SamplingParams, generate, generate_text, sample_token
 from mingpt_ddp.models import GPT, build_model
 
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 
 T, V = 12, 17
-VOCABULARY = CharTokenizer("\nabcdefghijklmnop")
+TOKENIZER = CharTokenizer("\nabcdefghijklmnop")
 
 
 @pytest.fixture
 def model() -> GPT:
-    """Weights so far from zero that all characters together decide the next one."""
+    """Weights so far from zero that all tokens together decide the next one."""
     model = build_model(GPTConfig("test", "gpt", 2, 2, 16, 0.2, True, "gelu"), V, T)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def prompt(batch: int = 1, length: int = 3) -> Tensor:
 
 def drawn(model: GPT, tokens: Tensor, count: int, seed: int = 0, **settings) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack(list(generate(model, tokens, count, generator=generator, **settings)), dim=1)
+    return torch.stack(list(generate(model, tokens, count, SamplingParams(**settings), generator)), dim=1)
 
 
 KEPT = 6  # of T, once it is full
@@ -46,12 +46,12 @@ LENGTHS = [*range(1, T + 1), *[*range(KEPT, T + 1)] * 9]
 
 @torch.no_grad()
 def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
-    """Each character from a call with the whole window that `generate` promises."""
+    """Each token from a call with the whole window that `generate` promises."""
     model.eval()
     lengths = LENGTHS[min(tokens.shape[1], T) - 1 :]
     for length in lengths[:count]:
-        scores = model(tokens[:, -length:])[:, -1]
-        tokens = torch.cat([tokens, scores.argmax(dim=-1, keepdim=True)], dim=1)
+        logits = model(tokens[:, -length:])[:, -1]
+        tokens = torch.cat([tokens, logits.argmax(dim=-1, keepdim=True)], dim=1)
     return tokens[:, -count:]
 
 
@@ -94,7 +94,7 @@ class Watched(Uncached):
 
 
 @pytest.mark.parametrize("length", [1, 5, T, 2 * T])
-def test_every_character_is_chosen_after_the_window_that_is_promised(model, length):
+def test_every_token_is_predicted_from_the_window_that_is_promised(model, length):
     tokens = prompt(2, length)
     watched = Watched(model)
     text = torch.cat([tokens, drawn(watched, tokens, 2 * T)], dim=1)
@@ -105,7 +105,7 @@ def test_every_character_is_chosen_after_the_window_that_is_promised(model, leng
 
 
 def test_a_whole_window_is_read_only_where_it_begins(model):
-    """One position for every other character."""
+    """One position for every other token."""
     read = []
     decode = model.decode
     model.decode = lambda tokens, cache, start: read.append(tokens.shape[1]) or decode(tokens, cache, start)
@@ -113,7 +113,7 @@ def test_a_whole_window_is_read_only_where_it_begins(model):
     assert read == [3, *[1] * (T - 3), *[KEPT, *[1] * (T - KEPT)] * 2]
 
 
-def test_a_context_of_one_character(model):
+def test_a_context_of_one_token(model):
     """Its window is always the newest."""
     small = build_model(GPTConfig("test", "gpt", 1, 1, 4, 0.0, True, "gelu"), V, 1)
     watched = Watched(small)
@@ -142,15 +142,15 @@ def test_the_seed_decides(model):
 def test_the_global_generator_is_left_alone(model):
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    generate_text(model, VOCABULARY, "abc", 20, seed=1, top_k=3, top_p=0.9)
+    generate_text(model, TOKENIZER, "abc", 20, SamplingParams(top_k=3, top_p=0.9), seed=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_characters_come_one_at_a_time(model):
+def test_tokens_come_one_at_a_time(model):
     """The caller can show each of them at once, and stop whenever it likes."""
-    stream = generate(model, prompt(4), 1000, temperature=0)
+    stream = generate(model, prompt(4), 1000, SamplingParams(temperature=0))
     assert [next(stream).shape for _ in range(3)] == [(4,)] * 3
-    assert list(generate(model, prompt(), 0)) == []
+    assert list(generate(model, prompt(), 0, SamplingParams())) == []
 
 
 # The distribution.
@@ -160,10 +160,9 @@ DRAWS = 20_000
 
 
 def frequencies(**settings) -> Tensor:
-    """How often each character was drawn."""
-    given = {"temperature": 1.0, "top_k": None, "top_p": None} | settings
+    """How often each token was drawn."""
     logits = PROBABILITIES.log().expand(DRAWS, -1)
-    new = sample_token(logits, **given, generator=torch.Generator().manual_seed(0))
+    new = sample_token(logits, SamplingParams(**settings), torch.Generator().manual_seed(0))
     return torch.bincount(new, minlength=5) / DRAWS
 
 
@@ -195,7 +194,7 @@ def test_only_what_is_allowed_is_drawn_and_in_proportion(settings, kept):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_temperature_divides_the_scores(temperature):
+def test_temperature_divides_the_logits(temperature):
     expected = PROBABILITIES ** (1 / temperature)
     torch.testing.assert_close(frequencies(temperature=temperature), expected / expected.sum(), atol=0.015, rtol=0)
 
@@ -209,7 +208,7 @@ def test_each_row_has_its_own_limits():
     allowed = [{1, 3}, {3, 1}, {0}]
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
-        new = sample_token(rows, 1.0, None, 0.5, generator).tolist()
+        new = sample_token(rows, SamplingParams(top_p=0.5), generator).tolist()
         assert all(character in row for character, row in zip(new, allowed, strict=True))
 
 
@@ -219,9 +218,9 @@ def test_each_row_has_its_own_limits():
 @pytest.mark.parametrize("training", [True, False])
 def test_the_mode_of_the_model_is_restored(model, training):
     model.train(training)
-    list(generate(model, prompt(), 3))
+    list(generate(model, prompt(), 3, SamplingParams()))
     assert model.training is training
-    stream = generate(model, prompt(), 100)
+    stream = generate(model, prompt(), 100, SamplingParams())
     next(stream)
     assert not model.training  # no dropout while text is made
     stream.close()
@@ -232,14 +231,14 @@ def test_the_mode_of_the_model_is_restored(model, training):
 def test_the_mode_is_restored_after_an_error(model, tokens):
     model.train()
     with pytest.raises(IndexError):
-        list(generate(model, tokens, 3))
+        list(generate(model, tokens, 3, SamplingParams()))
     assert model.training
 
 
 def test_training_goes_on_after_sampling(model):
     """No tensor made in inference mode stays behind in the model."""
     model.train()
-    list(generate(model, prompt(), T + 3))
+    list(generate(model, prompt(), T + 3, SamplingParams()))
     model(prompt(2, 5), prompt(2, 5)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
@@ -248,24 +247,24 @@ def test_training_goes_on_after_sampling(model):
 
 
 def test_text_comes_without_its_prompt(model):
-    (text,) = generate_text(model, VOCABULARY, "abc", 30, seed=0, temperature=0)
+    (text,) = generate_text(model, TOKENIZER, "abc", 30, SamplingParams(temperature=0), seed=0)
     expected = greedy_without_cache(model, torch.tensor([[1, 2, 3]]), 30)
-    assert text == VOCABULARY.decode(expected[0].tolist())
-    assert generate_text(model, VOCABULARY, "abc", 0, seed=0) == [""]
+    assert text == TOKENIZER.decode(expected[0].tolist())
+    assert generate_text(model, TOKENIZER, "abc", 0, SamplingParams(), seed=0) == [""]
 
 
 def test_an_empty_prompt_starts_a_line(model):
-    settings = {"max_new_tokens": 20, "seed": 4}
-    assert generate_text(model, VOCABULARY, "", **settings) == generate_text(model, VOCABULARY, "\n", **settings)
+    settings = {"max_new_tokens": 20, "sampling": SamplingParams(), "seed": 4}
+    assert generate_text(model, TOKENIZER, "", **settings) == generate_text(model, TOKENIZER, "\n", **settings)
 
 
 def test_several_samples_differ_and_repeat(model):
-    first = generate_text(model, VOCABULARY, "abc", 30, seed=0, n_samples=4)
+    first = generate_text(model, TOKENIZER, "abc", 30, SamplingParams(), seed=0, n_samples=4)
     assert len(set(first)) == 4
     assert all(len(text) == 30 for text in first)
-    assert generate_text(model, VOCABULARY, "abc", 30, seed=0, n_samples=4) == first
+    assert generate_text(model, TOKENIZER, "abc", 30, SamplingParams(), seed=0, n_samples=4) == first
 
 
 def test_an_unknown_character_in_the_prompt_is_named(model):
     with pytest.raises(DataError, match="does not know 'z'"):
-        generate_text(model, VOCABULARY, "abz", 5, seed=0)
+        generate_text(model, TOKENIZER, "abz", 5, SamplingParams(), seed=0)
