@@ -17,6 +17,7 @@ from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import ConfigError, DataError
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
+Device = torch.device | str
 SHUFFLE_CHUNK = 1 << 13  # positions of the epoch that are permuted at a time
 GATHER_TOKENS = 1 << 15  # tokens to gather at a time: x and y take 256 KiB each as int64 and stay in a core's cache
 MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
@@ -80,13 +81,7 @@ class TokenLoader:
     """The training tokens as an endless sequence of batches."""
 
     def __init__(
-        self,
-        tokens: Tokens,
-        block_size: int,
-        stride: int | None,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str = "cpu",
+        self, tokens: Tokens, block_size: int, stride: int | None, batch_size: int, seed: int, device: Device = "cpu"
     ) -> None:
         """
         Args:

@@ -58,8 +58,7 @@ def prepare(config: DataConfig) -> EncodedText:
             f"cannot read data.path={config.path} ({reason[:200]}); without a network, set data.path to a local copy"
         ) from error
     directory = cache / f"{sha256[:16]}-{FORMAT}"
-    cached = _read_cache(directory, sha256)
-    if cached is not None:
+    if cached := _read_cache(directory, sha256):
         return cached
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -176,19 +175,12 @@ def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
     try:
         meta = json.loads((directory / "meta.json").read_text())
         encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
-        size = (directory / "tokens.bin").stat().st_size
-        tokens_sha256 = _sha256(_opener(directory / "tokens.bin"))
+        tokens = directory / "tokens.bin"
+        whole = tokens.stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
+        whole = whole and (sha256, _sha256(_opener(tokens))) == (encoded.sha256, encoded.tokens_sha256)
     except (OSError, ValueError, TypeError, RecursionError, UserError):
         return None
-    dtype = _token_dtype(len(encoded.vocabulary))
-    found = (sha256, dtype, size, tokens_sha256)
-    expected = (encoded.sha256, encoded.dtype, encoded.length * np.dtype(dtype).itemsize, encoded.tokens_sha256)
-    return encoded if found == expected else None
-
-
-def _token_dtype(vocab_size: int) -> str:
-    """Return the smallest unsigned type for so many tokens."""
-    return str(np.min_scalar_type(vocab_size - 1))
+    return encoded if whole else None
 
 
 def _decode(open_text: OpenBytes, path: str) -> Iterator[np.ndarray[Any, Any]]:
@@ -231,7 +223,7 @@ def _encode(open_text: OpenBytes, directory: Path, sha256: str, path: str) -> En
         raise DataError(f"data.path={path} is empty")
     if len(distinct) < 2:
         raise DataError(f"data.path={path} has one distinct character; there is nothing to learn")
-    dtype = _token_dtype(len(distinct))
+    dtype = str(np.min_scalar_type(len(distinct) - 1))  # the smallest unsigned type that holds every token
     token_of = np.zeros(CODE_POINTS, dtype=dtype)
     token_of[distinct] = np.arange(len(distinct), dtype=dtype)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory.parent, ignore_cleanup_errors=True) as name:

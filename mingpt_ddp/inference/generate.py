@@ -26,11 +26,7 @@ class SamplingParams:
 
 @torch.inference_mode()
 def generate(
-    model: nn.Module,
-    tokens: Tensor,
-    max_new_tokens: int,
-    sampling: SamplingParams,
-    generator: torch.Generator | None = None,
+    model: nn.Module, tokens: Tensor, max_new_tokens: int, sampling: SamplingParams, rng: torch.Generator | None = None
 ) -> Iterator[Tensor]:
     """Yield the new tokens one position at a time, each (B,).
 
@@ -43,7 +39,7 @@ def generate(
         model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with a KV cache
             (`SupportsKVCache`) and without.
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
-        generator: source of the random numbers.
+        rng: source of the random numbers; None is the global generator.
     """
     was_training = model.training
     model.eval()
@@ -55,7 +51,7 @@ def generate(
     try:
         session = DecodeSession(model, len(tokens))
         for _ in range(max_new_tokens):
-            new = sample_token(session.logits(text[:, :length], prefill), sampling, generator)
+            new = sample_token(session.logits(text[:, :length], prefill), sampling, rng)
             yield new
             prefill = length == block_size
             if prefill:
@@ -101,7 +97,7 @@ class DecodeSession:
         return self.model.decode(window[:, -1:], self.cache, position)
 
 
-def sample_token(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None = None) -> Tensor:
+def sample_token(logits: Tensor, sampling: SamplingParams, rng: torch.Generator | None = None) -> Tensor:
     """Sample one token per row of the logits (B, V); returns (B,)."""
     temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
     if temperature == 0:
@@ -115,7 +111,7 @@ def sample_token(logits: Tensor, sampling: SamplingParams, generator: torch.Gene
         ranked, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
         excluded = ranked.cumsum(dim=-1) - ranked >= top_p  # the likelier tokens reach top_p without it
         logits = logits.masked_fill(excluded.scatter(-1, order, excluded), -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=rng)[:, 0]
 
 
 def generate_text(
@@ -135,7 +131,7 @@ def generate_text(
     device = next(model.parameters()).device
     start = tokenizer.encode(prompt) or [tokenizer.index.get("\n", 0)]
     tokens = torch.tensor(start, device=device).expand(n_samples, -1)
-    generator = torch.Generator(device).manual_seed(seed)
-    steps = list(generate(model, tokens, max_new_tokens, sampling, generator))
+    rng = torch.Generator(device).manual_seed(seed)
+    steps = list(generate(model, tokens, max_new_tokens, sampling, rng))
     columns = torch.stack(steps, dim=1) if steps else tokens[:, :0]
     return [tokenizer.decode(row) for row in columns.tolist()]

@@ -78,12 +78,7 @@ class Muon(torch.optim.AdamW):
         super().__init__(_parameter_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.momentum
         self.rank, self.world_size = 0, 1
-        self.rows: dict[Tensor, int] = {  # of one matrix of each weight
-            weight: weight.shape[-2] // getattr(module, "parts", 1)
-            for module in model.modules()
-            for weight in module.parameters(recurse=False)
-            if weight.dim() >= 2
-        }
+        self.parts = {p: getattr(m, "parts", 1) for m in model.modules() for p in m.parameters(recurse=False)}
         leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step by itself, Muon would not
 
     def shard_across_ranks(self, rank: int, world_size: int) -> None:
@@ -99,13 +94,13 @@ class Muon(torch.optim.AdamW):
                 self._muon_step(parameters, group["lr"], group["weight_decay"])
         return super().step(closure)
 
-    def _muon_step(self, parameters: list[Tensor], lr: float, weight_decay: float) -> None:
+    def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
         """Apply orthogonalized Nesterov momentum, scaled up for tall matrices: all change their outputs alike."""
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, parameter in enumerate(parameters):
-            by_shape[self.rows[parameter], parameter.shape[-1]].append(i)
+            by_shape[parameter.shape[-2] // self.parts[parameter], parameter.shape[-1]].append(i)
         dtype = DTYPES[choose_precision("auto", parameters[0].device)]
         stacks = [
             torch.cat([directions[i].view(-1, rows, columns).to(dtype) for i in members])
@@ -133,7 +128,7 @@ class Muon(torch.optim.AdamW):
         pieces = received.split([len(piece) for piece in own], dim=1)
         return [piece.reshape(-1, *stack.shape[1:])[: len(stack)] for piece, stack in zip(pieces, stacks, strict=True)]
 
-    def _nesterov_momentum(self, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+    def _nesterov_momentum(self, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
         """Update the momentum with the gradients, free these, and return the momentum one gradient ahead."""
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         for parameter in parameters:
