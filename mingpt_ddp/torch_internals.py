@@ -1,7 +1,7 @@
-"""The only module that touches what torch does not promise: private functions, and attributes that no document names.
+"""The only module that uses what torch does not promise to keep: private functions and undocumented attributes.
 
-Each function says what it is for, and has a fallback for a torch that lacks it. tests/unit/test_torch_internals.py
-names every one of them, so that an upgrade of torch breaks that test and not a run.
+Each function detects whether torch has what it uses, and falls back if not. tests/unit/test_torch_internals.py names
+all of it, so that an upgrade of torch breaks that test and not a run.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 S = TypeVar("S")
-FIRST_BUCKET = 1 << 20  # bytes of gradients that DDP reduces first, whatever the size of the other buckets
+FIRST_BUCKET = 1 << 20  # bytes of the first bucket of gradients, whatever ddp.bucket_cap_mb is
 
 
 # Arithmetic.
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Whether the CPU multiplies matrices in bf16 by its own instructions. Fallback: no."""
-    questions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, question, bool)() for question in questions)
+    """Whether the CPU has instructions for bf16 matrix products. Fallback: no."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, check, bool)() for check in checks)
 
 
 def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
-    """Call a method of tensors, such as `mul_`, for all of a list in few kernels: torch._foreach_mul_.
+    """Apply a tensor method such as `mul_` to a list of tensors in few kernels, by torch._foreach_mul_.
 
     Args:
-        arguments: of the method; a list or tuple has one for each tensor.
+        arguments: of the method; a list or tuple holds one per tensor.
 
-    Fallback: one call after another.
+    Fallback: a loop over the tensors.
     """
     fused = getattr(torch, f"_foreach_{operation}", None)
     if fused is not None:
@@ -44,7 +44,7 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
 
 
 def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Have GradScaler skip a step with an overflow, not the fused kernel by itself. Fallback: that is so already."""
+    """Let GradScaler, not the fused kernel, skip a step that overflowed. Fallback: it already does."""
     if hasattr(optimizer, "_step_supports_amp_scaling"):
         optimizer._step_supports_amp_scaling = False
 
@@ -53,22 +53,22 @@ def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a forward of the module calls hooks. Fallback: yes, so that nobody replaces the module."""
+    """Whether calling the module runs hooks. Fallback: yes, so that the module is not replaced."""
     return any(getattr(module, hooks, True) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, batch: int) -> Callable[[Tensor], Tensor]:
-    """A linear layer by oneDNN with a copy of its weight in the order of the kernel, as Inductor has frozen weights.
+    """Return a linear layer of oneDNN whose weight is packed for its kernel, as Inductor packs frozen weights.
 
     Args:
-        weight: (outputs, inputs) and bias: (outputs,), both of the type to compute in.
-        batch: rows of the input for which the order is best; others are right too.
+        weight: (outputs, inputs) and bias: (outputs,), both in the dtype to compute in.
+        batch: rows of input to optimize for; other numbers of rows work too.
 
     Returns:
-        From (..., inputs) to (..., outputs), both of that type.
+        A function from (..., inputs) to (..., outputs), both in that dtype.
 
     Raises:
-        AttributeError, RuntimeError: not with this torch or this CPU; ask `can_pack` first.
+        AttributeError, RuntimeError: this torch or this CPU cannot; call `can_pack` first.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, batch)
     operation = torch.ops.mkldnn._linear_pointwise.default
@@ -76,10 +76,10 @@ def pack_linear(weight: Tensor, bias: Tensor | None, batch: int) -> Callable[[Te
 
 
 def pack_linear_fp16(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A linear layer by FBGEMM with a copy of its weight in fp16; all else is in fp32.
+    """Return a linear layer of FBGEMM with its weight packed in fp16; input, bias and output are fp32.
 
     Raises:
-        AttributeError, RuntimeError: not with this torch or this CPU; ask `can_pack` first.
+        AttributeError, RuntimeError: this torch or this CPU cannot; call `can_pack` first.
     """
     packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     operation = torch.ops.quantized.linear_dynamic_fp16.default
@@ -88,14 +88,14 @@ def pack_linear_fp16(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether `pack_linear`, or `pack_linear_fp16` for fp16, works here, found by trying a tiny layer once.
+    """Try a tiny layer: does `pack_linear` (for fp16 `pack_linear_fp16`) work here? Fallback: no.
 
-    oneDNN has bf16 only on CPUs with AVX-512 or its successors. Fallback: no.
+    oneDNN has bf16 only on CPUs with AVX-512 or later.
     """
     half = dtype == torch.float16
     weight = torch.ones(2, 2, dtype=torch.float32 if half else dtype)
     try:
-        if half and torch.backends.quantized.engine not in ("x86", "fbgemm"):  # another engine packs otherwise
+        if half and torch.backends.quantized.engine not in ("x86", "fbgemm"):  # other engines pack in another format
             return False
         layer = pack_linear_fp16(weight, None) if half else pack_linear(weight, None, 1)
         return layer(weight).tolist() == [[2.0, 2.0], [2.0, 2.0]]
@@ -107,14 +107,14 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
-    """Have DDP time its communication in one backward pass of so many. Fallback: it never does."""
+    """Let DDP time its communication in every n-th backward pass. Fallback: it does not."""
     set_rate = getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", None)
     if set_rate is not None:
         set_rate(every)
 
 
 def communication_times(wrapped: DistributedDataParallel) -> tuple[float, float]:
-    """Seconds of the latest timed backward: reducing gradients, and the part hidden behind it. Fallback: 0, 0."""
+    """Return the seconds of the latest timed reduction of gradients, and those hidden by backward. Fallback: 0, 0."""
     data: dict[str, float] = getattr(wrapped, "_get_ddp_logging_data", dict)()
     names = ("backward_comm_time", "backward_compute_comm_overlap_time")
     total, hidden = (data.get(name, 0) / 1e9 for name in names)  # nanoseconds
@@ -133,7 +133,7 @@ def keep_process_group(wrapped: DistributedDataParallel) -> None:
 
 
 def clone_store(store: S) -> S:
-    """A connection of its own to the job's store, for another thread. Fallback: the same connection, which locks."""
+    """Open another connection to a store, for another thread. Fallback: the same connection, which has a lock."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -141,9 +141,9 @@ def clone_store(store: S) -> S:
 
 
 def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None:
-    """Let the compiler cut the graph where a bucket is full, so that communication overlaps with the backward pass.
+    """Let the compiler split the graph at DDP's buckets, so that communication overlaps with the backward pass.
 
-    It cannot where the first bucket is larger than the others. Fallback: the compiler's default.
+    It cannot if the first bucket is larger than the others. Fallback: the compiler's default.
     """
     from torch._dynamo import config
 
@@ -152,7 +152,7 @@ def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None
 
 
 def compile_error() -> type[Exception]:
-    """What torch.compile raises for a model that it cannot compile. Fallback: any RuntimeError."""
+    """Return the class that torch.compile raises for a model it cannot compile. Fallback: RuntimeError."""
     from torch._dynamo import exc
 
     return getattr(exc, "TorchDynamoException", RuntimeError)

@@ -7,6 +7,8 @@ A hook keeps no state from step to step, so no snapshot has to hold it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +20,21 @@ from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup
 
 ALIGNMENT = 64  # bytes
-# DDP accepts torch's bf16 hook only for NCCL, but gloo can add such numbers too.
+# Gradients are rounded to 16 bits, and so are their sums; fp16 has more digits, bf16 the range of fp32. By itself DDP
+# accepts torch's bf16 hook only with NCCL, but gloo can add such numbers too.
 HALF_PRECISION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 
 
 class CommHook:
-    """A hook that measures its own time."""
+    """A hook for DDP that measures its own time."""
 
-    seconds = 0.0  # in the latest backward pass, during which this thread computed no gradients
+    def __init__(self, all_reduce: Callable[[GradBucket], Future[Tensor]]) -> None:
+        """
+        Args:
+            all_reduce: returns the average of a bucket over all ranks.
+        """
+        self.all_reduce = all_reduce
+        self.seconds = 0.0  # in the latest backward pass, during which this thread computed no gradients
 
     def __call__(self, bucket: GradBucket) -> Future[Tensor]:
         """Return the average of a bucket over all ranks."""
@@ -34,21 +43,18 @@ class CommHook:
         self.seconds = time.perf_counter() - start + (self.seconds if bucket.index() else 0.0)
         return future
 
-    def all_reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the average of a bucket over all ranks."""
-        raise NotImplementedError
-
 
 def make_comm_hook(ddp: DDPConfig, shared_memory: SharedMemoryGroup | None, model: nn.Module) -> CommHook | None:
     """Return the hook of the configuration; None for DDP's own all-reduce. A collective."""
     if ddp.comm_hook != "none":
-        return HalfPrecisionAllReduce(ddp.comm_hook)
+        return CommHook(partial(HALF_PRECISION[ddp.comm_hook], None))  # type: ignore[arg-type]
     if shared_memory is not None:
-        return SharedMemoryAllReduce(shared_memory, [p for p in model.parameters() if p.requires_grad])
+        gradients = [p for p in model.parameters() if p.requires_grad]
+        return CommHook(SharedMemoryAllReduce(shared_memory, gradients).all_reduce)
     return None
 
 
-class SharedMemoryAllReduce(CommHook):
+class SharedMemoryAllReduce:
     """Averages in memory that all ranks share.
 
     Ranks are added in their order, however gradients are bucketed. It waits for the last bucket: starting earlier
@@ -91,17 +97,3 @@ class SharedMemoryAllReduce(CommHook):
         for buffer, _, future in self._buckets:
             future.set_result(buffer)
         self._buckets.clear()
-
-
-class HalfPrecisionAllReduce(CommHook):
-    """Sends half of the bytes: gradients are rounded to 16 bits, and so are their sums.
-
-    fp16 has more digits, bf16 the range of fp32.
-    """
-
-    def __init__(self, dtype: str) -> None:
-        self._hook = HALF_PRECISION[dtype]
-
-    def all_reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the average of a bucket, rounded to 16 bits."""
-        return self._hook(None, bucket)  # type: ignore[arg-type]

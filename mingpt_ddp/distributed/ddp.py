@@ -51,7 +51,7 @@ class DDPStrategy:
         torch_internals.time_communication(parallel, TIMED_EVERY)
         hook = self.comm_hook = make_comm_hook(ddp, self.group.shared_memory, model)
         if hook is not None:
-            parallel.register_comm_hook(None, lambda state, bucket: hook(bucket))
+            parallel.register_comm_hook(None, lambda state, bucket: hook(bucket))  # DDP wants a function
         return parallel
 
     def warm_up(self, parallel_model: nn.Module, forward: Callable[[], Tensor]) -> None:

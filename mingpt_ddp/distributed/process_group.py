@@ -214,9 +214,7 @@ class ProcessGroup:
         """Return what `make` returned on the first attempt; restarts by the same agent get that value again."""
         if self._job_store is None:
             return make()
-        if not self._job_store.check([key]):
-            self._job_store.set(key, make())
-        return self._job_store.get(key).decode()
+        return self._job_store.compare_set(key, "", make()).decode()
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
         """Record for the watchdog what this rank does now, and whether that needs the other ranks."""
