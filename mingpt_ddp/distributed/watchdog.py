@@ -90,7 +90,8 @@ class Watchdog:
         stragglers = [rank for rank in ranks if idle_s[rank] > self.limit_s and not heartbeats[rank]["waiting"]]
         for rank in unresponsive or stragglers:
             reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {heartbeats[rank]['activity']}"
-            if not unresponsive:
+            # Its training thread may have been seen last some heartbeats before its watchdog.
+            if silent_s[rank] <= self.limit_s / 2:
                 return reason
             self._kill_if_local(heartbeats[rank])
             return f"{reason}; no sign of life from there"

@@ -1,0 +1,57 @@
+"""Which rank hangs, found from the heartbeats of all."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mingpt_ddp.distributed import watchdog
+from mingpt_ddp.distributed.watchdog import Watchdog
+
+
+@pytest.fixture
+def find(monkeypatch):
+    """What is found at a second, from each rank's count, beat, and whether it waits for the others."""
+    clock = {"now": 0.0}
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
+    dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None), exit=lambda reason: None)
+    dog.killed = []
+    monkeypatch.setattr(dog, "_kill_if_local", lambda heartbeat: dog.killed.append(heartbeat["rank"]))
+
+    def find(second: float, *ranks: tuple[int, int, bool]) -> tuple[str | None, list[int]]:
+        clock["now"] = second
+        heartbeats: list[dict[str, Any]] = [
+            {"rank": rank, "count": count, "beat": beat, "waiting": waiting, "activity": "training"}
+            for rank, (count, beat, waiting) in enumerate(ranks)
+        ]
+        return dog._find_hang(heartbeats), dog.killed
+
+    return find
+
+
+def test_a_straggler_is_named(find):
+    assert find(0, (1, 1, True), (1, 1, False)) == (None, [])
+    assert find(8, (1, 9, True), (1, 9, False)) == (None, [])
+    assert find(8.5, (1, 10, True), (1, 10, False)) == ("rank 1 has stalled for 8 s while training", [])
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_stopped_process_is_killed(find, waiting):
+    """Whether its training thread was seen last when its watchdog was, or some time before."""
+    assert find(0, (1, 1, True), (1, 1, waiting)) == (None, [])
+    assert find(0.5, (1, 2, True), (1, 2, waiting)) == (None, [])
+    if waiting:
+        assert find(8.25, (2, 9, True), (1, 2, waiting)) == (None, []), "its watchdog was seen 7.75 s ago"
+    reason, killed = find(8.75 if waiting else 8.25, (3, 10, True), (1, 2, waiting))
+    assert reason is not None
+    assert reason.endswith("while training; no sign of life from there")
+    assert killed == [1]
+
+
+def test_all_wait(find):
+    assert find(0, (1, 1, True), (1, 1, True)) == (None, [])
+    reason, killed = find(9, (1, 9, True), (1, 9, True))
+    assert reason == "all ranks wait for each other for 9 s while training: look at the network"
+    assert killed == []
