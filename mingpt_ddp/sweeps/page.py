@@ -135,7 +135,7 @@ class Plots:
         x = [at[identity(job.config[key])] for job, _ in drawn]
         texts = [self._hovers[job.directory] for job, _ in drawn]
         trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": losses, "text": texts, "marker": marker}
-        xaxis = {"title": {"text": _label(self._names[key])}, "range": [-0.06, 1.06], **_ticks(ticks)}
+        xaxis = {"title": {"text": _label(self._names[key])}, "range": [-0.15, 1.15], **_ticks(ticks)}
         return self._plot([trace] if drawn else [], {"xaxis": xaxis, "yaxis": _loss_axis(losses)}, 260)
 
     def parallel(self, keys: list[str]) -> str:

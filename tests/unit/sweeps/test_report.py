@@ -318,7 +318,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
     page = Page(tmp_path / "page.html")
     assert not [name for _, values in page.tags for name in values if name in ("src", "href", "action", "data")]
     policy = next(values["content"] for _, values in page.tags if "http-equiv" in values)
-    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-")
+    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-")
     assert "http" not in policy
 
 
