@@ -1,4 +1,4 @@
-"""Steps that must not be taken: found by all ranks alike, blamed on the right one, left out or gone back from."""
+"""Steps that would ruin the model: found by all ranks alike, traced to the right one, skipped or rolled back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS += ["snapshot.keep_last=100", "snapshot.keep_best=false"]
 
 # Name -> settings, and what happens in micro-batch 1 (of rank 1, where there are two) at which steps.
 JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "on_step_accepted": ([], {}),
+    "undisturbed": ([], {}),
     "stop": ([], {"kind": "loss", "steps": [6]}),
     "gradient": ([], {"kind": "gradient", "steps": [6]}),
     "once": ([], {"kind": "loss", "steps": [6], "once": True}),
@@ -42,22 +42,22 @@ JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "rollback": (["trainer.on_nonfinite=rollback"], {"kind": "loss", "steps": [6]}),
     "rollback without a snapshot": (["trainer.on_nonfinite=rollback"], {"kind": "loss", "steps": [2]}),
     "spike": (["trainer.on_nonfinite=skip", "trainer.spike_factor=3"], {"kind": "spike", "steps": [6]}),
-    "skip, all sick": (
+    "skip, all bad": (
         ["trainer.on_nonfinite=skip", "trainer.max_steps=30"],
         {"kind": "loss", "steps": [*range(6, 31)]},
     ),
-    "skip, ten sick": (
+    "skip, ten bad": (
         ["trainer.on_nonfinite=skip", "trainer.max_steps=20"],
         {"kind": "loss", "steps": [*range(4, 14), *range(15, 20)]},
     ),
-    "rollback, all sick": (
+    "rollback, all bad": (
         ["trainer.on_nonfinite=rollback", "trainer.max_steps=22"],
         {"kind": "loss", "steps": [*range(6, 23)]},
     ),
 }
 
 
-def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
+def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
     """Micro-batch 1 of these steps."""
     at = {"step": 0, "micro": 0}
     forward_backward, forward = train_step.TrainStep._forward_backward, GPT.forward
@@ -66,7 +66,7 @@ def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
         at.update(step=step, micro=micro.index)
         return forward_backward(self, step, micro, syncs)
 
-    def sick(self, x, y=None):
+    def poisoned(self, x, y=None):
         loss = forward(self, x, y)
         if not self.training or at["micro"] != 1 or at["step"] not in steps:
             return loss
@@ -76,13 +76,13 @@ def make_sick(kind: str, steps: list[int], once: bool = False) -> None:
             return loss * torch.nan
         if kind == "spike":
             return loss * 50
-        parameter = next(p for name, p in self.named_parameters() if name == sick_parameter(self))
+        parameter = next(p for name, p in self.named_parameters() if name == poisoned_parameter(self))
         return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
 
-    train_step.TrainStep._forward_backward, GPT.forward = locate, sick
+    train_step.TrainStep._forward_backward, GPT.forward = locate, poisoned
 
 
-def sick_parameter(model: GPT) -> str:
+def poisoned_parameter(model: GPT) -> str:
     return [name for name, p in model.named_parameters() if p.ndim > 1][-2]
 
 
@@ -91,7 +91,7 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
-def train_all(configs: dict[str, dict[str, Any]], make_error: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One run after the other; of each the error, or the weights that this rank has in the end."""
     # It would keep the store of a run that failed, whose port the next one needs.
     composition.Watchdog = lambda *words: types.SimpleNamespace(stop=lambda: None)
@@ -100,11 +100,11 @@ def train_all(configs: dict[str, dict[str, Any]], make_error: dict[str, dict[str
     composition.build_model = lambda *words: models.append(build(*words)) or models[-1]
     outcomes: dict[str, Any] = {}
     for job, (name, values) in enumerate(configs.items()):
-        if make_error[name]:
-            make_sick(**make_error[name])
+        if anomalies[name]:
+            inject_anomaly(**anomalies[name])
         # It waits for a second so that its event files have another name; these are too many, and nobody reads them.
         impatient = types.SimpleNamespace(sleep=lambda _: None)
-        tensorboard.time = impatient if name == "rollback, all sick" else time
+        tensorboard.time = impatient if name == "rollback, all bad" else time
         config = from_mapping(values)
         logs.to_console(read_env())
         runtime = Runtime(config, read_env(), job)
@@ -116,20 +116,20 @@ def train_all(configs: dict[str, dict[str, Any]], make_error: dict[str, dict[str
         runtime.close()
         del runtime
         train_step.TrainStep._forward_backward, GPT.forward = originals
-    return {**outcomes, "parameter": sick_parameter(models[-1])}
+    return {**outcomes, "parameter": poisoned_parameter(models[-1])}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """For a number of ranks: what came of all runs on every rank, and the directory that they are in."""
-    top = tmp_path_factory.mktemp("sick")
+    top = tmp_path_factory.mktemp("anomaly")
 
     @functools.cache
     def start(ranks: int) -> tuple[list[dict[str, Any]], Path]:
         root = top / f"ranks{ranks}"
         configs = {n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}") for n, (o, _) in JOBS.items()}
-        make_error = {name: what for name, (_, what) in JOBS.items()}
-        return run_ranks(ranks, train_all, root / "ranks", configs=configs, make_error=make_error), root
+        anomalies = {name: what for name, (_, what) in JOBS.items()}
+        return run_ranks(ranks, train_all, root / "ranks", configs=configs, anomalies=anomalies), root
 
     return start
 
@@ -183,7 +183,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks(trained, ranks):
     assert error.startswith("TrainingError: training error: step 6 has loss nan and gradient norm nan ")
     assert f"(rank {ranks - 1}: the loss of micro-batch 1)" in error
     assert committed(trained(ranks)[1] / "stop") == [4]
-    assert farthest(weights(trained, ranks, "stop", 4), weights(trained, ranks, "on_step_accepted", 4)) == 0
+    assert farthest(weights(trained, ranks, "stop", 4), weights(trained, ranks, "undisturbed", 4)) == 0
 
 
 def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter(trained, ranks):
@@ -205,7 +205,7 @@ def test_a_step_that_is_left_out_leaves_all_ranks_equal(trained, name):
     for ranks in (1, 2):
         check_equal_on_all_ranks(trained, ranks, name)
     assert farthest(weights(trained, 1, name), weights(trained, 2, name)) < 1e-6
-    assert farthest(weights(trained, 1, name), weights(trained, 1, "on_step_accepted")) > 1e-5, "it was taken"
+    assert farthest(weights(trained, 1, name), weights(trained, 1, "undisturbed")) > 1e-5, "it was taken"
     assert all(tensor.isfinite().all() for tensor in weights(trained, 2, name).values())
 
 
@@ -231,8 +231,8 @@ def test_the_curve_has_every_step_once(trained, ranks, name):
     points = curve(trained, ranks, name)
     assert [step for step in range(1, 15) if step not in points] in ([], [6])
     assert 0.0 not in points.values()
-    on_step_accepted = curve(trained, ranks, "on_step_accepted")
-    assert all(points[step] == on_step_accepted[step] for step in range(1, 6))
+    undisturbed = curve(trained, ranks, "undisturbed")
+    assert all(points[step] == undisturbed[step] for step in range(1, 6))
     history = read_history(trained(ranks)[1] / name / METRICS)
     assert history.series("train_loss") == [(step, pytest.approx(value)) for step, value in points.items()]
     assert (history.faults, history.rollbacks) == (0, int(name == "rollback"))
@@ -243,13 +243,13 @@ def test_a_finite_spike_is_caught(trained, ranks):
 
 
 def test_more_than_ten_in_a_row_stop(trained, ranks):
-    error = errors(trained, ranks, "skip, all sick")
+    error = errors(trained, ranks, "skip, all bad")
     assert "step 16 has loss nan" in error
     assert "as had the 10 before it" in error
-    assert committed(trained(ranks)[1] / "skip-all_sick")[-1] < 16
-    check_equal_on_all_ranks(trained, ranks, "skip, ten sick")
+    assert committed(trained(ranks)[1] / "skip-all_bad")[-1] < 16
+    check_equal_on_all_ranks(trained, ranks, "skip, ten bad")
 
 
 def test_more_than_ten_in_a_row_stop_a_run_that_goes_back(trained, ranks):
-    error = errors(trained, ranks, "rollback, all sick")
+    error = errors(trained, ranks, "rollback, all bad")
     assert "step 16 has loss nan" in error
