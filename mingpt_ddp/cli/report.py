@@ -11,26 +11,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from mingpt_ddp.distributed.exit import cli_errors
+from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.sweeps.report import PAGE, report
 
 
 def main() -> None:
-    """Run `python -m mingpt_ddp.report`."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & {*words}:
-        print(__doc__)
-        return
-    with cli_errors():
-        from mingpt_ddp.sweeps.report import PAGE, report
+    """The entry point of `python -m mingpt_ddp.report`."""
+    run_command(__doc__, _command)
 
-        for word in words:
-            if word.startswith("-"):
-                raise RunError(f"{word} is not an option; name the directories of runs")
-            if "://" in word:
-                raise RunError(
-                    f"{word} is not a local directory; only snapshots may be elsewhere, not the runs' directories"
-                )
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        directories = [Path(word) for word in words]
-        print(report(directories, directories[0] / PAGE))
+
+def _command(words: list[str]) -> int:
+    for word in words:
+        if word.startswith("-"):
+            raise RunError(f"{word} is not an option; name the directories of runs")
+        if "://" in word:
+            raise RunError(f"{word} is not a local directory; only snapshots may be elsewhere, not runs' directories")
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    directories = [Path(word) for word in words]
+    print(report(directories, directories[0] / PAGE))
+    return 0

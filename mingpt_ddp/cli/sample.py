@@ -55,19 +55,15 @@ def main() -> None:
 
 def _command(words: list[str]) -> int:
     config = parse_arguments(SampleConfig, words)
-    prompt = _read_stdin() if config.prompt == "-" else config.prompt
+    try:
+        prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
+    except UnicodeDecodeError as error:
+        raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for number, text in enumerate(sample(config, prompt)):
         text = printable(text) if sys.stdout.isatty() else text
         print(f"{'-' * 80}\n{text}" if number else text, flush=True)
     return 0
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
 
 
 def sample(config: SampleConfig, prompt: str) -> list[str]:

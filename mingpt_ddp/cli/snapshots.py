@@ -15,6 +15,10 @@ export     write the weights as one model.safetensors and a config.json to a new
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import shutil
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -24,16 +28,17 @@ from typing import Any
 from tqdm import tqdm
 
 from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
-from mingpt_ddp.cli.export import ExportConfig, export
-from mingpt_ddp.config.schema import PositiveInt
+from mingpt_ddp.config.schema import MODELS, PositiveInt
 from mingpt_ddp.config.validation import check, did_you_mean, refuse_credentials
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
-from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
-from mingpt_ddp.snapshots.load import find_steps, step_in
+from mingpt_ddp.snapshots.buffer import encode
+from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name
+from mingpt_ddp.snapshots.load import find_steps, load, step_in
+from mingpt_ddp.snapshots.load_model import read_model_spec
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.run_dir import RunDirectory
-from mingpt_ddp.storage.storage import Storage, check_url
+from mingpt_ddp.storage.storage import Storage, atomic_write, check_url, sync_directory
 
 HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
 
@@ -48,6 +53,16 @@ class PruneConfig:
     url: str
     keep_last: PositiveInt
     keep_best: bool = True
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    url: str
+    to: str  # a local directory that does not exist yet
+    step: int | None = None  # null: the newest
+
+    def __post_init__(self) -> None:
+        check(bool(self.to.strip()) and "://" not in self.to, f"to={self.to} must be a new local directory")
 
 
 def main() -> None:
@@ -231,3 +246,53 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         except RunError as error:
             raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
         yield
+
+
+# export
+
+
+def export(config: ExportConfig) -> int:
+    """Write the weights and their description to a directory that appears complete or not at all."""
+    target = Path(config.to)
+    check(not os.path.lexists(target), f"to={config.to} is there already; name a new directory")
+    snapshot = load(config.url if config.step is None else _step_url(config.url, config.step), kinds=("model",))
+    files: dict[str, bytes | memoryview] = {MODEL: encode(snapshot.model), "config.json": describe(snapshot)}
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        for name, content in files.items():
+            atomic_write(partial / name, content)
+        os.rename(partial, target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise RunError(f"cannot write to {config.to}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    echo(f"step {snapshot.step} is in {target}: {', '.join(files)}")
+    return 0
+
+
+def _step_url(url: str, step: int) -> str:
+    for store, steps in find_steps(url):
+        if step in steps:
+            return f"{store.url}/{directory_name(step)}"
+    raise SnapshotError(f"there is no snapshot of step {step} at {url}")
+
+
+def describe(snapshot: Snapshot) -> bytes:
+    """Return as JSON what a program needs to use the weights: the model's shape and the character of each token.
+
+    Raises:
+        SnapshotError: the snapshot's state does not hold it.
+    """
+    spec = read_model_spec(snapshot.state)
+    if spec.model["architecture"] in MODELS:  # what a user's file registers is copied unchecked: export runs no code
+        spec.config()
+    train_state = snapshot.state.get("position")
+    values = {
+        "step": snapshot.step,
+        "val_loss": train_state.get("val_loss") if isinstance(train_state, dict) else None,  # nats per character
+        "model": spec.model,
+        "block_size": spec.block_size,
+        "vocabulary": spec.vocabulary,
+    }
+    return (json.dumps(values, indent=1) + "\n").encode()

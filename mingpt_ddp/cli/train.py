@@ -21,14 +21,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.exit import (
-    FAILURE,
-    USER_ERROR,
-    ProcessExit,
-    die_with_parent,
-    exit_process,
-    signal_exit_code,
-)
+from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
@@ -49,7 +42,8 @@ def main() -> None:
             directory = str(hydra_utils.config_directory())
             hydra.main(version_base="1.3", config_path=directory, config_name="config")(train)()
     except JobError as error:
-        sweep.record_remote_failure(error)
+        if sweep.uses_external_launcher:  # else it is recorded already
+            sweep.failed.append(error.args[0])
     except UserError as error:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
@@ -139,7 +133,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at)
     signalled = any(group.all_gather(signals.signal_name is not None))  # perhaps too late for this job
     runtime.close()
-    return _finish_job(sweep, config, loss, signalled, signal_exit_code(env, 0))
+    return sweep.finish_job(run_directory(config), loss, signalled, env)
 
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
@@ -162,17 +156,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
     result = read_result(directory)
     ended = code == 0 and result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     loss = float(result["val_loss"]) if ended else None
-    return _finish_job(sweep, config, loss, signalled, signal_exit_code(env, code))
-
-
-def _finish_job(sweep: Sweep, config: Config, loss: float | None, signalled: bool, exit_code: int) -> float:
-    """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep with it."""
-    if loss is not None:
-        sweep.record_done(config)
-        if not signalled or sweep.is_finished:
-            return loss
-    sweep.log_interrupted()
-    exit_process(None, exit_code)
+    return sweep.finish_job(directory, loss, signalled, env, code)
 
 
 def _check_urls(config: Config) -> None:

@@ -87,13 +87,24 @@ def worker_overrides() -> list[str]:
     hydra = HydraConfig.get()
     sweep_keys = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra.job.config.override_dirname")
     hydra_overrides = [o for o in hydra.overrides.hydra if not key_of(o).replace("/", ".").startswith(sweep_keys)]
-    flags = [f"--config-name={hydra.job.config_name}"]
-    for source in hydra.runtime.config_sources:
-        if source.provider == "main" and source.path != str(config_directory()):
-            flags.append(f"--config-path={source.path}")
-        if source.provider == "command-line":
-            flags.append(f"--config-dir={source.path}")
-    return [*flags, *hydra.overrides.task, *hydra_overrides, "hydra.mode=RUN"]
+    return [*config_flags(hydra), *hydra.overrides.task, *hydra_overrides, "hydra.mode=RUN"]
+
+
+def config_flags(hydra: Any) -> list[str]:
+    """Return --config-name, --config-path and --config-dir of a command line.
+
+    Args:
+        hydra: the `hydra` node of the configuration that it composes.
+    """
+    name = hydra["job"]["config_name"]
+    flags = [] if name == "config" else [f"--config-name={name}"]
+    for source in hydra["runtime"]["config_sources"]:
+        provider, path = source["provider"], Path(source["path"])
+        if provider == "command-line":
+            flags.append(f"--config-dir={path}")
+        elif provider == "main" and path != config_directory() and path.is_dir():
+            flags.append(f"--config-path={path}")
+    return flags
 
 
 def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:

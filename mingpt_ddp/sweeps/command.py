@@ -11,14 +11,14 @@ from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import config_flags
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.sweeps.runs import Job, Value
 
 NO_COMMAND = "there is no command line for it: its configuration cannot be read, and with it the run.name to continue"
 LARGEST = 1 << 16  # bytes of a record of Hydra's
-KEYWORDS = ("null", "true", "false", "nan", "inf")  # of the grammar of overrides, in any case
+WITHOUT_PRESETS = ("~model", "~optimizer")  # their keys differ from preset to preset
 
 
 def command_line(job: Job) -> str | None:
@@ -33,7 +33,7 @@ def command_line(job: Job) -> str | None:
     if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
         words = [*_flags(job.directory), *overrides]
     else:
-        words = [*_presets(job), *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
+        words = [*WITHOUT_PRESETS, *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
     name = job.config["run.name"]
     if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
@@ -49,28 +49,9 @@ def _read_record(directory: Path, name: str) -> Any:
 
 def _flags(directory: Path) -> list[str]:
     """Return --config-name, --config-path and --config-dir as the job was started with."""
-    flags = []
-    with contextlib.suppress(KeyError, TypeError, AttributeError):
-        hydra = _read_record(directory, "hydra")["hydra"]
-        name = hydra.get("job", {}).get("config_name")
-        flags += [f"--config-name={name}"] if name not in (None, "config") else []
-        for source in hydra["runtime"]["config_sources"]:
-            provider, path = source["provider"], Path(source["path"])
-            if provider == "command-line":
-                flags.append(f"--config-dir={path}")
-            elif provider == "main" and path != config_directory() and path.is_dir():
-                flags.append(f"--config-path={path}")
-    return flags
-
-
-def _presets(job: Job) -> list[str]:
-    """Choose `group=preset` with the same keys, for a job whose overrides are not known."""
-    found = {}
-    for group, selector in (("model", "architecture"), ("optimizer", "name")):
-        for path in sorted((config_directory() / group).glob("*.yaml"), reverse=True):
-            if load_yaml(path.read_bytes())[selector] == job.config.get(f"{group}.{selector}"):
-                found[group] = f"{group}={path.stem}"
-    return [*found.values()]
+    with contextlib.suppress(KeyError, TypeError):
+        return config_flags(_read_record(directory, "hydra")["hydra"])
+    return []
 
 
 def hydra_value(value: Value) -> str:
@@ -79,7 +60,5 @@ def hydra_value(value: Value) -> str:
         return f"[{','.join(map(hydra_value, value))}]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if re.fullmatch(r"[A-Za-z_/][A-Za-z0-9_./:-]*", value) and value.lower() not in KEYWORDS:
-        return value
     without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     return QuotedString(without_interpolation, Quote.double).with_quotes()

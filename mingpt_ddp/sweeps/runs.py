@@ -104,19 +104,10 @@ def varying(jobs: list[Job]) -> list[str]:
     values: dict[str, dict[Hashable, set[Hashable]]] = {}  # of each key, by preset
     for job in jobs:
         for key, value in job.config.items():
-            group = key.partition(".")[0]
-            preset = identity(job.config.get(f"{group}.name")) if group in PRESETS else None
+            group, _, name = key.partition(".")
+            preset = identity(job.config.get(f"{group}.name")) if group in PRESETS and name != "name" else None
             values.setdefault(key, {}).setdefault(preset, set()).add(identity(value))
-    return [
-        key
-        for key, by_preset in values.items()
-        if key not in NO_PARAMETERS
-        and (
-            len(set().union(*by_preset.values())) > 1
-            if key.endswith(".name")
-            else max(map(len, by_preset.values())) > 1
-        )
-    ]
+    return [key for key, found in values.items() if key not in NO_PARAMETERS and max(map(len, found.values())) > 1]
 
 
 def _find_runs(directory: Path, levels: int) -> Iterator[Path]:

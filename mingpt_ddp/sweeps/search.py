@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
 from pathlib import Path
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from mingpt_ddp.config.validation import Bounds
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError, RunError
 
@@ -32,11 +32,8 @@ def check_search(config: DictConfig) -> None:
         ConfigError: a setting that cannot work.
     """
     sweeper = config.hydra.sweeper
-    for key, least, most in (("n_trials", 1, math.inf), ("n_jobs", 1, math.inf), ("max_failure_rate", 0, 1)):
-        value = sweeper[key]
-        if not least <= value <= most:
-            bound = f"at least {least}" if value < least else f"at most {most}"
-            raise ConfigError(f"hydra.sweeper.{key}={value} must be {bound}")
+    for key, bounds in (("n_trials", Bounds(ge=1)), ("n_jobs", Bounds(ge=1)), ("max_failure_rate", Bounds(ge=0, le=1))):
+        bounds.check(sweeper[key], f"hydra.sweeper.{key}")
     if getattr(sweeper.direction, "name", sweeper.direction) != "minimize":
         raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:

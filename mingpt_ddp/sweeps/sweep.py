@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.env import DistEnv, read_env
-from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process
+from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import acquire_lock, run_directory, with_run_name
 from mingpt_ddp.sweeps import search
@@ -89,8 +89,23 @@ class Sweep:
             log.info("job %d%s: %s", hydra_utils.job_number() + 1, total, hydra_utils.job_label())
         return config, loss
 
-    def record_done(self, config: Config) -> None:
-        self.done.append(run_directory(config))
+    def finish_job(
+        self, directory: Path, loss: float | None, signalled: bool, env: DistEnv, exit_code: int = 0
+    ) -> float:
+        """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep with it.
+
+        Args:
+            loss: None: the job is incomplete.
+            signalled: a signal has asked this process to end; it goes on if no job is left.
+            exit_code: of the job, if this process ends with it.
+        """
+        if loss is not None:
+            self.done.append(directory)
+            if not signalled or not self.launcher or self.planned <= len(self.done) + len(self.failed):
+                return loss
+        if self.launcher:
+            log.info("sweep: %d of %d jobs done; rerun the same command to resume", len(self.done), self.planned)
+        exit_process(None, signal_exit_code(env, exit_code))
 
     def record_failed(self, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
@@ -99,24 +114,10 @@ class Sweep:
         self.env.call_on_rank_zero(lambda: log.error("%s", message))
         return JobError(f"{hydra_utils.job_label()} has failed")
 
-    def record_remote_failure(self, error: JobError) -> None:
-        """Record the failure of a job in another process; one in this process is recorded already."""
-        if self.uses_external_launcher:
-            self.failed.append(error.args[0])
-
-    def log_interrupted(self) -> None:
-        if self.launcher:
-            log.info("sweep: %d of %d jobs done; rerun the same command to resume", len(self.done), self.planned)
-
     @property
     def uses_external_launcher(self) -> bool:
         """Whether other processes run the jobs, count them and log their errors."""
         return bool(self.launcher) and not self.launcher.startswith("hydra._internal.")
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether no job is left for this process."""
-        return not self.launcher or self.planned <= len(self.done) + len(self.failed)
 
     def finish(self) -> None:
         """Print the table, write the page and end the process with an error if jobs have failed; on rank zero only."""

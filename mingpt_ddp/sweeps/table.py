@@ -21,15 +21,13 @@ def table(jobs: list[Job], keys: list[str]) -> str:
         keys: the parameters in which the jobs differ.
     """
     names, best = short_names(keys), best_of(jobs)
-    columns = [cut(names[key]) for key in keys[:COLUMNS]]
-    head = ["", "val loss", "status", *columns, "step", "tokens/s", "faults", "time", "job"]
+    parameters = [cut(names[key]) for key in keys[:COLUMNS]]
+    head = ["", "val loss", "status", *parameters, "step", "tokens/s", "faults", "time", "job"]
     rows = [head, *(["*" if job is best else "", *cells(job, keys[:COLUMNS]), job.name] for job in jobs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    aligned = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
-    lines = []
-    for row, padded in zip(rows, aligned, strict=True):
-        padded[2], padded[-1] = row[2].ljust(widths[2]), row[-1]
-        lines.append("  ".join(padded).rstrip())
+    left = (2, len(head) - 1)  # columns of text
+    columns = enumerate(zip(*rows, strict=True))
+    forms = [f"{'<' if number in left else '>'}{max(map(len, column))}" for number, column in columns]
+    lines = ["  ".join(map(format, row, forms)).rstrip() for row in rows]
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
     lines += [f"note: {note}" for job in jobs for note in job.notes]

@@ -12,8 +12,8 @@ from pydoc_data.topics import topics
 import pytest
 from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
 
-from mingpt_ddp.cli.export import ExportConfig, export
 from mingpt_ddp.cli.sample import SampleConfig, sample
+from mingpt_ddp.cli.snapshots import ExportConfig, export
 from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30

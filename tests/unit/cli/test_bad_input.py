@@ -333,7 +333,7 @@ SEARCHES = [
     ("hydra.sweeper.sampler.seed=-1", "config error: hydra.sweeper.sampler cannot be used: Seed must be between 0"),
     ("hydra.sweeper.n_trials=0", "config error: hydra.sweeper.n_trials=0 must be at least 1"),
     ("hydra.sweeper.n_jobs=0", "config error: hydra.sweeper.n_jobs=0 must be at least 1"),
-    ("hydra.sweeper.max_failure_rate=2", "config error: hydra.sweeper.max_failure_rate=2.0 must be at most 1"),
+    ("hydra.sweeper.max_failure_rate=2", "config error: hydra.sweeper.max_failure_rate=2.0 must lie in [0, 1]"),
     ("hydra.sweeper.direction=maximize", "config error: hydra.sweeper.direction=maximize must be minimize"),
     ("hydra.sweeper.direction=[minimize,minimize]", "config error: hydra.sweeper.direction=['minimize', 'minimize']"),
     ("hydra.sweeper.storage=redis://there", "config error: hydra.sweeper.storage=redis://there must be sqlite:///FILE"),

@@ -13,7 +13,6 @@ from hydra import compose, initialize_config_dir
 from snapshot_helpers import commit
 from tools import call_tool
 
-from mingpt_ddp.cli import export as export_module
 from mingpt_ddp.cli import snapshots as tool
 from mingpt_ddp.config.config import Config, from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
@@ -277,7 +276,7 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
         path.parent.mkdir(exist_ok=True)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module, "atomic_write", full)
+    monkeypatch.setattr(tool, "atomic_write", full)
     code, _, err = call("export", run, f"to={tmp_path}/new")
     assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
     assert sorted(tmp_path.iterdir()) == before

@@ -496,7 +496,7 @@ def test_the_program_where_there_is_no_main(tmp_path, monkeypatch):
 def test_no_command_line_of_another_run(tmp_path):
     """The words of a sweep's job have the sweep's name: they alone would train a plain run in its directory."""
     run = made_up(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
-    assert command_line(read_jobs([run])[0]) == "python main.py run.name=study/job"
+    assert command_line(read_jobs([run])[0]) == "python main.py 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
     assert command_line(read_jobs([run])[0]) is None
     text = report([run], tmp_path / "page.html")
@@ -507,7 +507,7 @@ def test_no_command_line_of_another_run(tmp_path):
 def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
     run = made_up(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
     sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
-    record = {"hydra": {"runtime": {"config_sources": sources}}}
+    record = {"hydra": {"job": {"config_name": "config"}, "runtime": {"config_sources": sources}}}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
     assert command_line(read_jobs([run])[0]) == "python main.py '--config-dir=/b presets' model=mine"
     sources[0]["path"] = str(tmp_path)
