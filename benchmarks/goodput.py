@@ -3,7 +3,7 @@
 A Monte Carlo simulation: failures hit the run at random, the failure of one machine stops all, undoes what was trained
 since the last durable snapshot, and is followed by a restart, which a failure may hit as well. Compared are saving
 every 30 minutes while training waits, waiting as well but at the interval of Young and Daly, and writing in the
-background at the interval of Young and Daly, both as mingpt_ddp/training/save_interval.py computes it. Each figure is
+background at the interval of Young and Daly, both as mingpt_ddp/training/save_schedule.py computes it. Each figure is
 checked against the expectation that availability.py derives; the script fails where they are five standard errors
 apart. The same seed gives the same figures.
 
@@ -33,7 +33,7 @@ import numpy as np
 from availability import goodput
 from common import RESULTS, ROOT, parser, report, say
 
-from mingpt_ddp.training.save_interval import best_interval
+from mingpt_ddp.training.save_schedule import best_interval
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt

@@ -5,8 +5,8 @@ Side by side, A, B, A, B in one process:
 
 A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
 B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward pass, and waits in
-   `wait_for_staging` before it may change the weights. The stall is what those two take. The forward and backward passes
-   are timed with and without a copy beside them, because on a CPU both want the same memory.
+   `wait_for_staging` before it may change the weights. The stall is what those two take. The forward and backward
+   passes are timed with and without a copy beside them, because on a CPU both want the same memory.
 
 Then the time from `begin` to the commit (copy, SHA-256, write, sync, manifest), on one rank and with the tensors
 divided over several, on the same disk, and the time to read, verify and restore.
@@ -60,7 +60,7 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
     tokens = torch.randint(VOCABULARY, (1, 9))
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
-    return SnapshotManager(config, runtime, [SnapshotStore(root)]), model, optimizer, runtime
+    return SnapshotManager(config, runtime, [SnapshotStore(root)], Path(root)), model, optimizer, runtime
 
 
 def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:

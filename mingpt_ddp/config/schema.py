@@ -218,7 +218,7 @@ class SnapshotConfig:
     """When snapshots are saved, where, and how many are kept (mingpt_ddp/snapshots)."""
 
     path: str | None  # a directory or any fsspec URL, to which the run's name is appended; null: in the run directory
-    every_steps: PositiveInt | Literal["auto"] | None  # auto: loses least time (mingpt_ddp/training/save_interval.py)
+    every_steps: PositiveInt | Literal["auto"] | None  # auto: loses least time (mingpt_ddp/training/save_schedule.py)
     mtbf_hours: PositiveFloat  # auto: mean time between failures of the whole run
     every_epochs: PositiveInt | None
     every_minutes: PositiveFloat | None  # by rank 0's clock

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.metrics.logger import MetricsLogger
 from mingpt_ddp.storage.storage import read_regular
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_n
 KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/mfu": "mfu", "val/loss": "val_loss"}
 
 
-class JSONLLogger(MetricsLogger):
+class JSONLLogger:
     """Append whole lines to a file. A full disk costs lines, not the run."""
 
     def __init__(self, path: Path) -> None:

@@ -21,7 +21,7 @@ class Meter:
     def __init__(self, runtime: Runtime, tokens_per_step: int) -> None:
         self.runtime, self.tokens_per_step = runtime, tokens_per_step
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
-        self._grad_norm = torch.zeros((), device=runtime.device)
+        self.grad_norm = torch.zeros((), device=runtime.device)  # of the last step, before clipping
         self._reset()
 
     def _reset(self) -> None:
@@ -36,7 +36,7 @@ class Meter:
             loss: this rank's share of the step's mean loss; the shares of all ranks add up to it.
         """
         self._loss_sum += loss
-        self._grad_norm = grad_norm
+        self.grad_norm = grad_norm
         self._data_s += data_time_s
         self._steps += 1
         self._timed_steps += 1
@@ -53,7 +53,7 @@ class Meter:
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         metrics = {
             "train/loss": loss_sum / steps,
-            "train/grad_norm": self.grad_norm(),
+            "train/grad_norm": float(self.grad_norm),
             "speed/tokens_per_s": self._timed_steps * self.tokens_per_step / elapsed,
             "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
             "speed/data_ms": self._data_s / max(1, self._timed_steps) * 1e3,
@@ -61,10 +61,6 @@ class Meter:
         }
         self._reset()
         return metrics
-
-    def grad_norm(self) -> float:
-        """Return the global gradient norm of the last step, before clipping."""
-        return float(self._grad_norm)
 
     def state(self) -> tuple[float, int]:
         """Return the loss sum over all ranks since the last reading, and its number of steps. A collective."""

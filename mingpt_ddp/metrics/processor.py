@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
-from mingpt_ddp.metrics.logger import MetricsLogger
 from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.models import flops_per_token
@@ -42,15 +42,16 @@ class MetricsProcessor:
         self.config, self.runtime, self.steps = config, runtime, steps
         env = runtime.group.env
         self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}")
+        jsonl = env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []
+        self.loggers: list[TensorBoardLogger | JSONLLogger] = [self.tensorboard, *jsonl]
         # what concerns the whole run is written by rank zero alone
-        self.run_tensorboard = env.call_on_rank_zero(lambda: self.tensorboard) or MetricsLogger()
-        self.jsonl = env.call_on_rank_zero(lambda: JSONLLogger(directory / METRICS)) or MetricsLogger()
+        self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop)
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self._flops_per_token, self._peak_flops = flops_per_token(model), 0.0
         self._is_set_up = False
         self._started_at: float | None = started_at  # None: the first step is done
-        for logger in (self.tensorboard, self.jsonl):
+        for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)
 
     def step_done(self) -> None:
@@ -67,7 +68,8 @@ class MetricsProcessor:
         begin = time.perf_counter()
         self.tensorboard.open()
         config = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
-        self.run_tensorboard.log_text(self.steps.start + 1, "config", config)
+        log_config = partial(self.tensorboard.log_text, self.steps.start + 1, "config", config)
+        self.runtime.group.env.call_on_rank_zero(log_config)
         if self._flops_per_token is not None:
             self._peak_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
             if self.runtime.device.type == "cuda":
@@ -77,7 +79,7 @@ class MetricsProcessor:
 
     def rollback(self, step: int) -> None:
         """Discard the metrics of the steps after `step`: they are trained again."""
-        for logger in (self.tensorboard, self.jsonl):
+        for logger in self.loggers:
             logger.rollback(step)
 
     def log_train(
@@ -103,14 +105,9 @@ class MetricsProcessor:
         if self._flops_per_token is not None:
             tokens_per_s = metrics["speed/tokens_per_s"] / self.runtime.group.world_size
             metrics["speed/mfu"] = self._flops_per_token * tokens_per_s / self._peak_flops
-        self._log(step, metrics)
-        for logger in (self.tensorboard, self.jsonl):
-            logger.log(step, metrics)
-        self.run_tensorboard.log(step, run_metrics)
-        return metrics
-
-    def _log(self, step: int, metrics: dict[str, float]) -> None:
-        """Write a line, and update the progress bar."""
+        run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {}
+        for logger in self.loggers:
+            logger.log(step, {**metrics, **run_metrics})
         brief = f"loss {metrics['train/loss']:.4f}, {metrics['speed/tokens_per_s']:,.0f} tokens/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
@@ -122,24 +119,25 @@ class MetricsProcessor:
             timedelta(seconds=round(left_s)),
             extra={"file_only": not self.progress.disable},
         )
+        return metrics
 
     def log_validation(self, step: int, loss: float) -> None:
         """Log the validation loss, in nats per character."""
         self._set_up()
         bits = loss / NATS_PER_BIT
-        for logger in (self.run_tensorboard, self.jsonl):
+        for logger in self.run_loggers:
             logger.log(step, {"val/loss": loss, "val/bits_per_char": bits})
         log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, bits)
 
     def log_sample(self, step: int, text: str | None) -> None:
         """Log a generated text; None on ranks that have generated none."""
         if text is not None:
-            self.run_tensorboard.log_text(step, "sample", text)
+            self.tensorboard.log_text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)
 
     def complete(self, step: int, val_loss: float | None) -> None:
         """Log that the run is complete, or pruned, at `step`."""
-        for logger in (self.run_tensorboard, self.jsonl):
+        for logger in self.run_loggers:
             logger.complete(step, self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
 
     def flush(self) -> None:

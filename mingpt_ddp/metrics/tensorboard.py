@@ -6,15 +6,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mingpt_ddp.metrics.logger import MetricsLogger
-
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 HPARAMS = ".hparams"  # suffix of the event file of the HParams tab
 
 
-class TensorBoardLogger(MetricsLogger):
+class TensorBoardLogger:
     """Write event files. The first one is created by the first value: importing TensorBoard takes 0.2 seconds."""
 
     def __init__(self, directory: Path) -> None:
@@ -22,9 +20,11 @@ class TensorBoardLogger(MetricsLogger):
         self._writer: SummaryWriter | None = None
 
     def start(self, step: int, world_size: int) -> None:
+        """Begin an attempt after `step`; readers drop the points of later steps."""
         self._purge_step = step + 1
 
     def rollback(self, step: int) -> None:
+        """Begin again after `step` within an attempt, in another event file."""
         if self._writer:
             self._writer.close()
             self._writer = None
@@ -45,7 +45,7 @@ class TensorBoardLogger(MetricsLogger):
             self.open().add_scalar(tag, value, step)
 
     def log_text(self, step: int, tag: str, text: str) -> None:
-        # indented, because Markdown would reflow it
+        """Write a text, indented, because Markdown would reflow it."""
         self.open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def complete(self, step: int, config: dict[str, Any], metrics: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
 from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
-from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.load import candidate_stores, load
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)
@@ -30,20 +31,14 @@ QUICK_S = 1.0  # a save that usually takes less is waited for when the next one 
 class SnapshotManager:
     """The snapshots of this run. All ranks call the same methods at the same step."""
 
-    def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        stores: list[SnapshotStore],
-        previous_stores: list[SnapshotStore] | None = None,
-    ) -> None:
+    def __init__(self, config: Config, runtime: Runtime, stores: list[SnapshotStore], directory: Path) -> None:
         """
         Args:
             stores: where to write; each is used when the one before has failed. All of them are read.
-            previous_stores: where this run wrote before its configuration was changed; they are only read.
+            directory: of the run; where else it leads to, the run wrote under an earlier configuration: only read.
         """
         self.config, self.runtime = config, runtime
-        self.stores, self.previous_stores = stores, previous_stores or []
+        self.stores, self.directory = stores, directory
         self.last_step: int | None = None  # of the newest snapshot that is committed
         self.durable_s: float | None = None  # seconds from the start of the last save to its commit
         self._failures = 0  # in a row
@@ -85,7 +80,9 @@ class SnapshotManager:
 
     def _newest_of_each_store(self) -> list[Snapshot]:
         found, errors = [], []
-        for store in [*self.stores, *self.previous_stores]:
+        urls = {store.url for store in self.stores}
+        previous_stores = (store for store in candidate_stores(str(self.directory)) if store.url not in urls)
+        for store in [*self.stores, *previous_stores]:
             try:
                 found.append(store.read_latest())
             except SnapshotError as error:  # all that this store holds is damaged

@@ -45,9 +45,6 @@ class AnomalyPolicy:
             average = loss if state.loss_ema is None else state.loss_ema
             state.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
 
-    def too_many_skips(self) -> bool:
-        return self.context.state.consecutive_skips > MAX_CONSECUTIVE_SKIPS
-
     def check(self, step: int, loss: float, grad_norm: float) -> None:
         """Stop all ranks at an anomaly where not every step is checked.
 

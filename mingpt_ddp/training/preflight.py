@@ -6,7 +6,7 @@ import hashlib
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import Config
@@ -17,10 +17,10 @@ from mingpt_ddp.distributed.compile import check_compiles
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.models import apply_activation_checkpointing, build_model, count_parameters, flops_per_token
-from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.models import build_model, count_parameters, flops_per_token
 from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.training.evaluate import eval_mode
+from mingpt_ddp.training.train_step import build_model_and_optimizer
 
 ROWS, LENGTH = 2, 64  # of the batch of a trial step: sequences, characters of each
 BYTES = 8  # of a parameter and its gradient in fp32; the optimizer's state comes on top
@@ -95,22 +95,18 @@ class _Trial:
 
     def __init__(self, config: Config, runtime: Runtime, vocab_size: int) -> None:
         self.config, self.runtime, self.vocab_size = config, runtime, vocab_size
-        seed_everything("weights", config.run.seed)
-        self.model: nn.Module = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
-        if config.trainer.activation_checkpointing:
-            apply_activation_checkpointing(self.model)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.model, self.optimizer = build_model_and_optimizer(config, runtime, vocab_size)
 
     def call_model(self, *inputs: Tensor) -> Tensor:
         """Return the logits (B, T, V) for tokens (B, T), or the loss where targets follow; check the shape."""
         with self.runtime.autocast():
             output: Tensor = self.model(*inputs)
         shape = (*inputs[0].shape, self.vocab_size) if len(inputs) == 1 else ()
-        if not isinstance(output, Tensor) or output.shape != shape:
-            wanted = "model(tokens, targets) must give the mean loss, a scalar"
-            if shape:
-                wanted = f"model(tokens) must give logits of the shape {shape}"
-            found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if found != shape:
+            wanted = f"model(tokens) must give logits of the shape {shape}"
+            if not shape:
+                wanted = "model(tokens, targets) must give the mean loss, a scalar"
             raise CodeError(f"the model {self.config.model.architecture}: {wanted}, not {found}")
         return output
 
@@ -144,16 +140,13 @@ class _Trial:
         if not math.isfinite(expected):
             return  # trainer.on_nonfinite decides about that in the first steps
         name = self.config.model.architecture
-        for found, wanted, problem in (
-            (again, logits, "is random in evaluation mode: drop out only where self.training is true"),
-            (
-                later[:, :-1],
-                logits[:, :-1],
-                "looks ahead: its logits at a position change with the characters after it",
-            ),
-            (alone, logits, "mixes sequences: the logits of one change with the others of its batch"),
+        later = torch.cat([later[:, :-1].float(), logits[:, -1:]], dim=1)  # the last position may change
+        for found, problem in (
+            (again, "is random in evaluation mode: drop out only where self.training is true"),
+            (later, "looks ahead: its logits at a position change with the characters after it"),
+            (alone, "mixes sequences: the logits of one change with the others of its batch"),
         ):
-            if not torch.allclose(found.float(), wanted, rtol=0, atol=tolerance):
+            if not torch.allclose(found.float(), logits, rtol=0, atol=tolerance):
                 raise CodeError(f"the model {name} {problem}")
         if not math.isclose(float(loss), expected, abs_tol=tolerance):
             raise CodeError(

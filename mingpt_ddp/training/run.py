@@ -1,4 +1,4 @@
-"""One training run. Read me first: every object of a run is named here once, in the order the data flows."""
+"""One training run. Read me first: the objects of a run are built here, in the order the data flows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.prepare import prepare
-from mingpt_ddp.data.rng import derive_seed, seed_everything
+from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
@@ -29,20 +29,18 @@ from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
-from mingpt_ddp.models import apply_activation_checkpointing, build_model, count_parameters
-from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.load import candidate_stores, load
+from mingpt_ddp.models import count_parameters
+from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
 from mingpt_ddp.storage.storage import Storage
-from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.pruning import MedianPruner
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.state import Context, TrainState, check_state, restore
-from mingpt_ddp.training.train_step import TrainStep, count_steps
+from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
 from mingpt_ddp.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -72,32 +70,24 @@ def run(
     _check_same_config(config, runtime)
     text = EncodedText(**runtime.group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
     dataset = TextDataset(text, config.data)
-    loader = TokenLoader(
-        dataset.train,
-        config.data.block_size,
-        config.data.stride,
-        config.trainer.batch_size,
-        config.run.seed,
-        runtime.device,
-    )
+    block_size, batch_size, seed = config.data.block_size, config.trainer.batch_size, config.run.seed
+    loader = TokenLoader(dataset.train, block_size, config.data.stride, batch_size, seed, runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
     check = partial(check_state, config=config, text=text)
-    _preflight(config, runtime, dataset, loader, check)  # whatever is refused is refused before anything is written
+    directory = run_directory(config)
+    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
+    _preflight(config, runtime, stores, dataset, loader, check)  # refuses before anything is written
 
     with contextlib.ExitStack() as resources:
-        owner, directory = _lock_directory(config, runtime, resources)
+        owner = _lock_directory(config, runtime, directory, stores, resources)
         last_log_time = owner.last_log_time() if owner else 0.0
         logs.to_file(directory, runtime.group.env)
-        manager = _snapshot_manager(config, runtime, owner, directory)
+        manager = SnapshotManager(config, runtime, stores, directory)
         snapshot = manager.load_latest(check)
 
-        seed_everything("weights", config.run.seed)
-        model = build_model(config.model, dataset.vocab_size, config.data.block_size).to(runtime.device)
-        if config.trainer.activation_checkpointing:
-            apply_activation_checkpointing(model)
-        optimizer = build_optimizer(model, config.optimizer)
+        model, optimizer = build_model_and_optimizer(config, runtime, dataset.vocab_size)
         state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
-        evaluator = Evaluator(dataset.val, config.data.block_size, runtime)
+        evaluator = Evaluator(dataset.val, block_size, runtime)
         sample = partial(_sample, config, runtime, model, CharTokenizer(dataset.vocabulary))
         _log_start(config, runtime, dataset, model, directory, range(state.step, steps))
 
@@ -118,9 +108,8 @@ def run(
             train_step = TrainStep(config, runtime, loader, plan, model, optimizer)
             metrics = MetricsProcessor(config, runtime, directory, model, range(state.step, steps), started_at)
             context = Context(config, runtime, state, metrics, MedianPruner(config, runtime, directory), interrupt)
-            anomaly = AnomalyPolicy(context)
-            saves = SaveSchedule(context, manager, train_step, anomaly, text)
-            trainer = Trainer(context, train_step, anomaly, saves, evaluator, sample)
+            saves = SaveSchedule(context, manager, train_step, text)
+            trainer = Trainer(context, train_step, saves, evaluator, sample)
             if owner:
                 owner.clear_result()
             status = _fit(trainer, runtime, interrupt)
@@ -166,13 +155,18 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
 
 
 def _preflight(
-    config: Config, runtime: Runtime, dataset: TextDataset, loader: TokenLoader, check: Callable[[int, Any], None]
+    config: Config,
+    runtime: Runtime,
+    stores: list[SnapshotStore],
+    dataset: TextDataset,
+    loader: TokenLoader,
+    check: Callable[[int, Any], None],
 ) -> None:
     """Check the batch, the snapshots, the memory and the user's code. A collective."""
     plan = plan_batches(config.trainer, runtime.group.world_size)
 
     def check_resume() -> None:
-        own = [step for url in snapshot_urls(config, run_directory(config)) for step in SnapshotStore(url).steps()]
+        own = [step for store in stores for step in store.steps()]
         if config.run.resume not in ("auto", "never") and not own:
             source = load(config.run.resume)
             check(source.step, source.state)
@@ -186,37 +180,21 @@ def _preflight(
 
 
 def _lock_directory(
-    config: Config, runtime: Runtime, resources: contextlib.ExitStack
-) -> tuple[RunDirectory | None, Path]:
-    """Lock the run directory and the directories of its snapshots until `resources` is closed.
-
-    Returns:
-        The owner, on rank zero alone, and the directory.
-    """
+    config: Config, runtime: Runtime, directory: Path, stores: list[SnapshotStore], resources: contextlib.ExitStack
+) -> RunDirectory | None:
+    """Lock the run directory and those of its snapshots until `resources` is closed; return the owner on rank zero."""
     owner: RunDirectory | None = None
 
-    def lock() -> str:
+    def lock() -> None:
         nonlocal owner
-        wanted = run_directory(config)
-        owner = RunDirectory(wanted, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
+        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
-        for url in snapshot_urls(config, wanted):
-            owner.lock_snapshots(Storage(url))
-        return str(wanted)
+        for store in stores:
+            owner.lock_snapshots(Storage(store.url))
+            store.lease = owner.leases.get(store.url)
 
-    directory = Path(runtime.group.run_on_rank_zero(lock))
-    return owner, directory
-
-
-def _snapshot_manager(config: Config, runtime: Runtime, owner: RunDirectory | None, directory: Path) -> SnapshotManager:
-    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
-    for store in stores:
-        store.lease = owner.leases.get(store.url) if owner else None
-    urls = {store.url for store in stores}
-    previous_urls = runtime.group.run_on_rank_zero(
-        lambda: [store.url for store in candidate_stores(str(directory)) if store.url not in urls]
-    )
-    return SnapshotManager(config, runtime, stores, [SnapshotStore(url) for url in previous_urls] if owner else [])
+    runtime.group.run_on_rank_zero(lock)
+    return owner
 
 
 def _log_start(

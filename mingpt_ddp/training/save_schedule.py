@@ -1,9 +1,16 @@
-"""Decide when a run saves, and measure how long its training waits for that."""
+"""Decide when a run saves, and measure how long its training waits for that. All times are in seconds.
+
+The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. Training runs for an
+interval, stalls for `cost_s` while a snapshot is taken, and goes on. A failure undoes what was trained since the start
+of the last snapshot that was durable by then. When a snapshot becomes durable and how long a restart takes do not
+change the best interval: benchmarks/availability.py has the formula.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -16,11 +23,40 @@ from mingpt_ddp.errors import StorageUnavailableError
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.save_interval import SaveInterval
 from mingpt_ddp.training.state import Context, TrainState, check_state, restore, snapshot_state
 from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
+
+FIRST_S = 30.0  # of training before the first snapshot, which shows what one costs
+
+
+def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
+    """Return the seconds of training between two snapshots that lose the least time to stalls and failures.
+
+    Daly's estimate, J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
+    Generation Computer Systems 22(3), 2006. For rare failures it is sqrt(2 * cost_s * mtbf_s), which is
+    Young's, J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+
+    Args:
+        cost_s: what training loses to one snapshot: the stall, not the write in the background.
+        mtbf_s: mean time between failures of the whole run, that of one node divided by the number of nodes.
+        least_s: the time in which a snapshot becomes durable; two do not overlap, so the interval is never shorter.
+
+    Returns:
+        The interval without the stall; `least_s` where snapshots are free, infinity where nothing fails.
+
+    Raises:
+        ValueError: a time is negative or not a number, or `mtbf_s` is 0.
+    """
+    if not (mtbf_s > 0 and cost_s >= 0 and least_s >= 0):
+        raise ValueError(f"mtbf_s={mtbf_s} must be above 0, cost_s={cost_s} and least_s={least_s} must not be negative")
+    if cost_s == 0:
+        return least_s
+    if cost_s >= 2 * mtbf_s:
+        return max(mtbf_s, least_s)
+    x = math.sqrt(cost_s / (2 * mtbf_s))
+    return max(math.sqrt(2 * cost_s * mtbf_s) * (1 + x / 3 + x * x / 9) - cost_s, least_s)
 
 
 class SaveSchedule:
@@ -29,18 +65,11 @@ class SaveSchedule:
     All ranks call the same methods at the same step.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        manager: SnapshotManager,
-        train_step: TrainStep,
-        anomaly: AnomalyPolicy,
-        text: EncodedText,
-    ) -> None:
+    def __init__(self, context: Context, manager: SnapshotManager, train_step: TrainStep, text: EncodedText) -> None:
         self.context, self.config, self.manager = context, context.config.snapshot, manager
-        self.train_step, self.anomaly, self.text = train_step, anomaly, text
-        by_cost = self.config.every_steps == "auto"
-        self.interval = SaveInterval(self.config.every_minutes, self.config.mtbf_hours if by_cost else None)
+        self.train_step, self.text, self.anomaly = train_step, text, AnomalyPolicy(context)
+        self._interval_s = FIRST_S  # with every_steps=auto
+        self._since, self._cost_s = time.monotonic(), 0.0  # of the last snapshot, and the stalls since then
         per_epoch = (self.config.every_epochs or 0) * train_step.loader.steps_per_epoch
         self._every = [n for n in (self.config.every_steps, per_epoch) if isinstance(n, int) and n]  # steps
         self._clock = time.perf_counter()
@@ -52,6 +81,12 @@ class SaveSchedule:
         self.context.state.wall_seconds += now - self._clock
         self._clock = now
         return self.context.state
+
+    def is_due(self) -> bool:
+        """Return whether this rank's clock asks for a snapshot."""
+        elapsed, minutes = time.monotonic() - self._since, self.config.every_minutes
+        by_cost = self.config.every_steps == "auto" and elapsed >= self._interval_s
+        return by_cost or (minutes is not None and elapsed >= 60 * minutes)
 
     def wait_for_staging(self) -> None:
         """Wait until the weights may change."""
@@ -130,7 +165,7 @@ class SaveSchedule:
         seconds = time.perf_counter() - begin
         self.context.metrics.meter.pause(seconds)
         self.context.state.stall_seconds += seconds
-        self.interval.add_cost(seconds)
+        self._cost_s += seconds
 
     def _capture(self) -> tuple[int, dict[str, Any], dict[str, dict[str, Tensor]], int | None]:
         """Return what SnapshotManager.save takes.
@@ -141,11 +176,13 @@ class SaveSchedule:
         self.context.metrics.flush()
         state, train_step, meter = self.update_wall_time(), self.train_step, self.context.metrics.meter
         state.loss_sum, state.loss_steps = meter.state()
-        self.anomaly.check(state.step, state.loss_sum, meter.grad_norm())
+        self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._is_due = False
-        self.interval.start(self.manager.durable_s)
         if self.config.every_steps == "auto":
-            log.info("the next snapshot is due in %.1f s", self.interval.interval_s, extra={"file_only": True})
+            if self.manager.durable_s is not None:
+                self._interval_s = best_interval(self._cost_s, 3600 * self.config.mtbf_hours, self.manager.durable_s)
+            log.info("the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True})
+        self._since, self._cost_s = time.monotonic(), 0.0
         tensors = {
             "model": model_state(train_step.model),
             "optimizer": optimizer_state(train_step.model, train_step.optimizer),

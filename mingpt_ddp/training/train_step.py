@@ -15,7 +15,8 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, TokenLoader
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.optim import get_lr
+from mingpt_ddp.models import apply_activation_checkpointing, build_model
+from mingpt_ddp.optim import build_optimizer, get_lr
 from mingpt_ddp.optim.muon import Muon
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,17 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run: the smaller of its two limits."""
     limits = [config.trainer.max_steps, config.trainer.max_epochs and config.trainer.max_epochs * steps_per_epoch]
     return min(limit for limit in limits if limit is not None)
+
+
+def build_model_and_optimizer(
+    config: Config, runtime: Runtime, vocab_size: int
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Build both as every start of the run does, with the weights that the seed gives."""
+    seed_everything("weights", config.run.seed)
+    model = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
+    if config.trainer.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    return model, build_optimizer(model, config.optimizer)
 
 
 class TrainStep:
@@ -99,10 +111,9 @@ class TrainStep:
         """Clip the gradients; return their norm before that."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if limit is not None:
-            norm = nn.utils.clip_grad_norm_(self.parameters, limit)
-        else:
-            norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         return norm.to(self.runtime.device)  # without any gradient torch returns zero on the CPU
 
     def optimizer_step(self, step: int) -> float:

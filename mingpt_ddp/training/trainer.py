@@ -6,14 +6,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.state import Context, TrainState
@@ -22,14 +21,17 @@ from mingpt_ddp.training.train_step import TrainStep
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class StepFlags:
     """What the ranks tell each other in every step; the same on all of them."""
 
-    interrupted: bool  # a rank has received a signal
-    saving: bool  # a rank still writes a snapshot
-    is_due: bool  # a snapshot, by rank zero's clock
-    loss: float  # of the step, mean over all ranks
+    def __init__(self, table: Tensor) -> None:
+        """
+        Args:
+            table: what each rank has sent (world size, 4).
+        """
+        self.interrupted, self.saving, _, _ = (table != 0).any(dim=0).tolist()  # a rank has a signal, is writing
+        self.is_due = bool(table[0, 2])  # a snapshot, by rank zero's clock
+        self.loss = sum(table[:, 3].tolist())  # of the step, mean over all ranks
 
 
 class Trainer:
@@ -39,7 +41,6 @@ class Trainer:
         self,
         context: Context,
         train_step: TrainStep,
-        anomaly: AnomalyPolicy,
         saves: SaveSchedule,
         evaluator: Evaluator,
         sample: Callable[[int], str | None],
@@ -48,7 +49,7 @@ class Trainer:
         Args:
             sample: returns a text that the model generates after a step, or None on ranks that have nothing to show.
         """
-        self.context, self.train_step, self.anomaly, self.saves = context, train_step, anomaly, saves
+        self.context, self.train_step, self.saves, self.anomaly = context, train_step, saves, AnomalyPolicy(context)
         self.evaluator, self.sample = evaluator, sample
         self.config, self.metrics, self.steps = context.config.trainer, context.metrics, train_step.steps
         self.metrics.meter.load_state(self.state.loss_sum, self.state.loss_steps)
@@ -102,12 +103,12 @@ class Trainer:
         """Train one step unless it has to be skipped; return None where the run is rolled back instead."""
         if step in self.state.skipped_steps:
             log.info("step %d is skipped since the rollback", step)
-            return self._exchange_flags(torch.zeros(()))()
+            return StepFlags(self._exchange_flags(torch.zeros(()))())
         loss = self.train_step.forward_backward(step)
         self.saves.wait_for_staging()
         wait_for_flags = self._exchange_flags(loss)
         grad_norm = self.train_step.clip_grad_norm()
-        flags = wait_for_flags()
+        flags = StepFlags(wait_for_flags())
         checks = self.anomaly.checks_every_step
         anomaly = self.anomaly.find_anomaly(flags.loss, float(grad_norm)) if checks else None
         if anomaly is not None:
@@ -117,22 +118,15 @@ class Trainer:
         self.metrics.meter.record(loss, grad_norm, self.train_step.data_time_s)
         return flags
 
-    def _exchange_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
-        """Start to gather the flags of all ranks; return the function that waits for them."""
+    def _exchange_flags(self, loss: Tensor) -> Callable[[], Tensor]:
+        """Start to gather the flags of all ranks; return the function that waits for their table."""
         own = [
             self.context.interrupt.signal_name is not None,
             self.saves.manager.save_in_progress,
-            self.saves.interval.is_due(),
+            self.saves.is_due(),
             float(loss) if self.anomaly.checks_every_step else 0.0,
         ]
-        wait = self.context.runtime.group.all_gather_async(torch.tensor(own, dtype=torch.float64))
-
-        def flags() -> StepFlags:
-            table = wait()  # (world size, 4)
-            interrupted, saving, _, _ = (table != 0).any(dim=0).tolist()
-            return StepFlags(interrupted, saving, bool(table[0, 2]), loss=sum(table[:, 3].tolist()))
-
-        return flags
+        return self.context.runtime.group.all_gather_async(torch.tensor(own, dtype=torch.float64))
 
     def _skip(self, step: int, anomaly: str) -> bool:
         """Skip a step, or stop, or roll back, as trainer.on_nonfinite says; return whether the step is skipped.
@@ -144,7 +138,7 @@ class Trainer:
         message = f"step {step} has {anomaly} ({self.train_step.diagnose(step)})"
         self.state.consecutive_skips += 1
         policy = self.config.on_nonfinite
-        if policy == "stop" or self.anomaly.too_many_skips():
+        if policy == "stop" or self.state.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as had the {self.state.consecutive_skips - 1} before it"
             raise self.anomaly.make_error(f"{message}{again}")

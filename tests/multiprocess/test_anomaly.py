@@ -96,8 +96,14 @@ def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str,
     # It would keep the store of a run that failed, whose port the next one needs.
     composition.Watchdog = lambda *words: types.SimpleNamespace(stop=lambda: None)
     originals = train_step.TrainStep._forward_backward, GPT.forward
-    build, models = composition.build_model, []
-    composition.build_model = lambda *words: models.append(build(*words)) or models[-1]
+    build, models = composition.build_model_and_optimizer, []
+
+    def keep_model(*words):
+        model, optimizer = build(*words)
+        models.append(model)
+        return model, optimizer
+
+    composition.build_model_and_optimizer = keep_model
     outcomes: dict[str, Any] = {}
     for job, (name, values) in enumerate(configs.items()):
         if anomalies[name]:

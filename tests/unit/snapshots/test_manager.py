@@ -195,7 +195,7 @@ def live(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def manager_at(path, config: Config) -> SnapshotManager:
-    return SnapshotManager(config, Runtime(config, DistEnv()), [SnapshotStore(str(path))])
+    return SnapshotManager(config, Runtime(config, DistEnv()), [SnapshotStore(str(path))], path)
 
 
 def save(
@@ -273,13 +273,14 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path
 def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
     """Another snapshot.path must not mean to begin anew."""
     model, optim = live(config)
-    save(manager_at(tmp_path / "old", config), TrainState(step=5), model, optim)
-    stores, previous_stores = [SnapshotStore(str(tmp_path / "new"))], [SnapshotStore(str(tmp_path / "old"))]
-    manager = SnapshotManager(config, Runtime(config, DistEnv()), stores, previous_stores)
+    old = tmp_path / "run" / "snapshots"
+    save(manager_at(old, config), TrainState(step=5), model, optim)
+    stores = [SnapshotStore(str(tmp_path / "new"))]
+    manager = SnapshotManager(config, Runtime(config, DistEnv()), stores, old.parent)
     assert load_latest(manager).step == 5
     save(manager, TrainState(step=6), model, optim)
     assert manager.stores[0].steps() == [6]
-    assert previous_stores[0].steps() == [5]
+    assert SnapshotStore(str(old)).steps() == [5]
     assert load_latest(manager).step == 6
 
 

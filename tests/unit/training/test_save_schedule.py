@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mingpt_ddp.training.save_interval import best_interval
+from mingpt_ddp.training.save_schedule import best_interval
 
 MINUTE, HOUR = 60.0, 3600.0
 costs = st.floats(1e-3, 1e3)
