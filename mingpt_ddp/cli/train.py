@@ -21,8 +21,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
-from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, SignalHandler, die_with_parent, exit_process
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
 from mingpt_ddp.storage.storage import check_url

@@ -193,7 +193,7 @@ class TrainerConfig:
     micro_batch_size: PositiveInt | None  # sequences per rank per forward; null: the largest that fits the first start
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16", "fp16"]  # auto: bf16 on a GPU that supports it, else fp32
-    compile: bool | Literal["auto", "cuda_graphs"]  # torch.compile; auto: on a GPU (mingpt_ddp/distributed/compile.py)
+    compile: bool | Literal["auto", "cuda_graphs"]  # torch.compile; auto: on a GPU (mingpt_ddp/distributed/ddp.py)
     grad_norm_clip: PositiveFloat | None  # largest global gradient norm; null: no clipping
     log_every: PositiveInt  # steps
     eval_every: PositiveInt | None  # steps; there is always a final evaluation

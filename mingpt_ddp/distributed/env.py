@@ -66,14 +66,6 @@ def read_env() -> DistEnv:
     return env
 
 
-def read_env_or_default() -> DistEnv:
-    """Return what `read_env` does, or the environment of a single process where it raises."""
-    try:
-        return read_env()
-    except ConfigError:
-        return DistEnv()
-
-
 def has_parent_launcher() -> bool:
     """Return whether torchrun or a parent of `ddp.nproc_per_node` has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ

@@ -1,4 +1,4 @@
-"""How a process ends: the exit codes, the last line of its log, and os._exit."""
+"""How a process ends: the exit codes, the last line of its log, os._exit, and the signals that ask a run to stop."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, read_env_or_default
-from mingpt_ddp.errors import LONGEST_LINE, StorageUnavailableError, UserError, printable
+from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.errors import LONGEST_LINE, ConfigError, StorageUnavailableError, UserError, printable
 
 if TYPE_CHECKING:
     from mingpt_ddp.distributed.process_group import ProcessGroup
@@ -29,8 +29,8 @@ FAILURE = 1  # a crash: a restart may help
 USER_ERROR = 2  # the last line says what to fix: a restart would not help
 EX_TEMPFAIL = 75  # of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # a scheduler's, or the user's Ctrl-C
 ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
-STORE_TIMEOUT_S = 5.0
 AGENT_POLL_S = 1.0  # an agent notices within this time that a worker has exited, and kills the others
 
 
@@ -105,7 +105,9 @@ class ProcessExit:
         Args:
             job: the number of the job in a sweep.
         """
-        self.env, self.job = read_env_or_default(), job
+        self.env, self.job = DistEnv(), job
+        with contextlib.suppress(ConfigError):  # `train` raises it again
+            self.env = read_env()
         self.group: ProcessGroup | None = None  # once this rank has joined it
         self.is_symmetric = True  # an error now is the same on all ranks
 
@@ -129,7 +131,10 @@ class ProcessExit:
         if not _is_lost_peer(error):
             if self.group is not None:
                 self.group.report_failure(summary)
-            _record_for_agent(error)
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            with contextlib.suppress(Exception):  # the file from which torchrun makes its summary
+                get_error_handler().record_exception(error)
             log.error("rank %d failed", rank, exc_info=error)
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
@@ -164,16 +169,39 @@ class ProcessExit:
     def _is_first_to_report(self, message: str) -> bool:
         if not self.env.has_agent:
             return True
-        from mingpt_ddp.distributed.rendezvous import call_with_timeout, claim_error_report, connect
+        from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
 
-        def claim() -> bool:
-            parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has a console of its own
-            return claim_error_report(connect(self.env, self.job, timeout_s=STORE_TIMEOUT_S), message, parent)
+        # Where the store is unreachable, print the error, even if another rank does too.
+        return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
 
-        try:
-            return call_with_timeout(STORE_TIMEOUT_S, claim)
-        except Exception:  # the store is unreachable: print, even if another rank does too
-            return True
+
+class SignalHandler:
+    """While `deferred`, a signal only sets `signal_name`, which the training loop polls; else it ends the process."""
+
+    def __init__(self, exits: ProcessExit | None = None) -> None:
+        self.exits = exits or ProcessExit()
+        self.signal_name: str | None = None  # of the first signal
+        self.received_at = 0.0  # time.monotonic() of the first signal
+        self.deferred = False
+
+    def install(self) -> None:
+        """Handle the signals from now on; only the main thread may call this."""
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.signal_name is None
+        # A scheduler's signal may come twice, the second time through the launcher: only a second Ctrl-C counts.
+        repeated_interrupt = not first and number == signal.SIGINT
+        # After the failure of another rank a collective save would hang.
+        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failed():
+            self.exits.on_signal(number)
+        if first:
+            self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()
+
+    def elapsed(self) -> float:
+        """Return the seconds since the first signal; 0 where there was none."""
+        return time.monotonic() - self.received_at if self.signal_name is not None else 0.0
 
 
 def _is_lost_peer(error: Exception) -> bool:
@@ -181,15 +209,3 @@ def _is_lost_peer(error: Exception) -> bool:
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def _record_for_agent(error: Exception) -> None:
-    """Write the error to the file from which torchrun makes its summary."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    def fail() -> None:
-        raise error
-
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        with contextlib.suppress(BaseException):
-            record(fail)()

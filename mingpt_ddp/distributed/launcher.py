@@ -18,8 +18,10 @@ from types import FrameType
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.device import choose_device
 from mingpt_ddp.distributed.env import DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR, exit_process
+from mingpt_ddp.distributed.rendezvous import connect, loopback_store
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
@@ -53,8 +55,6 @@ def train_on_workers(config: Config, env: DistEnv, directory: Path, overrides: l
     Raises:
         ConfigError: this machine or this batch cannot have so many ranks.
     """
-    from mingpt_ddp.distributed.device import choose_device
-
     n = config.ddp.nproc_per_node or 0
     if not env.is_rank_zero:
         logs.to_console(DistEnv())
@@ -135,8 +135,6 @@ def _run_agent(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from mingpt_ddp.distributed.rendezvous import loopback_store
-
     _silence("torch.distributed.elastic")
     store = loopback_store()
     endpoint = f"localhost:{store.port}"
@@ -162,8 +160,6 @@ def _spawn(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit:
     store that lasts as long as its process.
     """
     from torch import multiprocessing
-
-    from mingpt_ddp.distributed.rendezvous import connect, loopback_store
 
     _silence("torch.multiprocessing")
     first, store = replace(env, has_agent=True), None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,12 @@ from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.rendezvous import call_with_timeout, connect, join_attempt, raise_if_fatal
+from mingpt_ddp.distributed.rendezvous import ask_store, connect, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import UserError
 
 T = TypeVar("T")
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
-STORE_TIMEOUT_S = 5.0  # for one answer of the store on a busy machine
 ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks run into the same error, if they all do
 
 
@@ -47,14 +46,6 @@ def _serialize_error(error: Exception) -> tuple[str, str]:
         return type(error).__name__, str(error.args[0])
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
     return "OSError", " ".join(message.split())
-
-
-def _deserialize_error(kind: str, message: str, rank_prefix: str = "") -> Exception:
-    """Rebuild the error of another rank; only an OSError gets the prefix."""
-    if kind == "OSError":
-        return OSError(f"{rank_prefix}{message}")
-    error: UserError = getattr(errors, kind)(message)
-    return error
 
 
 class ProcessGroup:
@@ -178,24 +169,22 @@ class ProcessGroup:
         Raises:
             UserError: on every rank, what the calling rank raised; or the nodes returned different values.
         """
-        outcome: dict[str, Any] = {}
-        if self.is_rank_zero or (per_node and self.env.local_rank == 0):
-            try:
-                outcome["value"] = work()
-            except UserError as error:
-                outcome["error"] = _serialize_error(error)
-        outcomes = self.all_gather(outcome)
-        for other in outcomes:
-            if "error" in other:
-                raise _deserialize_error(*other["error"])
-        values: list[T] = [other["value"] for other in outcomes if other]
+        own: list[T] = []
+        with self.raise_everywhere(UserError, io=False):
+            if self.is_rank_zero or (per_node and self.env.local_rank == 0):
+                own.append(work())
+        values = [value for part in self.all_gather(own) for value in part]
         if any(value != values[0] for value in values):
             raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
         return values[0]
 
     @contextlib.contextmanager
-    def raise_everywhere(self) -> Iterator[None]:
-        """Raise on every rank what one rank raises in this context. For the thread next to the training thread.
+    def raise_everywhere(self, caught: type[Exception] = Exception, io: bool = True) -> Iterator[None]:
+        """Raise on every rank what one rank raises in this context.
+
+        Args:
+            caught: which errors; by default any, because the other ranks must not wait for this one.
+            io: called from the thread next to the training thread.
 
         Raises:
             UserError: of the same class, if that is what the first failing rank raised.
@@ -204,11 +193,14 @@ class ProcessGroup:
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except caught as error:
             failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # not this frame
-        for rank, packed in enumerate(self.all_gather(_serialize_error(failure) if failure else None, io=True)):
+        for rank, packed in enumerate(self.all_gather(_serialize_error(failure) if failure else None, io)):
             if packed is not None:
-                raise _deserialize_error(*packed, "" if self.world_size == 1 else f"rank {rank}: ") from failure
+                kind, message = packed
+                if kind != "OSError":
+                    raise getattr(errors, kind)(message) from failure
+                raise OSError(message if self.world_size == 1 else f"rank {rank}: {message}") from failure
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
         """Return what `make` returned on the first attempt; restarts by the same agent get that value again."""
@@ -232,8 +224,7 @@ class ProcessGroup:
         """Leave the error of this rank in the store, unless another rank has failed before."""
         if self.store is not None:
             store, report = self.store, f"rank {self.rank}: {message}"
-            with contextlib.suppress(Exception):
-                call_with_timeout(STORE_TIMEOUT_S, lambda: store.compare_set(FAILURE, "", report))
+            ask_store(lambda: store.compare_set(FAILURE, "", report), otherwise=b"")
 
     def reported_failure(self, wait_s: float) -> str | None:
         """Return what the first failing rank reported, if it does within `wait_s` seconds."""
@@ -248,10 +239,7 @@ class ProcessGroup:
                 time.sleep(0.05)
             return store.get(FAILURE).decode()
 
-        try:
-            return call_with_timeout(wait_s + STORE_TIMEOUT_S, poll)
-        except Exception:  # the store died with its host, or the network is down: nobody can answer
-            return None
+        return ask_store(poll, None, wait_s)
 
     def have_all_failed(self, message: str) -> bool:
         """Whether every rank fails with the same error; then the process group is gone, and the next job can begin."""
@@ -264,10 +252,7 @@ class ProcessGroup:
             store.wait(keys, timedelta(seconds=ALL_FAILED_TIMEOUT_S))
             return all(other.decode() == message for other in store.multi_get(keys))
 
-        try:
-            alike = call_with_timeout(ALL_FAILED_TIMEOUT_S + STORE_TIMEOUT_S, compare)
-        except Exception:  # another rank has not failed, or cannot report it
-            return False
+        alike = ask_store(compare, False, ALL_FAILED_TIMEOUT_S)
         if alike:
             dist.destroy_process_group()
         return alike

@@ -2,18 +2,19 @@
 
 The launcher's store outlives the workers: after a restart it still holds the addresses of dead processes. Therefore
 every process writes a fresh id. Rank 0 proposes an attempt with one id per rank, each rank whose id is in it confirms,
-and when all have confirmed rank 0 starts the attempt. Its process group uses a key prefix of its own.
+and when all have confirmed rank 0 starts the attempt. The keys of its process group begin with rank 0's id, which no
+other attempt has.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
 from typing import TypeVar
@@ -25,6 +26,7 @@ from mingpt_ddp.errors import RunError
 
 T = TypeVar("T")
 POLL_S = 0.02
+STORE_TIMEOUT_S = 5.0  # for one answer of the store on a busy machine
 FATAL = "fatal"  # key in the store: an error that every attempt would hit again
 
 
@@ -83,28 +85,28 @@ def loopback_store() -> TCPStore:
     return TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
 
 
-def call_with_timeout(timeout_s: float, work: Callable[[], T]) -> T:
-    """Return what `work` returns. A store behind a broken network neither answers nor gives up.
+def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
+    """Return what `work` returns; `otherwise` if it raises, or takes longer than STORE_TIMEOUT_S + `wait_s` seconds.
 
-    Raises:
-        concurrent.futures.TimeoutError: it took longer than `timeout_s` seconds.
-        Exception: what `work` raised.
+    A store behind a broken network neither answers nor gives up, and one whose host has died raises.
     """
-    future: Future[T] = Future()
+    answers: list[T] = []
 
     def call() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:
-            future.set_exception(error)
+        with contextlib.suppress(Exception):
+            answers.append(work())
 
-    threading.Thread(target=call, name="store", daemon=True).start()
-    return future.result(timeout_s)
+    thread = threading.Thread(target=call, name="store", daemon=True)
+    thread.start()
+    thread.join(STORE_TIMEOUT_S + wait_s)
+    return answers[0] if answers else otherwise
 
 
-def claim_error_report(store: Store, message: str, parent: str) -> bool:
+def claim_error_report(env: DistEnv, job: int, message: str) -> bool:
     """Record an error that every attempt would hit again; whether this is the first worker of its parent to do so."""
+    store = connect(env, job, STORE_TIMEOUT_S)
     store.set(FATAL, message)
+    parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has a console of its own
     return store.add(f"reported/{parent}", 1) == 1
 
 
@@ -131,32 +133,31 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
 
 
 def _propose(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
-    """On rank 0, propose the current ids until all ranks have confirmed the same attempt; return its id."""
+    """On rank 0, propose the current ids until all ranks have confirmed the same ones."""
     others = range(1, env.world_size)
-    proposed: dict[str, str] = {}
-    attempt = ""
     while True:
-        ids = {str(rank): _get(store, f"hello/{rank}") for rank in others}
-        if all(ids.values()) and ids != proposed:
-            attempt, proposed = uuid.uuid4().hex, ids
-            store.set("attempt", json.dumps({"attempt": attempt, "ids": ids}))
-        missing = [rank for rank in others if not (attempt and _get(store, f"confirm/{attempt}/{rank}"))]
+        ids = [_get(store, f"hello/{rank}") for rank in others]
+        missing = [rank for rank, other_id in zip(others, ids, strict=True) if not other_id]
         if not missing:
-            store.set(f"go/{attempt}", "1")
-            return attempt
-        absent = ", ".join(str(rank) for rank in others if not ids[str(rank)]) or ", ".join(map(str, missing))
+            proposal = ",".join([own_id, *ids])
+            store.set("proposal", proposal)
+            missing = [rank for rank in others if _get(store, f"confirm/{rank}") != proposal]
+            if not missing:
+                store.set("go", proposal)
+                return own_id
+        absent = ", ".join(map(str, missing))
         _pause(store, 0, own_id, deadline, f"rank {absent} did not appear in time; start all ranks")
 
 
 def _confirm(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
-    """On any other rank, confirm every proposal with this process's id; return the attempt that rank 0 starts."""
+    """On any other rank, confirm every proposal with this process's id; return rank 0's id when it starts one."""
     while True:
-        proposal = json.loads(_get(store, "attempt") or "{}")
-        if proposal and proposal["ids"].get(str(env.rank)) == own_id:
-            attempt: str = proposal["attempt"]
-            store.set(f"confirm/{attempt}/{env.rank}", "1")
-            if _get(store, f"go/{attempt}"):
-                return attempt
+        proposal = _get(store, "proposal")
+        ids = proposal.split(",")
+        if own_id in ids:
+            store.set(f"confirm/{env.rank}", proposal)
+            if _get(store, "go") == proposal:
+                return ids[0]
         message = f"rank {env.rank} waited, but the ranks did not all appear in time; start them"
         _pause(store, env.rank, own_id, deadline, message)
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.ddp import DDPStrategy
+from mingpt_ddp.distributed.ddp import DDPStrategy, should_compile
 from mingpt_ddp.distributed.device import choose_device, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup

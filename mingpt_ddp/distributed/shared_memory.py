@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,9 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
 
 SOCKET_DIRECTORY = "/dev/shm"  # on Linux no two machines share it
+ALIGNMENT = 64  # bytes
 
 
 class SharedMemoryGroup:
@@ -125,8 +127,9 @@ def connect_local_ranks(
         directory = None
         if rank == 0 and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):
-                directory = tempfile.mkdtemp(prefix="ranks-", dir=SOCKET_DIRECTORY)  # only this user may enter it
-                stack.callback(shutil.rmtree, directory, ignore_errors=True)
+                directory = stack.enter_context(  # only this user may enter it
+                    tempfile.TemporaryDirectory(prefix="ranks-", dir=SOCKET_DIRECTORY, ignore_cleanup_errors=True)
+                )
         directory = all_gather(directory)[0]
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listening = False
@@ -150,3 +153,48 @@ def connect_local_ranks(
             sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
         all_gather(None)  # the names are removed when all ranks are connected
         return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
+
+
+class SharedMemoryAllReduce:
+    """Averages in memory that all ranks share.
+
+    Ranks are added in their order, however gradients are bucketed. It waits for the last bucket: starting earlier
+    gains nothing, because the cores that would copy the first buckets are computing the others.
+    """
+
+    def __init__(self, shared_memory: SharedMemoryGroup, parameters: list[nn.Parameter]) -> None:
+        """
+        Args:
+            parameters: those that have gradients.
+        """
+        self.shared_memory = shared_memory
+        self._memory = shared_memory.allocate(sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters))
+        self._buckets: list[tuple[Tensor, list[Tensor], Future[Tensor]]] = []
+        self._end = 0  # of the buckets so far, in bytes
+
+    def all_reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Copy the bucket to this rank's memory; the last one completes the futures of all."""
+        if not self._buckets:
+            self.shared_memory.recv_all(0)  # every rank has read the previous step's gradients
+            self._end = 0
+        buffer, begin = bucket.buffer(), self._end
+        self._end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
+        parts = [memory[begin : begin + buffer.nbytes].view(buffer.dtype) for memory in self._memory]
+        torch.mul(buffer, 1 / self.shared_memory.world_size, out=parts[self.shared_memory.rank])
+        future: Future[Tensor] = Future()
+        self._buckets.append((buffer, parts, future))
+        if bucket.is_last():
+            self._add_ranks()
+        return future
+
+    def _add_ranks(self) -> None:
+        self.shared_memory.send_all(b"w")  # written
+        self.shared_memory.recv_all(1)
+        for buffer, parts, _ in self._buckets:
+            torch.add(parts[0], parts[1], out=buffer)
+            for part in parts[2:]:
+                buffer += part
+        self.shared_memory.send_all(b"r", skip=True)  # read
+        for buffer, _, future in self._buckets:
+            future.set_result(buffer)
+        self._buckets.clear()

@@ -59,22 +59,19 @@ class Watchdog:
 
     def _send_heartbeat(self, beat: int) -> None:
         process = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
-        heartbeat = {**asdict(self.group.heartbeat), "beat": beat, **process}
+        heartbeat = {**asdict(self.group.heartbeat), **process, "beat": beat}
         self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
 
     def _check(self) -> None:
-        if self._store.check([HANG]):
-            reason = self._store.get(HANG).decode()
-        else:
-            keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
-            if not self._store.check(keys):
-                return
-            found = self._find_hang([json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)])
-            if found is None:
-                return
-            reason = self._store.compare_set(HANG, "", found).decode()
-        if self._stopped.is_set():
+        keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
+        if not self._store.check(keys):
             return
+        found = self._find_hang([json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)])
+        if found is not None:
+            self._store.compare_set(HANG, "", found)
+        if self._stopped.is_set() or not self._store.check([HANG]):
+            return
+        reason = self._store.get(HANG).decode()
         if reason.startswith(f"rank {self.group.rank} "):
             frame = sys._current_frames().get(self._training_thread)
             stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"

@@ -13,7 +13,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.compile import check_compiles
+from mingpt_ddp.distributed.ddp import check_compiles
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError

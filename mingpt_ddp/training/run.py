@@ -22,9 +22,8 @@ from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
-from mingpt_ddp.distributed.exit import exit_hang
+from mingpt_ddp.distributed.exit import SignalHandler, exit_hang
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text

@@ -12,7 +12,7 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed import compile as compiling
+from mingpt_ddp.distributed import ddp
 from mingpt_ddp.distributed.ddp import DDPStrategy
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
@@ -30,7 +30,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
     """
     from torch._dynamo.utils import counters
 
-    compiling.BACKEND = "aot_eager"
+    ddp.COMPILE_BACKEND = "aot_eager"
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
     warm_up = DDPStrategy.warm_up
 
@@ -82,25 +82,25 @@ def config(*overrides: str) -> Config:
 
 
 def test_auto_means_our_models_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: None)
+    monkeypatch.setattr(ddp, "_missing_requirement", lambda device: None)
     own = config("+model.code=mine.py")
-    assert compiling.should_compile(config(), GPU)
-    assert not compiling.should_compile(own, GPU)
-    assert not compiling.should_compile(config(), CPU)
-    assert compiling.should_compile(config("trainer.compile=true"), CPU)
-    assert compiling.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
-    assert not compiling.should_compile(config("trainer.compile=false"), GPU)
+    assert ddp.should_compile(config(), GPU)
+    assert not ddp.should_compile(own, GPU)
+    assert not ddp.should_compile(config(), CPU)
+    assert ddp.should_compile(config("trainer.compile=true"), CPU)
+    assert ddp.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
+    assert not ddp.should_compile(config("trainer.compile=false"), GPU)
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
-        compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
-    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: "a compiler")
-    assert not compiling.should_compile(config(), GPU)
+        ddp.should_compile(config("trainer.compile=cuda_graphs"), CPU)
+    monkeypatch.setattr(ddp, "_missing_requirement", lambda device: "a compiler")
+    assert not ddp.should_compile(config(), GPU)
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"trainer.compile=true needs a compiler \(g\+\+ or clang\+\+\)"):
-        compiling.should_compile(config("trainer.compile=true"), CPU)
+        ddp.should_compile(config("trainer.compile=true"), CPU)
 
 
 def test_cuda_graphs_take_a_step_in_one_pass():
@@ -119,5 +119,5 @@ class Printing(nn.Module):
 def test_what_is_not_one_graph_is_one_line():
     ones = torch.ones(2, 3)
     with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
-        compiling.check_compiles(Printing(), config("trainer.compile=true"), ones, ones)
+        ddp.check_compiles(Printing(), config("trainer.compile=true"), ones, ones)
     torch.compiler.reset()

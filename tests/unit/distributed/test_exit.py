@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 
 import pytest
 
+from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import EX_TEMPFAIL, _record_for_agent, signal_exit_code
+from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, ProcessExit, signal_exit_code
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
 
@@ -28,6 +30,8 @@ def test_a_slurm_job_asks_for_a_requeue_but_its_workers_do_not(standalone, codes
 def test_torchrun_finds_the_error_in_its_file(tmp_path, monkeypatch):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    error = ValueError("the cause")
-    _record_for_agent(error)
+    monkeypatch.setattr(exit_module, "exit_process", lambda message, code: sys.exit(code))
+    with pytest.raises(SystemExit) as ended:
+        ProcessExit().failure(ValueError("the cause"))
+    assert ended.value.code == FAILURE
     assert json.loads(file.read_text())["message"]["message"] == "ValueError: the cause"

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from mingpt_ddp.distributed.exit import ProcessExit
-from mingpt_ddp.distributed.signals import SIGNALS, SignalHandler
+from mingpt_ddp.distributed.exit import SIGNALS, ProcessExit, SignalHandler
 
 
 class Exits(ProcessExit):
