@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
 from chaos import Chaos, logged_steps, undisturbed
 from s3_server import SeaweedServer
 
-from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def one(place: Path, minutes: float, ranks: tuple[int, ...], seed: int) -> dict[
         reference = undisturbed(place / "undisturbed", survived.steps, max(ranks))
         os.environ.update(server.environment())
         model = f"step_{survived.steps:08d}/model.safetensors"
-        same = Storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
+        same = open_storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
     finally:
         server.kill()
     losses = [json.loads((run / "result.json").read_text())["val_loss"] for run in (chaos.run, reference)]

@@ -79,7 +79,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.models.ops import choose_device
     from mingpt_ddp.snapshots.load_model import load_model
-    from mingpt_ddp.storage.storage import check_url
+    from mingpt_ddp.storage.urls import check_url
 
     check_url(config.snapshot, "snapshot")
     if config.code is not None:

@@ -38,7 +38,8 @@ from mingpt_ddp.snapshots.load_model import read_model_spec
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.run_dir import RunDirectory
-from mingpt_ddp.storage.storage import Storage, atomic_write, check_url, sync_directory
+from mingpt_ddp.storage.storage import atomic_write, sync_directory
+from mingpt_ddp.storage.urls import check_url, open_storage
 
 HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
 
@@ -128,7 +129,7 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
         files, state = store.read_metadata(step)
     except CorruptSnapshotError as damage:
         status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
-        names = Storage(f"{store.url}/{directory_name(step)}").list()
+        names = open_storage(f"{store.url}/{directory_name(step)}").list()
         return Entry(step, status, sum(store.size(step, name) or 0 for name in names), len(names), {})
     train_state = state.get("position") if isinstance(state, dict) else None
     size = sum(file["bytes"] for file in files.values())
@@ -232,7 +233,7 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
                 held.callback(owner.release)
 
         try:
-            run = Storage(url)
+            run = open_storage(url)
             if run.local and (Path(run.root) / "config.yaml").exists():
                 lock(Path(run.root))
             for store in stores:

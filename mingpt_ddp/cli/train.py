@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
 from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, SignalHandler, die_with_parent, exit_process
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
-from mingpt_ddp.storage.storage import check_url
+from mingpt_ddp.storage.urls import check_url
 from mingpt_ddp.sweeps.sweep import Sweep
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import KINDS, MAX_CONFIG_CHARS, CorruptSnapshotError, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import load_yaml
-from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
 def _recorded_urls(run: str) -> list[str]:
     """Read from the run's config.yaml where else it writes snapshots, if it does."""
     try:
-        directory = Storage(run)
+        directory = open_storage(run)
         recorded = load_yaml(directory.read("config.yaml", limit=MAX_CONFIG_CHARS))
         paths = [recorded["snapshot"].get("path"), recorded["snapshot"].get("fallback_path")]
         depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts

@@ -35,7 +35,8 @@ from mingpt_ddp.snapshots.format import (
     step_of,
 )
 from mingpt_ddp.storage.lease import Lease
-from mingpt_ddp.storage.storage import Storage, StorageError
+from mingpt_ddp.storage.remote import StorageError
+from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class SnapshotStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.storage = Storage(url)
+        self.storage = open_storage(url)
         self.damaged: set[int] = set()  # steps that failed their check; retention does not count them
         self.lease: Lease | None = None  # proves ownership on an object store, which has no file locks
 

@@ -14,11 +14,14 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import fsspec.asyn
+
+from mingpt_ddp.storage.storage import Content, Storage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,6 +30,7 @@ REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / 
 OPERATION_DEADLINE_S = 60.0  # seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
 MIN_BANDWIDTH = 1 << 20  # bytes per second that all requests together are assumed to move at least
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0  # before a retry; doubled each time
+DEADLINE_CHECK_S = 0.5  # `set_deadline` ends an operation under way within this
 PART = 1 << 24  # bytes: larger files are moved in parts of this size, so that a fault costs one part
 PARALLEL = 4  # parts that move, and are in memory, at the same time
 
@@ -34,11 +38,9 @@ _RETRY_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Th
 _RETRY_STATUS = {408, 409, 425, 429}
 _PERMANENT_STATUS = {501, 507}  # not implemented; full
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-# Exceptions of packages that may not be installed, by name.
-_RETRY_NAMES = {
-    *("aiohttp.client_exceptions.ClientError", "botocore.parsers.ResponseParserError"),
-    *(f"botocore.exceptions.{name}" for name in ("ConnectionError", "HTTPClientError", "IncompleteReadError")),
-}
+# Of aiohttp and botocore, which may not be installed, the exceptions that are no OSError.
+_RETRY_NAMES = {"ClientConnectionError", "ClientPayloadError", "ConnectionError", "HTTPClientError"}
+_RETRY_NAMES |= {"IncompleteReadError", "ResponseParserError"}
 _jitter = random.SystemRandom()  # leaves the seeded generators of a run alone
 
 
@@ -68,7 +70,7 @@ def is_transient(error: Exception) -> bool:
         return False
     if isinstance(error, (OSError, EOFError, asyncio.TimeoutError)):
         return True
-    return any(f"{kind.__module__}.{kind.__qualname__}" in _RETRY_NAMES for kind in type(error).__mro__)
+    return any(kind.__name__ in _RETRY_NAMES for kind in type(error).__mro__)
 
 
 def redact(text: str) -> str:
@@ -86,17 +88,19 @@ def describe(error: BaseException) -> str:
 
 
 class RetryPolicy:
-    """Retries the requests of one operation until they succeed, fail for good or are cancelled."""
+    """Retries the requests of one operation until they succeed, fail for good or are cancelled; PARALLEL at a time."""
 
     def __init__(self) -> None:
         self.last_error: Exception | None = None  # that was retried
+        self._requests = asyncio.Semaphore(PARALLEL)
 
     async def __call__(self, request: Callable[[], Awaitable[T]], size: int = 0) -> T:
         """Return the result of a request that moves `size` bytes."""
         backoff = INITIAL_BACKOFF_S
         while True:
             try:
-                return await asyncio.wait_for(request(), REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH)
+                async with self._requests:
+                    return await asyncio.wait_for(request(), REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH)
             except Exception as error:  # every filesystem raises types of its own
                 if not is_transient(error):
                     raise
@@ -107,15 +111,9 @@ class RetryPolicy:
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
 
-async def in_parallel(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Return the results of all jobs, of which PARALLEL run at a time; if one fails, cancel the others."""
-    semaphore = asyncio.Semaphore(PARALLEL)
-
-    async def run(job: Callable[[], Awaitable[T]]) -> T:
-        async with semaphore:
-            return await job()
-
-    tasks = [asyncio.ensure_future(run(job)) for job in jobs]
+async def gather(jobs: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of all jobs; if one fails, cancel the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -124,81 +122,79 @@ async def in_parallel(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class RemoteFiles:
-    """The files of an fsspec filesystem, by path.
+class RemoteStorage(Storage):
+    """A directory of an fsspec filesystem that is not this machine's disk."""
 
-    All methods raise StorageError, and FileNotFoundError if there is no such file.
-    """
+    local = False
 
-    def __init__(self, fs: Any) -> None:
+    def __init__(self, url: str, root: str, fs: Any) -> None:
+        super().__init__(url, root)
         self.fs = fs
         self.loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
         self._until = math.inf  # time.monotonic() of the deadline of all operations
-        self._running: set[asyncio.Future[Any]] = set()
 
     def set_deadline(self, seconds: float) -> None:
-        """Let all operations, running and later ones, fail after this many seconds from now."""
         self._until = time.monotonic() + seconds
-        self.loop.call_soon_threadsafe(self.loop.call_later, seconds, self._cancel_all)
 
-    def _cancel_all(self) -> None:
-        for operation in self._running:
-            operation.cancel()
-
-    def read(self, path: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
+    def read(self, name: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
+        path = self._path(name)
         size = self._info(path)["size"] if expected_size is None else expected_size
         if size is None:  # a web server that sends no Content-Length
             return bytes(self._request("read", "cat_file", path, end=limit))
         size = size if limit is None else min(size, limit)
-        parts = [(start, min(start + PART, size)) for start in range(0, size, PART)]
 
         async def ranges(retry: RetryPolicy) -> list[bytes]:
-            return await in_parallel([partial(self._range, retry, path, *part) for part in parts])
+            return await gather(
+                self._range(retry, path, start, min(start + PART, size)) for start in range(0, size, PART)
+            )
 
         return b"".join(self._run("read", path, ranges, size))
 
-    def chunks(self, path: str, step: int, expected_size: int | None = None) -> Iterator[bytes]:
+    def chunks(self, name: str, step: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
+        path = self._path(name)
         size = self._info(path)["size"] if expected_size is None else expected_size
         for start in range(0, size, step):
             end = min(start + step, size)
             yield self._run("read", path, partial(self._range, path=path, start=start, end=end), end - start)
 
-    def write(self, path: str, content: memoryview) -> None:
-        self._run("write", path, lambda retry: self._write(retry, path, content), len(content))
+    def write(self, name: str, content: Content) -> None:
+        path, data = self._path(name), memoryview(content).cast("B")
+        self._run("write", path, lambda retry: self._write(retry, path, data), len(data))
 
-    def put_if_absent(self, path: str, content: memoryview) -> bool:
-        if self.size(path) is not None:
+    def put_if_absent(self, name: str, content: Content) -> bool:
+        path, data = self._path(name), bytes(content)
+        if self.size(name) is not None:
             return False
 
         async def operation(retry: RetryPolicy) -> bool:
             try:
-                await retry(lambda: self._put_if_absent(path, content), len(content))
+                await retry(lambda: self._put_if_absent(path, data), len(data))
             except FileExistsError:
                 # It may be this call's own, by a request whose answer was lost; HTTP clients retry a PUT as well.
-                return await retry(lambda: self._call("cat_file", path)) == content
+                return await retry(lambda: self._call("cat_file", path)) == data
             return True
 
-        return self._run("create", path, operation, len(content))
+        return self._run("create", path, operation, len(data))
 
-    def size(self, path: str) -> int | None:
-        try:
-            info = self._info(path)
-        except FileNotFoundError:
-            return None
-        return int(info["size"]) if info["type"] == "file" else None
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            info = self._info(self._path(name))
+            if info["type"] == "file":
+                return int(info["size"])
+        return None
 
-    def list(self, path: str) -> list[str]:
+    def list(self) -> list[str]:
         self.fs.invalidate_cache()
         try:
-            entries: list[str] = self._request("list", "ls", path, detail=False)
+            entries = self._request("list", "ls", self.root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        names = (entry.rstrip("/") for entry in entries)
-        own = path.strip("/")
-        return sorted(name.rsplit("/", 1)[-1] for name in names if name.strip("/") != own)
+        own = self.root.strip("/")
+        return sorted(path.rsplit("/", 1)[-1] for entry in entries if (path := entry.strip("/")) != own)
 
-    def delete(self, path: str) -> None:
+    def delete(self, name: str) -> None:
         self.fs.invalidate_cache()
+        path = self._path(name)
         self._run("delete", path, lambda retry: self._delete(retry, path))
 
     def _info(self, path: str) -> dict[str, Any]:
@@ -211,29 +207,29 @@ class RemoteFiles:
 
     def _run(self, what: str, path: str, operation: Callable[[RetryPolicy], Awaitable[T]], size: int = 0) -> T:
         """Run an operation that moves `size` bytes until it ends or its deadline passes."""
-        retry = RetryPolicy()
-        seconds = min(OPERATION_DEADLINE_S + size / MIN_BANDWIDTH, max(0.0, self._until - time.monotonic()))
+        retry, start = RetryPolicy(), time.monotonic()
+        end = start + OPERATION_DEADLINE_S + size / MIN_BANDWIDTH
 
         async def bounded() -> T:
-            running = asyncio.ensure_future(operation(retry))
-            self._running.add(running)
-            try:
-                return await asyncio.wait_for(running, seconds)
-            except asyncio.CancelledError:
-                raise TimeoutError from None
-            finally:
-                self._running.discard(running)
+            task = asyncio.ensure_future(operation(retry))
+            while not task.done() and (left := min(end, self._until) - time.monotonic()) > 0:
+                await asyncio.wait([task], timeout=min(left, DEADLINE_CHECK_S))
+            task.cancel()  # which does nothing to one that is done
+            await asyncio.wait([task])
+            if task.cancelled():
+                raise TimeoutError
+            return task.result()
 
         try:
             # This timeout is for an event loop that hangs; the cleanup after a failure takes some time as well.
-            result: T = fsspec.asyn.sync(self.loop, bounded, timeout=seconds + 2 * REQUEST_TIMEOUT_S)
+            result: T = fsspec.asyn.sync(self.loop, bounded, timeout=end - start + 2 * REQUEST_TIMEOUT_S)
         except Exception as error:
             is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
             if is_missing and http_status_and_code(error)[1] != "NoSuchBucket":
                 raise
-            timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError, fsspec.FSTimeoutError))
+            timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # FSTimeoutError is one
             cause = describe((timed_out and retry.last_error) or error)
-            tried = f" (tried for {seconds:.0f} s)" if timed_out else ""
+            tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
             raise StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
         return result
 
@@ -254,7 +250,7 @@ class RemoteFiles:
     async def _write(self, retry: RetryPolicy, path: str, content: memoryview) -> None:
         await retry(lambda: self._call("pipe_file", path, bytes(content)), len(content))
 
-    async def _put_if_absent(self, path: str, content: memoryview) -> None:
+    async def _put_if_absent(self, path: str, content: bytes) -> None:
         """Write the file unless it exists.
 
         Raises:
@@ -262,7 +258,7 @@ class RemoteFiles:
         """
         method = self.fs._pipe_file if self.fs.async_impl else self.fs.pipe_file
         exclusive = {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
-        await self._call("pipe_file", path, bytes(content), **exclusive)
+        await self._call("pipe_file", path, content, **exclusive)
 
     async def _delete(self, retry: RetryPolicy, path: str) -> None:
         async def request() -> None:

@@ -33,7 +33,7 @@ from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
-from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.pruning import MedianPruner
@@ -189,7 +189,7 @@ def _lock_directory(
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
         for store in stores:
-            owner.lock_snapshots(Storage(store.url))
+            owner.lock_snapshots(open_storage(store.url))
             store.lease = owner.leases.get(store.url)
 
     runtime.group.run_on_rank_zero(lock)

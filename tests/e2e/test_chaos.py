@@ -7,7 +7,7 @@ import json
 import pytest
 from chaos import Chaos, logged_steps, undisturbed
 
-from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
 
 SECONDS = 40.0  # of faults; `benchmarks/chaos.py` has more patience
 
@@ -32,6 +32,6 @@ def test_chaos(ranks, seaweed, bucket, tmp_path, monkeypatch):
         for name, value in seaweed.environment().items():
             monkeypatch.setenv(name, value)
         model = f"step_{report.steps:08d}/model.safetensors"
-        assert Storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
+        assert open_storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
     losses = [json.loads((run / "result.json").read_text())["val_loss"] for run in (chaos.run, reference)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)

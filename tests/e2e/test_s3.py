@@ -13,7 +13,8 @@ import pytest
 from fault_proxy import Fault, FaultProxy, Rule
 
 from mingpt_ddp.storage import remote
-from mingpt_ddp.storage.storage import Storage, StorageError
+from mingpt_ddp.storage.remote import StorageError
+from mingpt_ddp.storage.urls import open_storage
 
 MIB = 1 << 20
 LARGE = os.urandom(12 * MIB)  # three parts
@@ -59,13 +60,13 @@ def proxy(url, seaweed, monkeypatch):
 
 
 def test_files_of_a_bucket(url):
-    storage = Storage(url)
+    storage = open_storage(url)
     assert storage.shared
     assert storage.list() == []
     for name in ("b/1", "b/2", "a", "empty"):
         storage.write(name, name.encode() if name != "empty" else b"")
     assert storage.list() == ["a", "b", "empty"]
-    assert Storage(f"{url}/b").list() == ["1", "2"]
+    assert open_storage(f"{url}/b").list() == ["1", "2"]
     assert storage.read("b/2") == b"b/2"
     assert storage.read("b/2", limit=1) == b"b"
     assert storage.read("empty", limit=9) == b""
@@ -79,7 +80,7 @@ def test_files_of_a_bucket(url):
 
 
 def test_listings_are_never_old(url):
-    one, other = Storage(url), Storage(url)
+    one, other = open_storage(url), open_storage(url)
     for i in range(3):
         one.write(f"{i}", b"x" * i)
         assert other.list() == [f"{k}" for k in range(i + 1)]
@@ -90,7 +91,7 @@ def test_listings_are_never_old(url):
 
 
 def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", memoryview(LARGE))
     assert len([line for line in proxy.seen if "partNumber=" in line]) == 3
     assert storage.size("file") == len(LARGE)
@@ -107,26 +108,26 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
 
 def test_of_many_put_if_absent_one_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
-        made = list(pool.map(lambda i: Storage(url).put_if_absent("file", b"%d" % i), range(6)))
+        made = list(pool.map(lambda i: open_storage(url).put_if_absent("file", b"%d" % i), range(6)))
     assert made.count(True) == 1
-    assert Storage(url).read("file") == b"%d" % made.index(True)
+    assert open_storage(url).read("file") == b"%d" % made.index(True)
 
 
 def test_the_server_refuses_to_overwrite(url, monkeypatch):
     """Another process writes the file after this one has checked and before it writes."""
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", b"theirs")
     with monkeypatch.context() as patch:
-        patch.setattr(storage._files, "size", lambda path: None)
+        patch.setattr(storage, "size", lambda path: None)
         assert not storage.put_if_absent("file", b"mine")
     assert storage.read("file") == b"theirs"
 
 
 def test_put_if_absent_when_the_answer_is_lost(url, proxy):
     proxy.rules = [Rule(PUT, Fault.RESET_UNANSWERED)]
-    assert Storage(url).put_if_absent("file", b"content of its own")
+    assert open_storage(url).put_if_absent("file", b"content of its own")
     assert proxy.rules[0].hits == 1
-    assert not Storage(url).put_if_absent("file", b"another")
+    assert not open_storage(url).put_if_absent("file", b"another")
 
 
 # Transient faults
@@ -156,7 +157,7 @@ ALL = {
 def test_a_write_survives(fault, match, url, proxy, seaweed, bucket):
     content = LARGE[:50_000] if match == PUT else LARGE
     proxy.rules = [Rule(match, times=2, **ONCE[fault])]
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", content)
     assert proxy.rules[0].hits == 2
     assert storage.read("file") == content
@@ -170,7 +171,7 @@ def test_a_write_survives_a_stall(fault, match, url, proxy, monkeypatch):
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[:50_000] if match == PUT else LARGE
     proxy.rules = [Rule(match, fault, after=10_000)]
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", content)
     assert proxy.rules[0].hits == 1
     assert storage.read("file") == content
@@ -180,7 +181,7 @@ def test_a_write_survives_a_stall(fault, match, url, proxy, monkeypatch):
 def test_a_read_survives(fault, url, proxy, monkeypatch):
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[: 6 * MIB]
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", content)
     proxy.rules = [Rule(GET, **ALL[fault])]
     assert storage.read("file") == content
@@ -199,7 +200,7 @@ def test_a_read_survives(fault, url, proxy, monkeypatch):
 def test_many_random_faults(url, proxy):
     faults = [*ONCE.values(), {"fault": Fault.DELAY, "seconds": 0.1}]
     proxy.rules = [Rule("", times=ALWAYS, probability=0.06, **fault) for fault in faults]
-    storage = Storage(url)
+    storage = open_storage(url)
     for i in range(20):
         content = b"%d " % i * 5000
         storage.write(f"{i}", content)
@@ -220,7 +221,7 @@ def test_many_random_faults(url, proxy):
     ids=lambda value: {50_000: "small", len(LARGE): "large"}.get(len(value), value),
 )
 def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", b"old")
     proxy.rules = [Rule(PART if content is LARGE else PUT, times=ALWAYS, **ALL[fault])]
     with monkeypatch.context() as limits:  # a busy machine may need longer for the writes that succeed
@@ -238,7 +239,7 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
 
 
 def test_a_store_that_is_down(url, proxy, monkeypatch):
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", b"old")
     proxy.down = True
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.4)
@@ -254,7 +255,7 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
 
 def test_no_permission_is_reported_at_once(url, proxy):
     proxy.rules = [Rule("", Fault.STATUS, times=ALWAYS, status=403)]
-    storage = Storage(url)
+    storage = open_storage(url)
     with pytest.raises(StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"):
         storage.write("file", b"x")
     assert len(proxy.seen) == 1
@@ -264,7 +265,7 @@ def test_no_permission_is_reported_at_once(url, proxy):
 def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "mingpt_ddp")
     monkeypatch.setenv(wrong, "hunter2hunter2")
-    storage = Storage(url)
+    storage = open_storage(url)
     start = time.monotonic()
     for call in (lambda: storage.write("file", b"x"), storage.list, lambda: storage.read("file")):
         with pytest.raises(
@@ -278,7 +279,7 @@ def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch
 
 
 def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
-    storage = Storage("s3://no-such-bucket/run")
+    storage = open_storage("s3://no-such-bucket/run")
     calls = [lambda: storage.write("file", LARGE), lambda: storage.write("file", b"x"), lambda: storage.read("file")]
     calls += [storage.list, lambda: storage.put_if_absent("file", b"x"), lambda: storage.size("file")]
     for call in [*calls, lambda: storage.delete("file")]:
@@ -292,9 +293,9 @@ def test_delete_aborts_the_uploads_of_a_killed_process(url, seaweed, bucket):
     prefix = url.removeprefix(f"s3://{bucket}/")
     for name in ("step_1/file", "step_10/file"):
         seaweed._call("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{name}")
-    Storage(url).delete("step_1")
+    open_storage(url).delete("step_1")
     assert seaweed.unfinished_uploads(bucket) == [f"{prefix}/step_10/file"]
-    Storage(url).delete("step_10")
+    open_storage(url).delete("step_10")
     assert seaweed.unfinished_uploads(bucket) == []
 
 
@@ -318,7 +319,7 @@ def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
         (tmp_path / "credentials").write_text(f"[{profile}]\n{key}")
         if source == "profile":
             monkeypatch.setenv("AWS_PROFILE", "lab")
-    storage = Storage(url)
+    storage = open_storage(url)
     storage.write("file", b"x")
     assert storage.list() == ["file"]
 
@@ -333,7 +334,7 @@ def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch)
     done: list[int] = []
 
     def write_all() -> None:
-        storage = Storage(url)
+        storage = open_storage(url)
         for i, content in enumerate(contents):
             storage.write(f"{i}", content)
             done.append(i)
@@ -347,11 +348,11 @@ def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch)
         time.sleep(0.03)
         seaweed.kill()
         seaweed.start()
-        assert all(Storage(url).read(f"{i}") == contents[i] for i in list(done))
+        assert all(open_storage(url).read(f"{i}") == contents[i] for i in list(done))
     finally:
         writer.join(120)
     assert done == list(range(8))
-    assert all(Storage(url).read(f"{i}") == content for i, content in enumerate(contents))
+    assert all(open_storage(url).read(f"{i}") == content for i, content in enumerate(contents))
     for i in done:
-        Storage(url).delete(f"{i}")
+        open_storage(url).delete(f"{i}")
     assert seaweed.unfinished_uploads(bucket) == []

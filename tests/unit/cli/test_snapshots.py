@@ -25,6 +25,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease
 from mingpt_ddp.storage.lease import OWNER, Lease
 from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
 
 VOCABULARY = "\n abc"
 
@@ -215,13 +216,13 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
         monkeypatch.setattr(lease, name, seconds)
     original = Storage.__init__
 
-    def shared(self, url):
-        original(self, url)
+    def shared(self, url, root):
+        original(self, url, root)
         self.shared = True
 
     store = filled(run, config, 4, 8)
     monkeypatch.setattr(Storage, "__init__", shared)
-    owner = Lease(Storage(store.url))
+    owner = Lease(open_storage(store.url))
     code, out, err = call("prune", run, "keep_last=1", "keep_best=false")
     assert (code, out) == (2, "") and "still running" in err
     assert store.steps() == [4, 8]

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,9 @@ from mingpt_ddp.snapshots.format import (
     step_of,
 )
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.remote import RemoteFiles
+from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
 
 FILES = [MODEL, OPTIMIZER, STATE, MANIFEST]
 
@@ -65,7 +67,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
-    directory = Storage(f"{store.url}/{directory_name(step)}")
+    directory = open_storage(f"{store.url}/{directory_name(step)}")
     return {name: directory.read(name) for name in directory.list()}
 
 
@@ -162,32 +164,28 @@ def test_prune_spares_the_future(store):
     assert store.steps() == [3, 8, 9]
 
 
-class Failing(Storage):
-    """The connection breaks at the n-th write or delete: that one and all later ones fail."""
+def failing(url: str, calls: int) -> Storage:
+    """Return a storage whose connection breaks at the n-th write or delete: that one and all later ones fail."""
+    storage, left = open_storage(url), iter(range(calls))
 
-    def __init__(self, url: str, calls: int) -> None:
-        super().__init__(url)
-        self.calls = calls
+    def limited(method: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: object) -> None:
+            if next(left, None) is None:
+                raise OSError("the connection broke")
+            method(*args)
 
-    def _count(self) -> None:
-        self.calls -= 1
-        if self.calls < 0:
-            raise OSError("the connection broke")
+        return call
 
-    def write(self, name: str, content: bytes) -> None:
-        self._count()
-        super().write(name, content)
-
-    def delete(self, name: str) -> None:
-        self._count()
-        super().delete(name)
+    for name in ("write", "delete"):
+        setattr(storage, name, limited(getattr(storage, name)))
+    return storage
 
 
 @pytest.mark.parametrize("calls", range(2))
 def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnings):
     for step in (1, 2):
         commit(store, small_snapshot(step))
-    store.storage = Failing(store.url, calls)
+    store.storage = failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
         store.prune(keep_last=1, best=None, newest=2)
     assert SnapshotStore(store.url).is_committed(1) == (calls == 0)
@@ -202,7 +200,7 @@ def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnin
 @pytest.mark.parametrize("calls", range(6))
 def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warnings):
     commit(store, small_snapshot(4))
-    store.storage = Failing(store.url, calls)
+    store.storage = failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
         commit(store, small_snapshot(8))
     again = SnapshotStore(store.url)
@@ -218,7 +216,7 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warning
 def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
-    store.storage = Failing(store.url, calls)
+    store.storage = failing(store.url, calls)
     other = small_snapshot(9)
     with pytest.raises(OSError, match="connection"):
         commit(store, Snapshot(8, other.model, other.optimizer, other.state))
@@ -499,8 +497,10 @@ def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
         commit(store, small_snapshot(step))
     store.storage.write("step_00000009/state.json", b"{}")
     asked: list[list[str]] = []
-    info = RemoteFiles._info
-    monkeypatch.setattr(RemoteFiles, "_info", lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path))
+    info = RemoteStorage._info
+    monkeypatch.setattr(
+        RemoteStorage, "_info", lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path)
+    )
     assert look(store)
     assert sorted(name for step, name in asked if step == directory_name(8)) == sorted(FILES)
     assert asked.count([directory_name(9), MANIFEST]) == (look is SnapshotStore.read_latest)

@@ -13,7 +13,8 @@ import pytest
 from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage import lease as module
 from mingpt_ddp.storage.lease import OWNER, Lease
-from mingpt_ddp.storage.storage import Storage, StorageError
+from mingpt_ddp.storage.remote import StorageError
+from mingpt_ddp.storage.urls import open_storage
 
 HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.05, 0.4, 0.1
 
@@ -30,7 +31,7 @@ def limits(monkeypatch):
 
 @pytest.fixture
 def storage():
-    return Storage(f"memory://lease-{uuid.uuid4().hex}")
+    return open_storage(f"memory://lease-{uuid.uuid4().hex}")
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_of_several_processes_one_acquires(storage, acquire, before):
     def attempt(_):
         start.wait()
         try:
-            return acquire(Storage(storage.url), dead)
+            return acquire(open_storage(storage.url), dead)
         except RunError:
             return None
 
@@ -242,7 +243,7 @@ def test_an_owner_survives_an_outage_of_the_store(storage, acquire, monkeypatch)
     with pytest.raises(StorageError):
         lease.check()
     down.clear()
-    before = owner(Storage(storage.url))["beat"]
+    before = owner(open_storage(storage.url))["beat"]
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
     lease.check()
     assert owner(storage)["beat"] > before
@@ -250,7 +251,7 @@ def test_an_owner_survives_an_outage_of_the_store(storage, acquire, monkeypatch)
 
 def test_no_takeover_during_an_outage(storage, acquire, monkeypatch):
     acquire()
-    other = Storage(storage.url)
+    other = open_storage(storage.url)
 
     def broken(*args, **kwargs):
         raise StorageError("the store is down")
@@ -280,7 +281,7 @@ def test_release_ends_the_thread(storage, acquire):
 def test_a_slow_read_does_not_make_a_lease_stale(storage, acquire, monkeypatch):
     """One read takes longer than LEASE_TTL_S, so no heartbeat could be seen, but the owner is alive."""
     acquire()
-    other = Storage(storage.url)
+    other = open_storage(storage.url)
     read = other.read
     slow = iter([0.0, 2 * LEASE_TTL_S])
 

@@ -18,13 +18,15 @@ from fsspec.registry import _registry
 
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage import remote
-from mingpt_ddp.storage.storage import Storage, StorageError, atomic_write, check_url
+from mingpt_ddp.storage.remote import StorageError
+from mingpt_ddp.storage.storage import atomic_write
+from mingpt_ddp.storage.urls import check_url, open_storage
 
 
 @pytest.fixture(params=["path", "file://", "memory://"])
 def storage(request, tmp_path):
     urls = {"path": str(tmp_path), "file://": f"file://{tmp_path}", "memory://": f"memory://{uuid.uuid4().hex}"}
-    return Storage(f"{urls[request.param]}/store")
+    return open_storage(f"{urls[request.param]}/store")
 
 
 def test_write_and_read(storage):
@@ -71,7 +73,7 @@ def test_put_if_absent_keeps_an_existing_file(storage):
     storage.delete("a/file")
     assert storage.put_if_absent("a/file", b"third")
     assert storage.list() == ["a"]
-    assert Storage(f"{storage.url}/a").list() == ["file"]
+    assert open_storage(f"{storage.url}/a").list() == ["file"]
 
 
 def test_of_many_put_if_absent_one_succeeds(storage):
@@ -84,8 +86,8 @@ def test_of_many_put_if_absent_one_succeeds(storage):
 
 def test_shared_is_what_other_machines_see(storage, tmp_path):
     assert not storage.shared
-    assert not Storage("simplecache::memory://x").shared
-    assert Storage("http://127.0.0.1:1/x").shared
+    assert not open_storage("simplecache::memory://x").shared
+    assert open_storage("http://127.0.0.1:1/x").shared
 
 
 def test_list_has_the_names_of_one_level_sorted(storage):
@@ -93,11 +95,11 @@ def test_list_has_the_names_of_one_level_sorted(storage):
     for name in ("b/2", "a/1", "c", "b/1"):
         storage.write(name, b"x")
     assert storage.list() == ["a", "b", "c"]
-    assert Storage(f"{storage.url}/b").list() == ["1", "2"]
+    assert open_storage(f"{storage.url}/b").list() == ["1", "2"]
 
 
 def test_list_sees_what_another_process_wrote(storage):
-    other = Storage(storage.url)
+    other = open_storage(storage.url)
     storage.write("a", b"x")
     assert other.list() == ["a"]
     storage.write("b", b"x")
@@ -108,7 +110,7 @@ def test_delete_file_and_directory(storage):
     storage.write("a/1", b"x")
     storage.write("a/2", b"x")
     storage.delete("a/1")
-    assert Storage(f"{storage.url}/a").list() == ["2"]
+    assert open_storage(f"{storage.url}/a").list() == ["2"]
     storage.delete("a")
     assert storage.list() == []
     storage.delete("a")  # does not exist any more
@@ -124,12 +126,12 @@ def test_a_missing_file(storage):
 def test_a_directory_is_not_a_file(storage):
     storage.write("a/1", b"x")
     assert storage.size("a") is None
-    assert Storage(f"{storage.url}/a/1").list() == []
+    assert open_storage(f"{storage.url}/a/1").list() == []
 
 
 def test_trailing_slash_makes_no_difference(storage):
     storage.write("a", b"x")
-    assert Storage(f"{storage.url}/").read("a") == b"x"
+    assert open_storage(f"{storage.url}/").read("a") == b"x"
 
 
 @pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/passwd", "a//b", ".", "a/", "./a"])
@@ -140,7 +142,7 @@ def test_trailing_slash_makes_no_difference(storage):
         lambda storage, name: storage.read(name),
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
-        lambda storage, name: storage.chunks(name),
+        lambda storage, name: next(storage.chunks(name)),
         lambda storage, name: storage.put_if_absent(name, b"x"),
     ],
     ids=["write", "read", "size", "delete", "chunks", "put_if_absent"],
@@ -192,7 +194,7 @@ def test_a_symbolic_link_is_deleted_not_followed(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("x")
-    storage = Storage(str(tmp_path / "store"))
+    storage = open_storage(str(tmp_path / "store"))
     storage.write("real/file", b"x")
     for link in ("step", "real/inside"):
         (tmp_path / "store" / link).symlink_to(elsewhere)
@@ -210,7 +212,7 @@ def test_put_if_absent_without_hard_links(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    storage = Storage(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     assert storage.put_if_absent("file", b"first")
     assert not storage.put_if_absent("file", b"second")
     assert storage.read("file") == b"first"
@@ -283,7 +285,7 @@ def unsteady(monkeypatch):
     monkeypatch.setitem(_registry, "unsteady", Unsteady)
     monkeypatch.setattr(Unsteady, "calls", 0)
     monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.01)
-    storage = Storage(f"unsteady://{uuid.uuid4().hex}")
+    storage = open_storage(f"unsteady://{uuid.uuid4().hex}")
     yield storage
     Unsteady.faults.clear()
 
@@ -345,11 +347,11 @@ def test_put_if_absent_whose_first_answer_was_lost(unsteady, answer, made):
     def reset_after_the_fact(*args, **kwargs):
         Unsteady.calls += 1
         if Unsteady.calls == 1:
-            MemoryFileSystem.pipe_file(unsteady._files.fs, args[0], answer)
+            MemoryFileSystem.pipe_file(unsteady.fs, args[0], answer)
             raise ConnectionResetError
         raise FileExistsError
 
-    unsteady._files.fs.pipe_file = lambda path, value, mode="overwrite": reset_after_the_fact(path, value)
+    unsteady.fs.pipe_file = lambda path, value, mode="overwrite": reset_after_the_fact(path, value)
     assert unsteady.put_if_absent("file", b"mine") is made
 
 
