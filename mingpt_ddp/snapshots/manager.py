@@ -24,6 +24,7 @@ from mingpt_ddp.snapshots.load import candidate_stores, load
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)
+Check = Callable[[int, Any], None]  # takes the step and the state of a snapshot; raises what refuses it
 
 QUICK_S = 1.0  # a save that usually takes less is waited for when the next one is due
 
@@ -48,7 +49,7 @@ class SnapshotManager:
 
     # Loading.
 
-    def load_latest(self, check: Callable[[int, Any], None]) -> Snapshot | None:
+    def load_latest(self, check: Check) -> Snapshot | None:
         """Return the newest snapshot of the run, else that of run.resume, on every rank. A collective.
 
         Args:

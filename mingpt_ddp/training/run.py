@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,14 @@ from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
-from mingpt_ddp.distributed.exit import SignalHandler, exit_hang
+from mingpt_ddp.distributed.exit import SignalHandler
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.manager import Check, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
 from mingpt_ddp.storage.urls import open_storage
@@ -111,7 +109,7 @@ def run(
             trainer = Trainer(context, train_step, saves, evaluator, sample)
             if owner:
                 owner.clear_result()
-            status = _fit(trainer, runtime, interrupt)
+            status = trainer.fit()
             state = context.state
 
         if owner:
@@ -119,17 +117,6 @@ def run(
             if status is RunStatus.COMPLETE:
                 _log_end(state, directory)
     return None if status is RunStatus.PREEMPTED else state.val_loss
-
-
-def _fit(trainer: Trainer, runtime: Runtime, interrupt: SignalHandler) -> RunStatus:
-    """Train with signals deferred to the end of a step, and a watchdog for the other ranks."""
-    watchdog = Watchdog(runtime.group, exit_hang)
-    interrupt.deferred = True
-    try:
-        return trainer.fit()
-    finally:
-        interrupt.deferred = False
-        watchdog.stop()
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
@@ -159,7 +146,7 @@ def _preflight(
     stores: list[SnapshotStore],
     dataset: TextDataset,
     loader: TokenLoader,
-    check: Callable[[int, Any], None],
+    check: Check,
 ) -> None:
     """Check the batch, the snapshots, the memory and the user's code. A collective."""
     plan = plan_batches(config.trainer, runtime.group.world_size)

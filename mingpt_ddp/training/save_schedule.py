@@ -183,9 +183,7 @@ class SaveSchedule:
                 self._interval_s = best_interval(self._cost_s, 3600 * self.config.mtbf_hours, self.manager.durable_s)
             log.info("the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True})
         self._since, self._cost_s = time.monotonic(), 0.0
-        tensors = {
-            "model": model_state(train_step.model),
-            "optimizer": optimizer_state(train_step.model, train_step.optimizer),
-        }
+        model, optimizer = train_step.model, train_step.optimizer
+        tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         values = snapshot_state(self.context, self.text, train_step.plan.micro_batch_size)
         return state.step, values, tensors, state.best_step

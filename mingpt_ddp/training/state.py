@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, from_mapping
 from mingpt_ddp.config.validation import build
@@ -77,9 +79,7 @@ def snapshot_state(context: Context, text: EncodedText, micro_batch_size: int) -
     }
 
 
-def restore(
-    snapshot: Snapshot, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
-) -> TrainState:
+def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> TrainState:
     """Load a snapshot that `check_state` has accepted into the live objects; return its TrainState."""
     load_model_state(model, snapshot.model)
     load_optimizer_state(model, optimizer, snapshot.optimizer)

@@ -10,6 +10,7 @@ import time
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, TokenLoader
@@ -28,9 +29,7 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def build_model_and_optimizer(
-    config: Config, runtime: Runtime, vocab_size: int
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_model_and_optimizer(config: Config, runtime: Runtime, vocab_size: int) -> tuple[nn.Module, Optimizer]:
     """Build both as every start of the run does, with the weights that the seed gives."""
     seed_everything("weights", config.run.seed)
     model = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
@@ -49,7 +48,7 @@ class TrainStep:
         loader: TokenLoader,
         plan: BatchPlan,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
     ) -> None:
         self.config, self.runtime, self.loader, self.plan = config, runtime, loader, plan
         self.model, self.optimizer = model, optimizer
@@ -142,11 +141,10 @@ class TrainStep:
         for micro in self._fetch(step):
             with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=False):
                 loss = self._forward_backward(step, micro, syncs=False)
-            if not torch.isfinite(loss):
-                found = f"the loss of micro-batch {micro.index}"
-            for name, parameter in self.model.named_parameters():
-                if not found and parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                    found = f"the gradient of {name} in micro-batch {micro.index}"
+            gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
+            for what, tensor in {"the loss of": loss, **gradients}.items():
+                if not found and tensor is not None and not torch.isfinite(tensor).all():
+                    found = f"{what} micro-batch {micro.index}"
             if found:
                 break
         self.optimizer.zero_grad(set_to_none=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mingpt_ddp.distributed.exit import exit_hang
+from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
@@ -19,6 +21,7 @@ from mingpt_ddp.training.state import Context, TrainState
 from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
+Sampler = Callable[[int], str | None]  # returns a text for a step, or None on ranks that have nothing to show
 
 
 class StepFlags:
@@ -38,17 +41,8 @@ class Trainer:
     """Train a run from its current step to its last one."""
 
     def __init__(
-        self,
-        context: Context,
-        train_step: TrainStep,
-        saves: SaveSchedule,
-        evaluator: Evaluator,
-        sample: Callable[[int], str | None],
+        self, context: Context, train_step: TrainStep, saves: SaveSchedule, evaluator: Evaluator, sample: Sampler
     ) -> None:
-        """
-        Args:
-            sample: returns a text that the model generates after a step, or None on ranks that have nothing to show.
-        """
         self.context, self.train_step, self.saves, self.anomaly = context, train_step, saves, AnomalyPolicy(context)
         self.evaluator, self.sample = evaluator, sample
         self.config, self.metrics, self.steps = context.config.trainer, context.metrics, train_step.steps
@@ -61,18 +55,25 @@ class Trainer:
         return self.context.state
 
     def fit(self) -> RunStatus:
-        """Train to the last step, or until a signal or the pruner ends the run; the newest snapshot is whole."""
+        """Train to the last step, or until a signal or the pruner ends the run; the newest snapshot is whole.
+
+        Meanwhile signals are deferred to the end of a step, and a watchdog looks after the other ranks.
+        """
         begin = time.perf_counter()
-        self.train_step.warm_up()
-        self.metrics.meter.pause(time.perf_counter() - begin)
+        watchdog = Watchdog(self.context.runtime.group, exit_hang)
+        self.context.interrupt.deferred = True
         try:
+            self.train_step.warm_up()
+            self.metrics.meter.pause(time.perf_counter() - begin)
             self._resume_pending_evaluation()
             while self.state.step < self.steps and self._ended is None:
                 self._step(self.state.step + 1)
             if self._ended is not RunStatus.PREEMPTED:
                 self.metrics.complete(self.state.step, self.state.val_loss)
         finally:
+            watchdog.stop()
             self.metrics.close()
+            self.context.interrupt.deferred = False
         return self._ended or RunStatus.COMPLETE
 
     def _step(self, step: int) -> None:
@@ -120,13 +121,10 @@ class Trainer:
 
     def _exchange_flags(self, loss: Tensor) -> Callable[[], Tensor]:
         """Start to gather the flags of all ranks; return the function that waits for their table."""
-        own = [
-            self.context.interrupt.signal_name is not None,
-            self.saves.manager.save_in_progress,
-            self.saves.is_due(),
-            float(loss) if self.anomaly.checks_every_step else 0.0,
-        ]
-        return self.context.runtime.group.all_gather_async(torch.tensor(own, dtype=torch.float64))
+        interrupted, saving = self.context.interrupt.signal_name is not None, self.saves.manager.save_in_progress
+        loss_sent = float(loss) if self.anomaly.checks_every_step else 0.0
+        row = torch.tensor([interrupted, saving, self.saves.is_due(), loss_sent], dtype=torch.float64)
+        return self.context.runtime.group.all_gather_async(row)
 
     def _skip(self, step: int, anomaly: str) -> bool:
         """Skip a step, or stop, or roll back, as trainer.on_nonfinite says; return whether the step is skipped.

@@ -25,6 +25,7 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training import train_step as train_step
+from mingpt_ddp.training import trainer
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
@@ -94,7 +95,7 @@ def digest(model: torch.nn.Module) -> str:
 def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One run after the other; of each the error, or the weights that this rank has in the end."""
     # It would keep the store of a run that failed, whose port the next one needs.
-    composition.Watchdog = lambda *words: types.SimpleNamespace(stop=lambda: None)
+    trainer.Watchdog = lambda *words: types.SimpleNamespace(stop=lambda: None)
     originals = train_step.TrainStep._forward_backward, GPT.forward
     build, models = composition.build_model_and_optimizer, []
 
