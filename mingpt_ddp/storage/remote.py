@@ -39,8 +39,7 @@ _RETRY_STATUS = {408, 409, 425, 429}
 _PERMANENT_STATUS = {501, 507}  # not implemented; full
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 # Of aiohttp and botocore, which may not be installed, the exceptions that are no OSError.
-_RETRY_NAMES = {"ClientConnectionError", "ClientPayloadError", "ConnectionError", "HTTPClientError"}
-_RETRY_NAMES |= {"IncompleteReadError", "ResponseParserError"}
+_RETRY_NAMES = {"ClientError", "ConnectionError", "HTTPClientError", "IncompleteReadError", "ResponseParserError"}
 _jitter = random.SystemRandom()  # leaves the seeded generators of a run alone
 
 
@@ -184,7 +183,6 @@ class RemoteStorage(Storage):
         return None
 
     def list(self) -> list[str]:
-        self.fs.invalidate_cache()
         try:
             entries = self._request("list", "ls", self.root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -193,12 +191,10 @@ class RemoteStorage(Storage):
         return sorted(path.rsplit("/", 1)[-1] for entry in entries if (path := entry.strip("/")) != own)
 
     def delete(self, name: str) -> None:
-        self.fs.invalidate_cache()
         path = self._path(name)
         self._run("delete", path, lambda retry: self._delete(retry, path))
 
     def _info(self, path: str) -> dict[str, Any]:
-        self.fs.invalidate_cache()
         return dict(self._request("look at", "info", path))
 
     def _request(self, what: str, method: str, path: str, **kwargs: Any) -> Any:
@@ -207,6 +203,7 @@ class RemoteStorage(Storage):
 
     def _run(self, what: str, path: str, operation: Callable[[RetryPolicy], Awaitable[T]], size: int = 0) -> T:
         """Run an operation that moves `size` bytes until it ends or its deadline passes."""
+        self.fs.invalidate_cache()  # of listings: other processes write here as well
         retry, start = RetryPolicy(), time.monotonic()
         end = start + OPERATION_DEADLINE_S + size / MIN_BANDWIDTH
 
