@@ -15,6 +15,7 @@ export     write the weights as one model.safetensors and a config.json to a new
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -83,9 +84,8 @@ def _command(words: list[str]) -> int:
         meant = did_you_mean(name, commands)
         hint = f"did you mean {meant}?" if meant else f"there are {', '.join(commands)}"
         raise ConfigError(f"{name} is not a command; {hint}")
-    check(bool(arguments), f"{name} needs a URL; name a run directory, its snapshots or one of them")
-    url, *options = arguments
-    check(bool(url.strip()), "the URL is empty; name a run directory")
+    url, *options = arguments or [""]
+    check(bool(url.strip()), f"{name} needs a URL; name a run directory, its snapshots or one of them")
     refuse_credentials("URL", url)
     check_url(url, "URL")
     config_class, command = commands[name]
@@ -138,13 +138,11 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
 
 def _row(entry: Entry, best: Any) -> tuple[str, ...]:
     def cell(key: str, text: Callable[[Any], str]) -> str:
-        value = entry.train_state.get(key)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
-            return "-"
-        try:
-            return text(value)
-        except (ValueError, OverflowError, OSError):  # a year that datetime does not have
-            return "-"
+        value: Any = entry.train_state.get(key)
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # a year that datetime does not have
+            if type(value) in (int, float) and abs(value) < 1e15:
+                return text(value)
+        return "-"
 
     return (
         *(str(entry.step), entry.status, human_size(entry.size), str(entry.files), cell("world_size", "{:.0f}".format)),
@@ -195,7 +193,8 @@ def prune(config: PruneConfig) -> int:
     stores = [store for store, _ in find_steps(config.url)]
     with _locked(config.url, stores):
         for store in stores:
-            whole = _newest_whole(store, config.keep_last)
+            intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
+            whole = list(itertools.islice(intact, config.keep_last))  # in which every byte is right
             if not whole:
                 raise SnapshotError(f"there is no whole snapshot at {store.url}, so that nothing is deleted")
             best = inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
@@ -207,15 +206,6 @@ def prune(config: PruneConfig) -> int:
     return 0
 
 
-def _newest_whole(store: SnapshotStore, count: int) -> list[int]:
-    """Find the newest `count` snapshots in which every byte is right: damaged ones do not count as kept."""
-    whole: list[int] = []
-    for step in reversed(store.steps()):
-        if len(whole) < count and verify_step(store, step) is None:
-            whole.append(step)
-    return whole
-
-
 @contextlib.contextmanager
 def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
     """Hold the locks and leases that a run holds, so that none can be using these snapshots.
@@ -224,26 +214,22 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         RunError: a run is using them.
         StorageUnavailableError: a storage does not answer.
     """
-    owners: dict[Path, RunDirectory] = {}
+    run, owners = open_storage(url), list[RunDirectory]()
+    paths = [Path(run.root)] if run.local and (Path(run.root) / "config.yaml").exists() else []
+    shared = [store.storage for store in stores if store.storage.shared]
+    for path in (Path(store.storage.root) for store in stores if store.storage.local and not store.storage.shared):
+        in_run = path.name == "snapshots" and (path.parent in paths or (path.parent / ".lock").exists())
+        paths.append(path.parent if in_run else path)
     with contextlib.ExitStack() as held:
-
-        def lock(path: Path) -> None:
-            if path.resolve() not in owners:
-                owners[path.resolve()] = owner = RunDirectory(path.resolve(), wait_s=0)
-                held.callback(owner.release)
-
         try:
-            run = open_storage(url)
-            if run.local and (Path(run.root) / "config.yaml").exists():
-                lock(Path(run.root))
-            for store in stores:
-                path = Path(store.storage.root)
-                if store.storage.shared and owners:
-                    next(iter(owners.values())).lock_snapshots(store.storage)
-                elif store.storage.shared:
-                    held.callback(Lease(store.storage).release)
-                elif store.storage.local:
-                    lock(path.parent if path.name == "snapshots" and (path.parent / ".lock").exists() else path)
+            for path in dict.fromkeys(path.resolve() for path in paths):
+                owners.append(RunDirectory(path, wait_s=0))
+                held.callback(owners[-1].release)
+            for storage in shared:
+                if owners:
+                    owners[0].lock_snapshots(storage)
+                else:
+                    held.callback(Lease(storage).release)
         except RunError as error:
             raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
         yield

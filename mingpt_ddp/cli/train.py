@@ -160,12 +160,11 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
 
 def _check_urls(config: Config) -> None:
     """Raise a ConfigError for a URL that no installed library can open."""
-    urls = {
-        "data.path": None if config.data.reader else config.data.path,
-        "snapshot.path": config.snapshot.path,
-        "snapshot.fallback_path": config.snapshot.fallback_path,
-        "run.resume": None if config.run.resume in ("auto", "never") else config.run.resume,
-    }
-    for key, url in urls.items():
-        if url is not None and not url.startswith("builtin:"):
+    for key, url in (
+        ("data.path", None if config.data.reader else config.data.path),
+        ("snapshot.path", config.snapshot.path),
+        ("snapshot.fallback_path", config.snapshot.fallback_path),
+        ("run.resume", config.run.resume),
+    ):
+        if url is not None:
             check_url(url, key, writable=key.startswith("snapshot."))

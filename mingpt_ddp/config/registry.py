@@ -13,7 +13,6 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -65,16 +64,7 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
 
 Entry: TypeAlias = tuple[str, str, type[UserCodeConfig], Callable[..., Any]]  # group, name, config, builder
 
-
-@dataclass
-class _File:
-    """A user's file that has been run."""
-
-    sha256: str
-    entries: list[Entry]  # that it has registered
-
-
-_files: dict[Path, _File] = {}
+_files: dict[Path, tuple[str, list[Entry]]] = {}  # that have been run: their SHA-256, and what they have registered
 _entries: list[Entry] = []  # registered by the file that was run last
 
 
@@ -99,8 +89,8 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
         CodeError: naming the file and the line that is wrong.
         ConfigError: there is no such file, or it has another SHA-256 than the configuration says.
     """
-    for file in _files.values():  # of an earlier job of a sweep, whose names mean nothing in this one
-        for group, name, _, _ in file.entries:
+    for _, entries in _files.values():  # of an earlier job of a sweep, whose names mean nothing in this one
+        for group, name, _, _ in entries:
             BUILDERS[group].pop(name, None)
             GROUPS[group][1].pop(name, None)
     values, directories = dict(values), list(directories)
@@ -136,11 +126,12 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     _require_local_file(str(path), key)
     path = path.resolve()
     if path in _files:
-        for group, name, config, builder in _files[path].entries:
+        known, entries = _files[path]
+        for group, name, config, builder in entries:
             if BUILDERS[group].get(name, builder) is not builder:
                 raise CodeError(f"{_relative(path)}: @register({group!r}, {name!r}, ...): {TAKEN}")
             GROUPS[group][1][name], BUILDERS[group][name] = config, builder
-        return _files[path].sha256
+        return known
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -153,13 +144,13 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     sys.modules[module.__name__] = module  # dataclasses looks it up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # at the end, so that files there cannot hide installed packages
-    _files[path] = _File(found, [])
+    _files[path] = found, []
     _entries.clear()
     try:
         with attribute_errors_to_user_code():  # compile, unlike import, writes no __pycache__ to the user's directory
             exec(compile(content, str(path), "exec"), module.__dict__)
     finally:
-        _files[path].entries.extend(_entries)
+        _files[path][1].extend(_entries)
     return found
 
 
@@ -172,10 +163,8 @@ def attribute_errors_to_user_code() -> Iterator[None]:
     """
     try:
         yield
-    except UserError:
-        raise
     except (Exception, SystemExit) as error:
-        location = _location(error)
+        location = None if isinstance(error, UserError) else _location(error)
         if location is None:
             raise
         raise CodeError(f"{location}: {type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]) from error

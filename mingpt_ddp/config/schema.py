@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from mingpt_ddp.config.validation import Bounds, refuse_credentials
-from mingpt_ddp.config.validation import check as _check
+from mingpt_ddp.config.validation import Bounds, check, refuse_credentials
 
 PositiveInt = Annotated[int, Bounds(ge=1)]
 NonNegativeInt = Annotated[int, Bounds(ge=0)]
@@ -21,13 +20,13 @@ DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
 def _check_directory(key: str, path: str) -> None:
     """Require the path of a local directory."""
     refuse_credentials(key, path)
-    _check(bool(path.strip()) and "://" not in path, f"{key}={path} must be a local directory")
+    check(bool(path.strip()) and "://" not in path, f"{key}={path} must be a local directory")
 
 
 def _check_url(key: str, url: str) -> None:
     """Require a path or URL without credentials."""
     refuse_credentials(key, url)
-    _check(bool(url.strip()), f"{key} is empty; give it a path or URL")
+    check(bool(url.strip()), f"{key} is empty; give it a path or URL")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         fits = self.name is None or re.fullmatch(rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?", self.name)
-        _check(bool(fits), f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -")
+        check(bool(fits), f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -")
         _check_directory("run.root", self.root)
         _check_url("run.resume", self.resume)
 
@@ -76,7 +75,7 @@ class TransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         divides = self.n_embd % self.n_head == 0
-        _check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
+        check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class ModernConfig(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         even = self.n_embd // self.n_head % 2 == 0
-        _check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
+        check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool
 
     def __post_init__(self) -> None:
-        _check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
+        check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ class DataConfig(UserCodeConfig):
         _check_url("data.path", self.path)
         _check_directory("data.cache_dir", self.cache_dir)
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
-        _check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
+        check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
 
 
 @dataclass(frozen=True)
@@ -178,9 +177,9 @@ class DDPConfig:
 
     def __post_init__(self) -> None:
         both = self.static_graph and self.find_unused_parameters
-        _check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
+        check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
         half = self.comm_hook != "none" and self.backend == "mpi"
-        _check(not half, f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
+        check(not half, f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
 
 
 @dataclass(frozen=True)
@@ -207,10 +206,10 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         limits = (self.max_epochs, self.max_steps)
-        _check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
+        check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
         micro, batch = self.micro_batch_size, self.batch_size
         fits = micro is None or batch % micro == 0
-        _check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")
+        check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")
 
 
 @dataclass(frozen=True)
@@ -230,13 +229,12 @@ class SnapshotConfig:
     grace_seconds: NonNegativeFloat  # between SIGTERM and SIGKILL
 
     def __post_init__(self) -> None:
-        for key in ("path", "fallback_path"):
-            url = getattr(self, key)
+        for key, url in (("path", self.path), ("fallback_path", self.fallback_path)):
             if url is not None:
                 _check_url(f"snapshot.{key}", url)
-                _check("::" not in url, f"snapshot.{key}={url} must be one URL, not a chain of them")
+                check("::" not in url, f"snapshot.{key}={url} must be one URL, not a chain of them")
         same = self.path is not None and self.path.rstrip("/") == (self.fallback_path or "").rstrip("/")
-        _check(not same, f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
+        check(not same, f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
 
 
 MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}

@@ -131,11 +131,9 @@ def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
     literals = [v for a in args if typing.get_origin(a) is Literal for v in typing.get_args(a)]
     if value in literals and isinstance(value, str):
         return value
-    kinds = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]
-    if len(kinds) != 1:
-        raise TypeError(f"{where}: a field has at most one type besides None and Literal")
+    (kind,) = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]  # see is_supported
     try:
-        return convert(value, kinds[0], where)
+        return convert(value, kind, where)
     except ConfigError as error:
         raise ConfigError(" or ".join([error.args[0], *literals])) from error
 

@@ -31,9 +31,12 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     The digest identifies the job: a directory that ends with it is the job's, even if the sweep was edited since and
     the readable part would be another one.
     """
-    values = {f"{group}.{key}": value for group, keys in config.to_dict().items() for key, value in keys.items()}
+    plain = config.to_dict()
+    values = {f"{group}.{key}": value for group, keys in plain.items() for key, value in keys.items()}
+    covered = {f"{group}.{key}" for group, keys in hashed_fields(plain).items() if group != "seed" for key in keys}
+    covered |= {"model", "optimizer", "data", "run.seed"}  # presets, and the seed
     # Parsed values, not their spelling: 100 and 1e2 are the same job.
-    extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in _hashed_keys(config)}
+    extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in covered}
     hashed = {SWEPT_OVERRIDES: extra} if extra else {}
     if config.run.name is None:
         return config.run_name(hashed)
@@ -42,13 +45,6 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", ",".join(f"{k}={v}" for k, v in sorted(swept.items())))
     directory = existing[0].name if existing else f"{readable.lstrip('._=,+-')[:100] or 'job'}-{digest}"
     return f"{config.run.name}/{directory}"
-
-
-def _hashed_keys(config: Config) -> set[str]:
-    """Return the keys and groups that the digest covers in any case."""
-    hashed = hashed_fields(config.to_dict())
-    keys = {f"{group}.{key}" for group in ("model", "optimizer", "data", "trainer") for key in hashed[group]}
-    return {*keys, "model", "optimizer", "data", "run.seed"}
 
 
 def _validation_loss(directory: Path, config: Config) -> float | None:

@@ -15,8 +15,7 @@ from typing import Any
 from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 
-from mingpt_ddp.sweeps.command import NO_COMMAND, command_line
-from mingpt_ddp.sweeps.runs import Job, Value, best_of, identity, number
+from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, identity, number
 from mingpt_ddp.sweeps.table import brief, cells, cut, fixed, short_names, shown
 
 DRAWN = 12  # parameters that have a plot; the table has them all
@@ -72,8 +71,8 @@ def _best(jobs: list[Job], keys: list[str]) -> str:
         return "<p>No job is complete.</p>"
     nats, bits = fixed(best.objective, ".4f"), fixed(best.objective / math.log(2), ".4f")
     values = "".join(f", {names[key]} {shown(best.config[key])}" for key in keys if key in best.config)
-    command = escape(command_line(best) or NO_COMMAND)
-    return f"<p>Validation loss {nats} nats ({bits} bits) per character{escape(values)}.</p><pre>{command}</pre>"
+    text = f"Validation loss {nats} nats ({bits} bits) per character{values}."
+    return f"<p>{escape(text)}</p><pre>{escape(command_line(best))}</pre>"
 
 
 def _table(jobs: list[Job], keys: list[str]) -> str:

@@ -1,9 +1,12 @@
-"""Read the directories of a sweep's jobs: configuration, result, metrics. Their content is never trusted."""
+"""Read the directories of a sweep's jobs, whose content is never trusted: configuration, result, metrics, command."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import re
+import shlex
 import statistics
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -11,16 +14,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from mingpt_ddp.config.hydra_utils import config_flags
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
-from mingpt_ddp.storage.run_dir import RESULT, read_result, recorded_config
-from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.storage.run_dir import MAX_RECORD_BYTES, RESULT, load_yaml, read_result, recorded_config
+from mingpt_ddp.storage.storage import open_regular, read_regular
 
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
 NO_PARAMETERS = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` says which preset a job has
 LARGEST = 1e100  # larger numbers are not drawn
+WITHOUT_PRESETS = ("~model", "~optimizer")  # their keys differ from preset to preset
+NO_COMMAND = "there is no command line for it: its configuration cannot be read, and with it the run.name to continue"
 
 
 @dataclass(frozen=True)
@@ -173,3 +181,41 @@ def number(value: Any) -> float | None:
 def identity(value: Value) -> Hashable:
     """Return what is equal for values that mean the same: for 1 and 1.0, but not for 1 and true."""
     return isinstance(value, bool), tuple(value) if isinstance(value, list) else value
+
+
+def command_line(job: Job) -> str:
+    """Return `python main.py key=value ...`, quoted for the shell and for Hydra; NO_COMMAND without a run.name.
+
+    It composes to the configuration of the job's last start, run.name included: it continues the job, or trains it
+    again under another run.name. Where there is no main.py it is `python -m mingpt_ddp ...`.
+    """
+    if "run.name" not in job.config:  # the overrides alone may have the name of the sweep, which is another run
+        return NO_COMMAND
+    overrides = _read_record(job.directory, "overrides")
+    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
+        words = overrides
+        with contextlib.suppress(KeyError, TypeError):
+            words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
+    else:
+        words = [*WITHOUT_PRESETS, *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
+    name = job.config["run.name"]
+    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the name of the sweep
+        words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
+        words.append(f"run.name={hydra_value(name)}")
+    program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
+    return shlex.join(["python", *program, *words])
+
+
+def _read_record(directory: Path, name: str) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return load_yaml(read_regular(directory / ".hydra" / f"{name}.yaml", MAX_RECORD_BYTES))
+
+
+def hydra_value(value: Value) -> str:
+    """Write the value so that Hydra's grammar of overrides reads it back."""
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+    return QuotedString(without_interpolation, Quote.double).with_quotes()

@@ -56,11 +56,8 @@ def start_search(config: DictConfig, env: DistEnv) -> None:
     Raises:
         RunError: the study's directory cannot be written.
     """
-    with contextlib.suppress(ImportError):  # Optuna logs a line for each trial, but the jobs log more
-        import optuna
-
-        optuna.logging.set_verbosity(optuna.logging.ERROR)
-    logging.getLogger("hydra_plugins").setLevel(logging.ERROR)
+    for name in ("optuna", "hydra_plugins"):  # they log a line for each trial, but the jobs log more
+        logging.getLogger(name).setLevel(logging.ERROR)
     url = config.hydra.sweeper.storage
     if url is not None and (match := re.fullmatch(SQLITE_URL, str(url))):
         env.call_on_rank_zero(lambda: _backup(Path(match[1])))

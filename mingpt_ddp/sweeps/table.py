@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from datetime import timedelta
 
 from mingpt_ddp.errors import printable
-from mingpt_ddp.sweeps.command import NO_COMMAND, command_line
-from mingpt_ddp.sweeps.runs import Job, Value, best_of, number
+from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, number
 
 COLUMNS = 8  # for parameters; the page has them all
 LONGEST = 60  # characters of a value or a name
@@ -34,7 +32,7 @@ def table(jobs: list[Job], keys: list[str]) -> str:
     lines.append("no job is complete" if best is None else f"best: {best.directory}")
     lines = [line.replace("\n", "\\n") for line in lines]
     if best:
-        lines.append(command_line(best) or NO_COMMAND)
+        lines.append(command_line(best))
     return printable("\n".join(lines))
 
 
@@ -70,8 +68,6 @@ def shown(value: Value) -> str:
 
 def brief(value: float) -> str:
     """Write at most four digits, more for whole numbers, and an exponent instead of zeros: 3e-4 for 0.0003."""
-    if not math.isfinite(value) or value == 0:
-        return f"{value:g}"
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)

@@ -291,7 +291,7 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
     [
         (["lst", "x"], "config error: lst is not a command; did you mean list?"),
         (["list"], "config error: list needs a URL"),
-        (["list", ""], "config error: the URL is empty"),
+        (["list", ""], "config error: list needs a URL"),
         (["list", "x", "keep_last=1"], "config error: keep_last is not a key"),
         (["verify", "nosuch://x"], "config error: URL=nosuch://x: no such protocol"),
         (["verify", "s3://a:b@c/d"], "config error: URL holds credentials"),

@@ -23,10 +23,9 @@ from mingpt_ddp.cli import report as tool
 from mingpt_ddp.config.config import from_dictconfig
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps.command import command_line, hydra_value
 from mingpt_ddp.sweeps.page import DRAWN, POINTS, _highest, _positions
 from mingpt_ddp.sweeps.report import report
-from mingpt_ddp.sweeps.runs import best_of, identity, plain, read_jobs, varying
+from mingpt_ddp.sweeps.runs import NO_COMMAND, best_of, command_line, hydra_value, identity, plain, read_jobs, varying
 from mingpt_ddp.sweeps.table import brief, short_names
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
@@ -498,7 +497,7 @@ def test_no_command_line_of_another_run(tmp_path):
     run = made_up(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
-    assert command_line(read_jobs([run])[0]) is None
+    assert command_line(read_jobs([run])[0]) == NO_COMMAND
     text = report([run], tmp_path / "page.html")
     assert "python main.py" not in text + Page(tmp_path / "page.html").text
     assert "no command line" in text.splitlines()[-2]
