@@ -108,9 +108,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
     """Let DDP time its communication in every n-th backward pass. Fallback: it does not."""
-    set_rate = getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", None)
-    if set_rate is not None:
-        set_rate(every)
+    getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", id)(every)
 
 
 def communication_times(wrapped: DistributedDataParallel) -> tuple[float, float]:

@@ -90,13 +90,6 @@ def signal_exit_code(env: DistEnv, code: int) -> int:
     return EX_TEMPFAIL if submitted and code != 128 + signal.SIGUSR1 else code
 
 
-def exit_hang(reason: str) -> NoReturn:
-    """End a process whose group hangs, after the other ranks have had time to log the reason as well."""
-    log.error("error: %s", reason)
-    time.sleep(AGENT_POLL_S)
-    exit_process(None, FAILURE)
-
-
 class ProcessExit:
     """Ends this process with a last line that names the root cause, which another rank may have reported."""
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
@@ -124,8 +124,7 @@ class ProcessGroup:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with nullcontext() if io else self._blocked():
             dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
-            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-            padded[: len(content)] = content
+            padded = nn.functional.pad(content, (0, int(max(sizes)) - len(content)))
             parts = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.all_gather(parts, padded, group=group)
         return [json.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]

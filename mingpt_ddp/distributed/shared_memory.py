@@ -63,17 +63,19 @@ class SharedMemoryGroup:
             DistNetworkError: a rank has closed its connection or sent nothing for `timeout_s` seconds.
         """
         skip, self._skip_bytes = self._skip_bytes, 0
-        return {rank: self._recv(rank, skip + size)[skip:] for rank in self._sockets}
+        return {rank: self._recv(rank, skip + size)[0][skip:] for rank in self._sockets}
 
-    def _recv(self, rank: int, size: int) -> bytes:
-        content = b""
+    def _recv(self, rank: int, size: int) -> tuple[bytes, list[int]]:
+        """Return a message of `size` bytes, and the file descriptors that came with it."""
+        content, files = b"", list[int]()
         while len(content) < size:
             with self._name_peer(rank):
-                part = self._sockets[rank].recv(size - len(content))
+                part, received, _, _ = socket.recv_fds(self._sockets[rank], size - len(content), 1)
             if not part:
                 raise dist.DistNetworkError(f"rank {rank} has closed its connection")
             content += part
-        return content
+            files += received
+        return content, files
 
     @contextlib.contextmanager
     def _name_peer(self, rank: int) -> Iterator[None]:
@@ -102,13 +104,7 @@ class SharedMemoryGroup:
         os.posix_fallocate(own, 0, size)  # too little memory is an error now, not a SIGBUS later
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [own])
-        files = {self.rank: own}
-        for rank, connection in self._sockets.items():
-            with self._name_peer(rank):
-                _, received, _, _ = socket.recv_fds(connection, 1, 1)
-            if not received:
-                raise dist.DistNetworkError(f"rank {rank} has closed its connection")
-            files[rank] = received[0]
+        files = {self.rank: own, **{rank: self._recv(rank, 1)[1][0] for rank in self._sockets}}
         tensors = [torch.frombuffer(mmap.mmap(files[r], size), dtype=torch.uint8) for r in range(self.world_size)]
         for file in files.values():
             os.close(file)

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, exit_process
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.torch_internals import clone_store
 
@@ -29,12 +29,8 @@ PERIOD_S = 0.25  # between two heartbeats
 class Watchdog:
     """A thread that ends the process when a rank hangs, after all ranks have agreed on which one it is."""
 
-    def __init__(self, group: ProcessGroup, exit: Callable[[str], None]) -> None:
-        """
-        Args:
-            exit: ends this process for the reason given; called from the thread.
-        """
-        self.group, self.exit = group, exit
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value, and since when.
@@ -76,7 +72,9 @@ class Watchdog:
             frame = sys._current_frames().get(self._training_thread)
             stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
             log.error("rank %d hangs here:\n%s", self.group.rank, stack, extra={"file_only": True})
-        self.exit(reason)
+        log.error("error: %s", reason)
+        time.sleep(AGENT_POLL_S)  # let the other ranks log the reason as well
+        exit_process(None, FAILURE)
 
     def _find_hang(self, heartbeats: list[dict[str, Any]]) -> str | None:
         """Return which rank hangs, if one does; `heartbeats` are in rank order."""

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mingpt_ddp.distributed.exit import exit_hang
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
@@ -60,7 +59,7 @@ class Trainer:
         Meanwhile signals are deferred to the end of a step, and a watchdog looks after the other ranks.
         """
         begin = time.perf_counter()
-        watchdog = Watchdog(self.context.runtime.group, exit_hang)
+        watchdog = Watchdog(self.context.runtime.group)
         self.context.interrupt.deferred = True
         try:
             self.train_step.warm_up()

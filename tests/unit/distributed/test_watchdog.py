@@ -16,7 +16,7 @@ def find(monkeypatch):
     """What is found at a second, from each rank's count, beat, and whether it waits for the others."""
     clock = {"now": 0.0}
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
-    dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None), exit=lambda reason: None)
+    dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None))
     dog.killed = []
     monkeypatch.setattr(dog, "_kill_if_local", lambda heartbeat: dog.killed.append(heartbeat["rank"]))
 
