@@ -120,8 +120,11 @@ class ProcessExit:
 
     def failure(self, error: Exception) -> NoReturn:
         """Report the error of this rank; after the loss of a peer, wait for the peer's report and repeat that."""
+        import torch.distributed as dist
+
         rank, summary = self.env.rank, " ".join(f"{type(error).__name__}: {error}".split())
-        if not _is_lost_peer(error):
+        lost_peer = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        if not lost_peer:
             if self.group is not None:
                 self.group.report_failure(summary)
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -195,10 +198,3 @@ class SignalHandler:
     def elapsed(self) -> float:
         """Return the seconds since the first signal; 0 where there was none."""
         return time.monotonic() - self.received_at if self.signal_name is not None else 0.0
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """Return whether the error came from the connection to another rank."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))

@@ -162,9 +162,9 @@ def _spawn(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit:
     from torch import multiprocessing
 
     _silence("torch.multiprocessing")
-    first, store = replace(env, has_agent=True), None
+    first = replace(env, has_agent=True)
     if env.is_standalone:
-        store = loopback_store()
+        store = loopback_store()  # until this function returns
         first = replace(first, master_address=("localhost", store.port))
     elif env.is_rank_zero:
         connect(env, 0, config.ddp.timeout_s)
@@ -189,8 +189,6 @@ def _spawn(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit:
             pass
     except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
         return WorkerExit(getattr(error, "exit_code", FAILURE), env.rank + error.error_index, received)
-    finally:
-        del store
     return WorkerExit(signal=received if env.is_standalone else 0)  # not every machine can read result.json
 
 
