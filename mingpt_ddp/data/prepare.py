@@ -126,10 +126,7 @@ class TextIteratorIO(io.RawIOBase):
             CodeError: the reader fails; the message names its line.
             DataError: the reader yields something other than text, or cannot read its source.
         """
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
+        while not self._rest and (piece := next(self._pieces, None)) is not None:
             self._rest = memoryview(piece)
         part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
         buffer[: len(part)] = part
@@ -195,16 +192,15 @@ def _decode(open_text: OpenBytes, path: str) -> Iterator[np.ndarray[Any, Any]]:
         zipped = raw.peek(2)[:2] == b"\x1f\x8b"  # which is invalid UTF-8
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else raw
         while True:
-            pending = len(decoder.getstate()[0])
             try:
                 chunk = stream.read(CHUNK_BYTES)
+                position += len(chunk)
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                at = position - pending + error.start
+                at = position - len(error.object) + error.start  # the decoder's input ends where the chunk does
                 raise DataError(f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv") from error
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
-            position += len(chunk)
             if at_start and text:
                 text, at_start = text.removeprefix("\ufeff"), False
             yield np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)

@@ -31,8 +31,8 @@ def generate(
     """Yield the new tokens one position at a time, each (B,).
 
     Each token is predicted from a window of the text. The window starts as the prompt and grows by each new token until
-    it fills the context of block_size tokens. Then it shrinks to the newest `context_after_shift(block_size)` and grows
-    again. So a model with a KV cache recomputes the cache only after a shift and reads no token more than twice.
+    it fills the context of block_size tokens. Then it shrinks to its newer half and grows again. So a model with a KV
+    cache recomputes the cache only after a shift and reads no token more than twice.
     (A window that slides by one token would move all its tokens to other positions and recompute the cache every time.)
 
     Args:
@@ -55,18 +55,13 @@ def generate(
             yield new
             prefill = length == block_size
             if prefill:
-                length = context_after_shift(block_size)
+                length = max(1, block_size // 2)
                 text[:, : length - 1] = text[:, block_size - length + 1 :].clone()
             else:
                 length += 1
             text[:, length - 1] = new
     finally:
         model.train(was_training)
-
-
-def context_after_shift(block_size: int) -> int:
-    """Return how many of the newest tokens stay in the window when it is full."""
-    return max(1, block_size // 2)
 
 
 class DecodeSession:

@@ -7,7 +7,7 @@ no gains.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from mingpt_ddp.config.schema import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, select_positions
 from mingpt_ddp.models.ops import causal_attention, compute_dtype, dropout, relu_squared, rms_norm
+
+LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # of a block, with the last inputs (B, 1, C) of its two smears
 
 
 class Stacked(nn.Linear):
@@ -52,15 +54,6 @@ class Smear(nn.Module):
         return y
 
 
-class LayerCache(KVCache):
-    """Keys and values of a block, and the last inputs of its two smears."""
-
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(shape, dtype, device)
-        B, H, _, D = shape
-        self.last = torch.zeros(2, B, 1, H * D, dtype=dtype, device=device)
-
-
 class Attention(nn.Module):
     """Causal self-attention with rotary positions, normalized queries and keys, and the first block's values added.
 
@@ -76,7 +69,7 @@ class Attention(nn.Module):
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(
-        self, x: Tensor, rotary: Tensor, v1: Tensor | None, cache: LayerCache | None, start: CachePosition
+        self, x: Tensor, rotary: Tensor, v1: Tensor | None, cache: KVCache | None, start: CachePosition
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -137,8 +130,8 @@ class Block(nn.Module):
         self, x: Tensor, x0: Tensor, rotary: Tensor, v1: Tensor | None, cache: LayerCache | None, start: CachePosition
     ) -> tuple[Tensor, Tensor]:
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
-        last_1, last_2 = (None, None) if cache is None else cache.last.unbind()
-        y, v1 = self.attention(self.smear_1(rms_norm(x), last_1, start), rotary, v1, cache, start)
+        kv_cache, last_1, last_2 = cache or (None, None, None)
+        y, v1 = self.attention(self.smear_1(rms_norm(x), last_1, start), rotary, v1, kv_cache, start)
         x = x + dropout(y, self.dropout, self.training)
         y = self.down(relu_squared(self.up(self.smear_2(rms_norm(x), last_2, start))))
         return x + dropout(y, self.dropout, self.training), v1
@@ -147,7 +140,7 @@ class Block(nn.Module):
 class Cache(NamedTuple):
     """What decoding keeps of the tokens read so far."""
 
-    layers: list[LayerCache]
+    layers: list[LayerCache]  # by block
     last: Tensor  # (B, 1, C) embedding of the newest token, for the smear
     rotary: Tensor  # `rotary_table` of all positions
 
@@ -209,8 +202,8 @@ class Modern(nn.Module):
         """Allocate a cache for `batch` sequences."""
         c, device = self.config, self.head.weight.device
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
-        layers = [LayerCache(shape, dtype, device) for _ in range(c.n_layer)]
         last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
+        layers = [(KVCache(shape, dtype, device), last.clone(), last.clone()) for _ in range(c.n_layer)]
         return Cache(layers, last, rotary_table(self.block_size, shape[-1], device, dtype))
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:

@@ -1,8 +1,7 @@
-"""Optimizers, parameter groups, and the only formula of the learning rate."""
+"""Optimizers by the name that `optimizer.name` selects, and parameter groups; lr_schedule.py has the learning rate."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,27 +11,6 @@ from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.config.schema import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.optim.muon import Muon
-
-
-def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
-    """Return the learning rate of a step; steps count from 1.
-
-    A linear warm-up, then the schedule from `lr` down to `min_lr_ratio * lr` at its last step, and constant after that.
-    wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395) with a linear decay.
-    """
-    total = config.schedule_steps or run_steps
-    if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
-    if config.schedule == "cosine":
-        coeff = 0.5 * (1 + math.cos(math.pi * progress))
-    elif config.schedule == "linear":
-        coeff = 1 - progress
-    else:
-        coeff = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ class AsyncSave(threading.Thread):
             stores: where to write; each is tried when the one before has failed.
             buffers: host memory for the staged tensors, by file name; every snapshot uses it again.
             parts: this rank's files. The tensors may change as soon as `staged` is set.
-            apply_retention: called on rank zero with the store of the commit.
+            apply_retention: called on rank zero with the store of the commit; it must not raise.
         """
         super().__init__(name=f"snapshot of step {step}", daemon=True)
         self.runtime, self.stores, self.buffers = runtime, stores, buffers
@@ -79,7 +79,7 @@ class AsyncSave(threading.Thread):
                     self.failure = self.failure or (store.url, error)
                     group.env.call_on_rank_zero(partial(self._clean_up, store))
                 else:
-                    group.env.call_on_rank_zero(partial(self._apply_retention, store))
+                    group.env.call_on_rank_zero(partial(self.apply_retention, store))
                     self.url = store.url
                     break
         except Exception as error:  # SnapshotManager.wait raises it on the training thread
@@ -96,32 +96,23 @@ class AsyncSave(threading.Thread):
         if tensors.keys() != self.buffers.keys() or not all(self.buffers[n].fits(t) for n, t in tensors.items()):
             self.buffers.clear()  # free the memory before allocating again
             self.buffers.update({name: SafetensorsBuffer(named) for name, named in tensors.items()})
-        if self._ready is None:
-            self._copy(tensors)
-        else:
+        stream = None
+        if self._ready is not None:
             torch.cuda.set_device(self.runtime.device)  # of this thread
             stream = torch.cuda.Stream(self.runtime.device)
             stream.wait_event(self._ready)  # for what the training stream had queued when the snapshot was taken
-            with torch.cuda.stream(stream):
-                self._copy(tensors)
+        with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+            for name, buffer in self.buffers.items():
+                buffer.fill(tensors[name])
+        if stream is not None:
             stream.synchronize()
-        states = {name: part for name, part in self.parts.items() if isinstance(part, bytes)}
+        contents = {n: part if isinstance(part, bytes) else self.buffers[n].content for n, part in self.parts.items()}
         self.parts = {}
         self.staged.set()
-        return {**{name: buffer.content for name, buffer in self.buffers.items()}, **states}
-
-    def _copy(self, tensors: dict[str, dict[str, Tensor]]) -> None:
-        for name, buffer in self.buffers.items():
-            buffer.fill(tensors[name])
+        return contents
 
     def _clean_up(self, store: SnapshotStore) -> None:
         """Free the space of a full disk; an object store that does not answer would not answer this either."""
         if store.storage.local:
             with contextlib.suppress(OSError):
                 store.clear(self.step)
-
-    def _apply_retention(self, store: SnapshotStore) -> None:
-        try:
-            self.apply_retention(store)
-        except Exception as error:  # the new snapshot is committed all the same
-            log.warning("cannot delete older snapshots at %s: %s", store.url, error)

@@ -105,15 +105,11 @@ def decode_manifest(content: bytes, step: int) -> Files:
         valid &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
-    if not valid or not _is_complete(files) or files[STATE]["bytes"] > MAX_STATE_BYTES:
+    shards = max(1, (len(files) - 1) // len(KINDS))
+    complete = {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
+    if not valid or files.keys() != complete or files[STATE]["bytes"] > MAX_STATE_BYTES:
         raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
     return files
-
-
-def _is_complete(files: Files) -> bool:
-    """Whether the state and all shards of model and optimizer are listed, and nothing else."""
-    shards = max(1, (len(files) - 1) // len(KINDS))
-    return files.keys() == {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
 
 
 def load_json(content: bytes) -> Any:

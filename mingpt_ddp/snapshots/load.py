@@ -40,8 +40,7 @@ def find_steps(url: str) -> list[tuple[SnapshotStore, list[int]]]:
     Raises:
         SnapshotError: there are none.
     """
-    named = step_in(url)
-    if named is not None:
+    if named := step_in(url):
         store, step = named
         candidates = [(store, [step] if step in store.steps() else [])]
     else:
@@ -62,8 +61,7 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
         SnapshotError: there is no undamaged snapshot.
     """
     url = url.rstrip("/")
-    named = step_in(url)
-    if named is not None:
+    if named := step_in(url):
         store, step = named
         try:
             return store.read(step, kinds)

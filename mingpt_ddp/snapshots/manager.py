@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,20 +113,23 @@ class SnapshotManager:
         best = best_step if self.config.snapshot.keep_best else None
 
         def apply_retention(store: SnapshotStore) -> None:
-            store.prune(self.config.snapshot.keep_last, best, newest=step)
-            if store is self.stores[0]:  # the fallbacks were needed only while it failed
-                for fallback in self.stores[1:]:
+            try:
+                store.prune(self.config.snapshot.keep_last, best, newest=step)
+                # The fallbacks were needed only while the first store failed.
+                for fallback in self.stores[1:] if store is self.stores[0] else []:
                     for old in fallback.steps():
                         if old < step and old != best:
                             fallback.clear(old)
+            except Exception as error:  # the new snapshot is committed all the same
+                log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 
         self._writers = self._writers or self._ranks_with_same_storage()
         shards = dict(zip(self._writers, shard_tensors(tensors, len(self._writers)), strict=False))
         group = self.runtime.group
-        encoded = group.env.call_on_rank_zero(lambda: json.dumps(state, indent=1, allow_nan=False).encode())
         parts: Parts = dict(shards.get(group.rank, {}))
-        if encoded is not None:
-            parts[STATE] = encoded
+        group.env.call_on_rank_zero(
+            lambda: parts.update({STATE: json.dumps(state, indent=1, allow_nan=False).encode()})
+        )
         self._save = AsyncSave(self.runtime, self.stores, self._buffers, step, parts, apply_retention)
         self._save.start()
 
@@ -141,17 +145,14 @@ class SnapshotManager:
                     storage.write(name, b"")
             return name
 
-        def delete_probes() -> None:
-            with contextlib.suppress(OSError):
-                for storage in storages:
-                    storage.delete(name)
-
         name = group.run_on_rank_zero(write_probes)
         sees_all = False
         with contextlib.suppress(OSError):
             sees_all = all(storage.size(name) is not None for storage in storages)
         ranks = [rank for rank, sees in enumerate(group.all_gather(sees_all)) if sees]
-        group.env.call_on_rank_zero(delete_probes)
+        with contextlib.suppress(OSError):
+            for storage in storages:
+                group.env.call_on_rank_zero(partial(storage.delete, name))
         return ranks or [0]
 
     def wait_for_staging(self) -> None:

@@ -9,10 +9,11 @@ import contextlib
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -39,7 +40,6 @@ from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 PARALLEL = 4  # files of an object store that are written or read at the same time
 
@@ -91,16 +91,11 @@ class SnapshotStore:
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
         """Write some of the files of a snapshot; return their entries of the manifest."""
         names = [f"{directory_name(step)}/{name}" for name in contents]
-        digests = self._map(hashlib.sha256, contents.values())
         with self._pool() as pool:
+            digests = list(pool.map(hashlib.sha256, contents.values()))
             list(pool.map(self.storage.write, names, contents.values()))
         sizes = map(len, contents.values())
         return {n: {"bytes": s, "sha256": d.hexdigest()} for n, s, d in zip(contents, sizes, digests, strict=True)}
-
-    def _map(self, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-        """Call a function for each file, on an object store for several at the same time."""
-        with self._pool() as pool:
-            return list(pool.map(function, *arguments))
 
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
@@ -135,14 +130,12 @@ class SnapshotStore:
         size = self.size(step, MANIFEST)
         if size is None:  # or it is a pipe, which could be read for ever
             raise IncompleteSnapshotError("it was never finished")
-        with _unreadable_is_corrupt(MANIFEST):
-            path = f"{directory_name(step)}/{MANIFEST}"
-            content = self.storage.read(path, limit=MAX_MANIFEST_BYTES, expected_size=size)
-        listed = decode_manifest(content, step)
+        listed = decode_manifest(self._read_bytes(step, MANIFEST, min(size, MAX_MANIFEST_BYTES)), step)
         files = {name: file for name, file in listed.items() if name.startswith((STATE, *kinds))}
-        for name, size in zip(files, self._map(lambda name: self.size(step, name), files), strict=True):
-            if size != files[name]["bytes"]:
-                raise CorruptSnapshotError(f"{name} is missing or has another size")
+        with self._pool() as pool:
+            for name, size in zip(files, pool.map(partial(self.size, step), files), strict=True):
+                if size != files[name]["bytes"]:
+                    raise CorruptSnapshotError(f"{name} is missing or has another size")
         return files
 
     def read_metadata(self, step: int, kinds: Sequence[str] = KINDS) -> tuple[Files, Any]:
@@ -170,7 +163,8 @@ class SnapshotStore:
             del files[STATE]
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
                 raise MemoryError
-            contents = self._map(lambda name: self._read_file(step, name, files[name]), files)
+            with self._pool() as pool:
+                contents = list(pool.map(partial(self._read_file, step), files, files.values()))
             for name in reversed(files):  # pop: free the bytes of a file when its tensors are there
                 tensors[re.split("[.-]", name)[0]].update(decode(contents.pop()))
         except StorageError as error:  # says nothing about the snapshot
@@ -227,10 +221,13 @@ class SnapshotStore:
         return files
 
     def _read_file(self, step: int, name: str, file: dict[str, Any]) -> bytes:
-        with _unreadable_is_corrupt(name):
-            content = self.storage.read(f"{directory_name(step)}/{name}", expected_size=file["bytes"])
+        content = self._read_bytes(step, name, file["bytes"])
         _check_digest(name, hashlib.sha256(content).hexdigest(), file)
         return content
+
+    def _read_bytes(self, step: int, name: str, size: int) -> bytes:
+        with _unreadable_is_corrupt(name):
+            return self.storage.read(f"{directory_name(step)}/{name}", expected_size=size)
 
     # Retention.
 

@@ -17,7 +17,8 @@ from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, TokenLoader
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import apply_activation_checkpointing, build_model
-from mingpt_ddp.optim import build_optimizer, get_lr
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.optim.lr_schedule import get_lr
 from mingpt_ddp.optim.muon import Muon
 
 log = logging.getLogger(__name__)

@@ -98,11 +98,6 @@ def train(
         told["overtaken"].append([number, now["step"]])
         return files
 
-    def copy(self: background.AsyncSave, tensors: dict[str, Any]) -> None:
-        if lag:
-            time.sleep(0.03)  # training wants to go on
-        original_copy(self, tensors)
-
     def restore(found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
         state = original_restore(found, model, optimizer, scaler)
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
@@ -114,13 +109,14 @@ def train(
             super().__init__(tensors)
             told["images"] += 1
 
-    original_step, original_write_files, original_copy = (
-        Trainer._step,
-        SnapshotStore.write_files,
-        background.AsyncSave._copy,
-    )
+        def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            if lag:
+                time.sleep(0.03)  # training wants to go on
+            super().fill(tensors)
+
+    original_step, original_write_files = Trainer._step, SnapshotStore.write_files
     original_restore = composition.restore
-    Trainer._step, SnapshotStore.write_files, background.AsyncSave._copy = step, write_files, copy
+    Trainer._step, SnapshotStore.write_files = step, write_files
     composition.restore, background.SafetensorsBuffer = restore, CountedImage
     logs.to_console(read_env())
     config = from_mapping(values)

@@ -69,7 +69,7 @@ def test_with_a_cache_the_scores_are_those_without(model, pieces):
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
-        for layer in cache if isinstance(cache, list) else cache.layers:
+        for layer in cache if isinstance(cache, list) else [kv_cache for kv_cache, _, _ in cache.layers]:
             for tensor in (layer.keys, layer.values):
                 tensor.fill_(torch.nan)  # what was not written must not be read
         start = 0

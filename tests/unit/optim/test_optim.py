@@ -11,7 +11,8 @@ from torch import nn
 
 from mingpt_ddp.config.schema import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.models import build_model
-from mingpt_ddp.optim import build_optimizer, get_lr
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.optim.lr_schedule import get_lr
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
 ADAMW = AdamWConfig("adamw", 2.0, 0.5, "cosine", None, 10, 0.1, 0.2, (0.9, 0.99), 1e-8)
