@@ -100,7 +100,10 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
         if name not in states or (kind and (kind not in number_types or tensor.dim())):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = number_types[kind](tensor.item()) if kind else tensor
-    _check_state(optimizer, parameters, states)
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):  # those of users are not checked
+        groups = [group for group in optimizer.param_groups for _ in group["params"]]
+        for (name, parameter), group in zip(parameters.items(), groups, strict=True):
+            _check_state(name, states[name], parameter, _expected_keys(optimizer, group))
     # The optimizer's own loader knows which of its tensors move to the parameter's device and which stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
@@ -112,27 +115,18 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
                 optimizer.state[parameter][key] = value.to(own.device)
 
 
-def _check_state(
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, nn.Parameter],
-    states: dict[str, dict[str, Tensor | float]],
-) -> None:
+def _check_state(name: str, state: dict[str, Tensor | float], parameter: nn.Parameter, keys: set[str]) -> None:
     """Check names, shapes and types of the state: fused kernels do not, and would write beyond a tensor that is short.
 
     Raises:
-        SnapshotError: the built-in optimizer would keep another state. Those of users are not checked.
+        SnapshotError: the built-in optimizer would keep another state for this parameter.
     """
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.SGD, Muon):
-        return
-    expected = {parameter: _expected_keys(optimizer, g) for g in optimizer.param_groups for parameter in g["params"]}
-    for name, parameter in parameters.items():
-        keys = expected[parameter]
-        if states[name] and states[name].keys() != keys:  # a parameter without gradients has no state
-            raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}")
-        for key, value in states[name].items():
-            wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
-            if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
-                raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
+    if state and state.keys() != keys:  # a parameter without gradients has no state
+        raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}")
+    for key, value in state.items():
+        wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
+        if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
+            raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
 
 
 def _expected_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
