@@ -1,7 +1,5 @@
 """Errors that a user can fix: one line, exit code 2."""
 
-from __future__ import annotations
-
 import re
 
 LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text

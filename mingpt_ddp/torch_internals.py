@@ -4,8 +4,6 @@ Each function detects whether torch has what it uses, and falls back if not. tes
 all of it, so that an upgrade of torch breaks that test and not a run.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache

@@ -62,7 +62,7 @@ def tell_signals(interrupt):
         handle(self, number, frame)
         touch(f"signal.{RANK}")
     interrupt.SignalHandler._handle = told
-PATCHES["mingpt_ddp.distributed.exit"] = tell_signals
+PATCHES["mingpt_ddp.distributed.signals"] = tell_signals
 """
 
 

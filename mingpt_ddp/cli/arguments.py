@@ -1,7 +1,5 @@
 """What the small commands share: `key=value` words into a typed config, help, errors in one line."""
 
-from __future__ import annotations
-
 import sys
 import typing
 from collections.abc import Callable

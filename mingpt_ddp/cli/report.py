@@ -6,8 +6,6 @@ Prints a table of the jobs, the best first, and writes a page with their curves 
 Each directory is a run, or holds runs one or two levels below. Jobs that are not complete are shown as far as they got.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

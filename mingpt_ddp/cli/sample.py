@@ -14,8 +14,6 @@ precision       auto (16 bits where the hardware is fast at it), fp32, bf16 or f
 code            your Python file that registers the model, if the model is not built in
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

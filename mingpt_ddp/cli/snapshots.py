@@ -12,8 +12,6 @@ prune      delete all but the last keep_last whole ones and, with keep_best, the
 export     write the weights as one model.safetensors and a config.json to a new local directory; the newest, or step
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """From the command line to the run: compose, check, start local workers where asked, and one line for every error."""
 
-from __future__ import annotations
-
 import gc
 import io
 import logging
@@ -21,7 +19,8 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, SignalHandler, die_with_parent, exit_process
+from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
+from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
 from mingpt_ddp.storage.urls import check_url

@@ -1,7 +1,5 @@
 """The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and the run name derived from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in one line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A file is run only because the command itself, or a YAML file that the command s
 snapshot or in the record of a run is never followed. docs/your-own-model.md is the tutorial.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import sys

@@ -1,7 +1,5 @@
 """Every key of the configuration: type, unit, limits and default, one frozen dataclass per group."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

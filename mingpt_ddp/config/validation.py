@@ -1,7 +1,5 @@
 """Convert plain mappings to typed frozen dataclasses; a value that does not fit is one line that names its key."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import operator

@@ -3,8 +3,6 @@
 Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

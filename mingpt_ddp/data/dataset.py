@@ -1,7 +1,5 @@
 """The encoded text on disk, split into training and validation tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

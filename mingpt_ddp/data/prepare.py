@@ -4,8 +4,6 @@ Two passes of bounded memory read the text: the first decodes it and collects th
 one small integer per character. A cache directory holds `tokens.bin` and `meta.json` and appears whole or not at all.
 """
 
-from __future__ import annotations
-
 import codecs
 import fcntl
 import gzip

@@ -1,7 +1,5 @@
 """Keyed randomness: every draw depends on the run's seed and its purpose, never on earlier draws."""
 
-from __future__ import annotations
-
 import hashlib
 from typing import Any
 

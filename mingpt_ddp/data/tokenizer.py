@@ -1,7 +1,5 @@
 """The tokenizer: a token is the index of a character in the vocabulary."""
 
-from __future__ import annotations
-
 from mingpt_ddp.errors import DataError
 
 

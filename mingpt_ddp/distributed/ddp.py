@@ -1,7 +1,5 @@
 """Data parallelism: the model in DistributedDataParallel, compiled if wanted, and its gradients averaged over ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The device of a rank: which one it is, whether its kernels are deterministic, and how much memory it has."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """This process's ranks; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR and the like."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How a process ends: the exit codes, the last line of its log, os._exit, and the signals that ask a run to stop."""
+"""How a process ends: the exit codes, the last line of its log, and os._exit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
@@ -29,7 +28,6 @@ FAILURE = 1  # a crash: a restart may help
 USER_ERROR = 2  # the last line says what to fix: a restart would not help
 EX_TEMPFAIL = 75  # of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # a scheduler's, or the user's Ctrl-C
 ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
 AGENT_POLL_S = 1.0  # an agent notices within this time that a worker has exited, and kills the others
 
@@ -169,32 +167,3 @@ class ProcessExit:
 
         # Where the store is unreachable, print the error, even if another rank does too.
         return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
-
-
-class SignalHandler:
-    """While `deferred`, a signal only sets `signal_name`, which the training loop polls; else it ends the process."""
-
-    def __init__(self, exits: ProcessExit | None = None) -> None:
-        self.exits = exits or ProcessExit()
-        self.signal_name: str | None = None  # of the first signal
-        self.received_at = 0.0  # time.monotonic() of the first signal
-        self.deferred = False
-
-    def install(self) -> None:
-        """Handle the signals from now on; only the main thread may call this."""
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        first = self.signal_name is None
-        # A scheduler's signal may come twice, the second time through the launcher: only a second Ctrl-C counts.
-        repeated_interrupt = not first and number == signal.SIGINT
-        # After the failure of another rank a collective save would hang.
-        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failed():
-            self.exits.on_signal(number)
-        if first:
-            self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()
-
-    def elapsed(self) -> float:
-        """Return the seconds since the first signal; 0 where there was none."""
-        return time.monotonic() - self.received_at if self.signal_name is not None else 0.0

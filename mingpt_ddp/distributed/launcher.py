@@ -1,7 +1,5 @@
 """Start the workers of `ddp.nproc_per_node`, wait for them, and restart them when one dies."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The console, a log file per global rank, and rank zero's progress bar."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import sys

@@ -3,8 +3,6 @@
 With a single process every collective is the identity, so callers never ask how many ranks there are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

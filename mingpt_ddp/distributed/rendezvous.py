@@ -6,8 +6,6 @@ and when all have confirmed rank 0 starts the attempt. The keys of its process g
 other attempt has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """What a rank computes on and with: device, precision, process group, strategy."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -6,8 +6,6 @@ anonymous and the names of the sockets are removed once all ranks are connected,
 behind. A rank that dies closes its sockets, which the others notice at once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The watchdog: every rank puts its heartbeat into the store, and all of them look for the rank that hangs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

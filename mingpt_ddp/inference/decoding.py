@@ -10,8 +10,6 @@ but takes longer to start than thousands of tokens.
 Shapes: B sequences, V = vocab_size.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

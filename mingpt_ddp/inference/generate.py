@@ -1,7 +1,5 @@
 """Generate text: logits from a KV cache, the next token sampled from the logits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

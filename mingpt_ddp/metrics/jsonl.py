@@ -1,7 +1,5 @@
 """Metrics in `metrics.jsonl`, one JSON object per line: for reports and notebooks, never read by training."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Meters: averages over training steps, and the matmul rate that the device reaches."""
 
-from __future__ import annotations
-
 import time
 
 import torch

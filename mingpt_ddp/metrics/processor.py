@@ -1,7 +1,5 @@
 """All metrics of a run on their way to the log, the progress bar, TensorBoard and metrics.jsonl."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

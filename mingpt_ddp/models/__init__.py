@@ -3,8 +3,6 @@
 Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_size.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any, Protocol, runtime_checkable

@@ -4,8 +4,6 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vo
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its released code.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

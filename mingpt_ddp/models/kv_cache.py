@@ -3,8 +3,6 @@
 Shapes: B sequences, H heads, T new positions, D = head size.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -5,8 +5,6 @@ Combined as in Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanocha
 no gains.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 
 import torch

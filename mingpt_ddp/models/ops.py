@@ -3,8 +3,6 @@
 Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

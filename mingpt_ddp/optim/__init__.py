@@ -1,7 +1,5 @@
 """Optimizers by the name that `optimizer.name` selects, and parameter groups; lr_schedule.py has the learning rate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural net
 Express" (arXiv:2505.16932); Loshchilov and Hutter 2017, "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

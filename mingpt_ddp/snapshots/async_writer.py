@@ -4,8 +4,6 @@ Training waits only until the state has been staged in host memory, and only bef
 Mohan et al. 2021, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing" (USENIX FAST).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

@@ -4,8 +4,6 @@ The format is that of https://github.com/huggingface/safetensors: the header's l
 header (JSON), the data. Laying the file out in advance saves the second copy that `safetensors.torch.save` makes.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

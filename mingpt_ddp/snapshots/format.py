@@ -7,8 +7,6 @@ code: tensors are safetensors, the rest is JSON. A snapshot from a stranger is s
 refused, and sizes are known before anything is read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

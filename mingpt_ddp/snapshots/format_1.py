@@ -1,7 +1,5 @@
 """Names in snapshots of format 1 that the code spells otherwise; all of them stand here and nowhere else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SWEPT_OVERRIDES = "beside"  # in the hash of an unnamed run: the overrides that a sweep varies

@@ -1,7 +1,5 @@
 """Find snapshots by URL: of a run directory, of a directory of snapshots, or one snapshot."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 

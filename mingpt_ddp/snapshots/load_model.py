@@ -1,7 +1,5 @@
 """Build the model of a snapshot alone, without a run: the weights and tokenizer for sampling, the shape for export."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Save and load the snapshots of a run: rank zero reads, every rank that shares rank zero's storage writes a part."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Model and optimizer as named tensors: what of their state a snapshot holds, and how it is loaded again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 A process may be killed (SIGKILL) at any moment: a snapshot exists once its manifest does, which is written last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging

@@ -4,8 +4,6 @@ The owner writes `owner.json` with its id and a counter, and keeps increasing th
 watches it: if the counter moves the owner is alive, otherwise the lease is stale. No clocks are compared.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

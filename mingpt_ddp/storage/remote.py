@@ -5,8 +5,6 @@ resets, timeouts) with random exponential backoff. Permanent errors are raised a
 credentials, no permission.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """The run directory: its name, its lock, the configurations it was started with, its result."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

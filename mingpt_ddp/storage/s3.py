@@ -1,7 +1,5 @@
 """Objects in a bucket of S3 or a compatible store, by s3fs requests that `RetryPolicy` retries."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from functools import partial

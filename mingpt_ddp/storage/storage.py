@@ -1,7 +1,5 @@
 """Files by name below a URL, and on a local disk atomic and durable writes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """Open the storage at a URL, and check URLs in a configuration."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fsspec

@@ -1,7 +1,5 @@
 """The jobs of a sweep: their directories, and whether they are complete."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

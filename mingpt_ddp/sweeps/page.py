@@ -1,7 +1,5 @@
 """Render the page of a report: one HTML file that loads nothing and runs no script but its own."""
 
-from __future__ import annotations
-
 import json
 import math
 import secrets

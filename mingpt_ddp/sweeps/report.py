@@ -1,7 +1,5 @@
 """The report of a sweep: a table for the terminal and a page for the browser, without torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mingpt_ddp.errors import RunError

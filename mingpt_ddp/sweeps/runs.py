@@ -1,7 +1,5 @@
 """Read the directories of a sweep's jobs, whose content is never trusted: configuration, result, metrics, command."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -3,8 +3,6 @@
 A search resumes by drawing the same trials again from the sampler's seed: complete jobs return their recorded loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

@@ -1,7 +1,5 @@
 """The table of a sweep's jobs as text, and how it writes values."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 

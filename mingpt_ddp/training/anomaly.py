@@ -1,7 +1,5 @@
 """Detect steps that would ruin the model: a non-finite loss or gradient norm, and a loss spike."""
 
-from __future__ import annotations
-
 import math
 
 from mingpt_ddp.errors import TrainingError

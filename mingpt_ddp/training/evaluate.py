@@ -1,7 +1,5 @@
 """The validation loss: every character of a text predicted once, the sum reduced over all ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

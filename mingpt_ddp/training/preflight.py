@@ -1,7 +1,5 @@
 """Checks before anything is written: the model fits into memory, and user code trains and resumes exactly."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 

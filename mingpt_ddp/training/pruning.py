@@ -3,8 +3,6 @@
 Golovin et al., "Google Vizier: A Service for Black-Box Optimization", 2017.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import statistics

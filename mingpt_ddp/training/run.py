@@ -1,7 +1,5 @@
 """One training run. Read me first: the objects of a run are built here, in the order the data flows."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time
@@ -21,8 +19,8 @@ from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
-from mingpt_ddp.distributed.exit import SignalHandler
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor

@@ -6,8 +6,6 @@ of the last snapshot that was durable by then. When a snapshot becomes durable a
 change the best interval: benchmarks/availability.py has the formula.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

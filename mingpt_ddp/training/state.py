@@ -1,7 +1,5 @@
 """The state of a run: how far it is, how a snapshot holds it, and which snapshots the run can resume from."""
 
-from __future__ import annotations
-
 import contextlib
 import platform
 import time
@@ -16,8 +14,8 @@ from torch.optim import Optimizer
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, from_mapping
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.distributed.exit import SignalHandler
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot

@@ -3,8 +3,6 @@
 A model is any module that turns (x, y) into a mean loss.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

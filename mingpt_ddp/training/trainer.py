@@ -1,7 +1,5 @@
 """The training loop: train a step, log, evaluate, sample, save."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from mingpt_ddp.distributed.exit import SIGNALS, ProcessExit, SignalHandler
+from mingpt_ddp.distributed.exit import ProcessExit
+from mingpt_ddp.distributed.signals import SIGNALS, SignalHandler
 
 
 class Exits(ProcessExit):

@@ -1,0 +1,38 @@
+"""SIGTERM, SIGUSR1 and Ctrl-C: end the process, or ask the training loop to save and stop."""
+
+import signal
+import time
+from types import FrameType
+
+from mingpt_ddp.distributed.exit import ProcessExit
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # a scheduler's, or the user's Ctrl-C
+
+
+class SignalHandler:
+    """While `deferred`, a signal only sets `signal_name`, which the training loop polls; else it ends the process."""
+
+    def __init__(self, exits: ProcessExit | None = None) -> None:
+        self.exits = exits or ProcessExit()
+        self.signal_name: str | None = None  # of the first signal
+        self.received_at = 0.0  # time.monotonic() of the first signal
+        self.deferred = False
+
+    def install(self) -> None:
+        """Handle the signals from now on; only the main thread may call this."""
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        first = self.signal_name is None
+        # A scheduler's signal may come twice, the second time through the launcher: only a second Ctrl-C counts.
+        repeated_interrupt = not first and number == signal.SIGINT
+        # After the failure of another rank a collective save would hang.
+        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failed():
+            self.exits.on_signal(number)
+        if first:
+            self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()
+
+    def elapsed(self) -> float:
+        """Return the seconds since the first signal; 0 where there was none."""
+        return time.monotonic() - self.received_at if self.signal_name is not None else 0.0
