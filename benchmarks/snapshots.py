@@ -36,7 +36,7 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
     import torch
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.config import from_dictconfig
+    from mingpt_ddp.config.config import from_mapping, to_plain
     from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.models import build_model
@@ -53,7 +53,7 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
         "trainer.precision=fp32",
     ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = from_dictconfig(compose("config", words))
+        config = from_mapping(to_plain(compose("config", words)))
     runtime = Runtime(config, read_env())
     model = build_model(config.model, VOCABULARY, config.data.block_size)
     optimizer = build_optimizer(model, config.optimizer)

@@ -48,12 +48,12 @@ def is_complete(words: list[str]) -> bool:
     """Whether the run of this command line has reached its limits; run.root must be a volume that all pods share."""
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.config import from_dictconfig
+    from mingpt_ddp.config.config import from_mapping, to_plain
     from mingpt_ddp.config.hydra_utils import config_directory
     from mingpt_ddp.storage.run_dir import run_directory
 
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_dictconfig(compose("config", words))
+        config = from_mapping(to_plain(compose("config", words)))
     try:
         return json.loads((run_directory(config) / "result.json").read_text())["status"] == "complete"
     except (OSError, ValueError, KeyError):

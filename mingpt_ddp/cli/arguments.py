@@ -5,11 +5,11 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.validation import build
+from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors
-from mingpt_ddp.errors import ConfigError, printable
+from mingpt_ddp.errors import printable
 
 T = TypeVar("T")
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
@@ -21,6 +21,7 @@ def run_command(usage: str, command: Callable[[list[str]], int]) -> None:
     if not words or {"-h", "--help"} & set(words):
         print(usage)
         return
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
         sys.exit(command(words))
@@ -36,8 +37,7 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
     values = {}
     for word in words:
         key, equals, text = word.partition("=")
-        if not equals:
-            raise ConfigError(f"{word} is not of the form key=value")
+        check(bool(equals), f"{word} is not of the form key=value")
         is_text = str in (hints.get(key), *typing.get_args(hints.get(key)))
         values[key] = text if is_text else _parse_value(text)
     return build(config_class, values, "")

@@ -6,7 +6,6 @@ Prints a table of the jobs, the best first, and writes a page with their curves 
 Each directory is a run, or holds runs one or two levels below. Jobs that are not complete are shown as far as they got.
 """
 
-import sys
 from pathlib import Path
 
 from mingpt_ddp.cli.arguments import run_command
@@ -25,7 +24,6 @@ def _command(words: list[str]) -> int:
             raise RunError(f"{word} is not an option; name the directories of runs")
         if "://" in word:
             raise RunError(f"{word} is not a local directory; only snapshots may be elsewhere, not runs' directories")
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     directories = [Path(word) for word in words]
     print(report(directories, directories[0] / PAGE))
     return 0

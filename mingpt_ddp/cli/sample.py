@@ -57,7 +57,6 @@ def _command(words: list[str]) -> int:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     except UnicodeDecodeError as error:
         raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     for number, text in enumerate(sample(config, prompt)):
         text = printable(text) if sys.stdout.isatty() else text
         print(f"{'-' * 80}\n{text}" if number else text, flush=True)

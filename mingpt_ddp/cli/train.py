@@ -131,7 +131,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at)
     signalled = any(group.all_gather(signals.signal_name is not None))  # perhaps too late for this job
     runtime.close()
-    return sweep.finish_job(run_directory(config), loss, signalled, env)
+    return sweep.finish_job(run_directory(config), loss, signalled)
 
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
@@ -154,7 +154,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
     result = read_result(directory)
     ended = code == 0 and result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     loss = float(result["val_loss"]) if ended else None
-    return sweep.finish_job(directory, loss, signalled, env, code)
+    return sweep.finish_job(directory, loss, signalled, code)
 
 
 def _check_urls(config: Config) -> None:

@@ -12,7 +12,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config import schema
 from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.config.validation import build, did_you_mean
+from mingpt_ddp.config.validation import build, check, did_you_mean
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
@@ -98,17 +98,12 @@ class NotRegisteredError(ConfigError):
     """The configuration selects a model, optimizer or reader that is not registered; `code` may be missing."""
 
 
-def from_dictconfig(cfg: DictConfig) -> Config:
-    """Return the typed configuration that Hydra has composed.
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return the plain values that Hydra has composed, with interpolations resolved.
 
     Raises:
-        ConfigError: anything that cannot work, as one line that names the key.
+        ConfigError: a value is missing or cannot be resolved.
     """
-    return from_mapping(to_plain(cfg))
-
-
-def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """Return the plain values that Hydra has composed, with interpolations resolved; raises as `from_dictconfig`."""
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -120,7 +115,11 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
-    """Return the typed configuration of plain values, as a snapshot or a YAML file holds them."""
+    """Return the typed configuration of plain values, as Hydra, a snapshot or a YAML file holds them.
+
+    Raises:
+        ConfigError: anything that cannot work, as one line that names the key.
+    """
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
@@ -134,8 +133,7 @@ def build_group(group: str, values: Any) -> Any:
         NotRegisteredError: it selects a name that is not registered.
     """
     selector, classes = GROUPS[group]
-    if not isinstance(values, dict):
-        raise ConfigError(f"the group {group} is missing")
+    check(isinstance(values, dict), f"the group {group} is missing")
     choice = values.get(selector) if selector else None
     if not (choice is None or isinstance(choice, str)) or choice not in classes:
         known = ", ".join("null" if name is None else name for name in classes)

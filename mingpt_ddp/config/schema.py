@@ -236,14 +236,12 @@ class SnapshotConfig:
 
 
 MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
-OPTIMIZERS: dict[str | None, type] = {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}
-READERS: dict[str | None, type] = {None: DataConfig}
 # Per group: the key that selects its dataclass (None if there is only one), and the dataclasses by its value.
 GROUPS: dict[str, tuple[str | None, dict[str | None, type]]] = {
     "run": (None, {None: RunConfig}),
     "model": ("architecture", MODELS),
-    "optimizer": ("name", OPTIMIZERS),
-    "data": ("reader", READERS),
+    "optimizer": ("name", {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
+    "data": ("reader", {None: DataConfig}),
     "ddp": (None, {None: DDPConfig}),
     "trainer": (None, {None: TrainerConfig}),
     "snapshot": (None, {None: SnapshotConfig}),

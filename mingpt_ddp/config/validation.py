@@ -62,8 +62,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
         ConfigError: an unknown key, a missing key, or a value of another type or outside its bounds.
     """
     prefix = f"{where}." if where else ""
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}={values!r} must be a group of keys")
+    check(isinstance(values, Mapping), f"{where}={values!r} must be a group of keys")
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:

@@ -4,17 +4,14 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TypeAlias
 
 from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
 from mingpt_ddp.snapshots.format_1 import SWEPT_OVERRIDES
 from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
-JobRecord: TypeAlias = tuple[str, float | None]  # the run.name of a job, and its validation loss if it is complete
 
-
-def look_up(config: Config, swept: dict[str, str]) -> JobRecord:
-    """Find a job's directory and result.
+def look_up(config: Config, swept: dict[str, str]) -> tuple[str, float | None]:
+    """Return the run.name of a job, and its validation loss if it is complete.
 
     Args:
         swept: the overrides that the sweep varies, by key.
@@ -47,17 +44,16 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
 
 def _validation_loss(directory: Path, config: Config) -> float | None:
     """Return the validation loss of a job that has reached the limits of `config`, else None."""
-    result, recorded = read_result(directory), recorded_config(directory)
-    if config.run.resume == "never" or recorded is None:
+    result, recorded = read_result(directory), recorded_config(directory) or {}
+    if config.run.resume == "never":
         return None
     try:
         pruned = result.get("status") == RunStatus.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == RunStatus.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
-        wanted = config.to_dict()
         # A limit of null was no limit: the other one was reached. A smaller limit was reached on the way.
-        limits = [(recorded["trainer"][key], wanted["trainer"][key]) for key in LIMITS]
+        limits = [(recorded["trainer"][key], getattr(config.trainer, key)) for key in LIMITS]
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
-        same = hashed_fields(recorded) == hashed_fields(wanted)
+        same = hashed_fields(recorded) == hashed_fields(config.to_dict())
         valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
         return float(result["val_loss"]) if ended and reached and same and valid else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # files of another origin

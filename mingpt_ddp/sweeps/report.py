@@ -10,7 +10,7 @@ from mingpt_ddp.sweeps.table import table
 PAGE = "report.html"
 
 
-def report(directories: list[Path], page: Path | None) -> str:
+def report(directories: list[Path], page: Path) -> str:
     """Return the table of the jobs in `directories`, and write the page.
 
     The table is not lost with the page: without plotly its last line says how to install it, and where the page cannot
@@ -18,7 +18,7 @@ def report(directories: list[Path], page: Path | None) -> str:
 
     Args:
         directories: runs, or directories that hold runs one or two levels below.
-        page: the HTML file to write; None: only the table.
+        page: the HTML file to write.
 
     Raises:
         RunError: one of the directories holds no run, or the page cannot be written.
@@ -26,8 +26,6 @@ def report(directories: list[Path], page: Path | None) -> str:
     jobs = read_jobs(directories)
     keys = varying(jobs)
     text = table(jobs, keys)
-    if page is None:
-        return text
     try:
         from mingpt_ddp.sweeps.page import render_page
     except ImportError:

@@ -25,7 +25,6 @@ RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is 
 NO_PARAMETERS = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` says which preset a job has
 LARGEST = 1e100  # larger numbers are not drawn
-WITHOUT_PRESETS = ("~model", "~optimizer")  # their keys differ from preset to preset
 NO_COMMAND = "there is no command line for it: its configuration cannot be read, and with it the run.name to continue"
 
 
@@ -126,12 +125,9 @@ def _find_runs(directory: Path, levels: int) -> Iterator[Path]:
 
 
 def _read(path: Path, name: str) -> Job:
-    result, config, history = read_result(path), recorded_config(path), MetricsHistory([], 0, 0, 0)
-    notes = [
-        f"{path / file} cannot be read"
-        for file, content in ((RESULT, result), ("config.yaml", config))
-        if not content and (path / file).exists()
-    ]
+    result, config, history = read_result(path), recorded_config(path) or {}, MetricsHistory([], 0, 0, 0)
+    unread = [file for file, content in ((RESULT, result), ("config.yaml", config)) if not content]
+    notes = [f"{path / file} cannot be read" for file in unread if (path / file).exists()]
     try:
         history = read_history(path / METRICS)
     except FileNotFoundError:
@@ -139,9 +135,7 @@ def _read(path: Path, name: str) -> Job:
     except (DataError, OSError) as error:
         notes.append(str(error))
     flat = {
-        f"{plain(group)}.{plain(key)}": plain(value)
-        for group, keys in (config or {}).items()
-        for key, value in keys.items()
+        f"{plain(group)}.{plain(key)}": plain(value) for group, keys in config.items() for key, value in keys.items()
     }
     return Job(name, path, _status(path, result), flat, result, history, notes)
 
@@ -195,7 +189,8 @@ def command_line(job: Job) -> str:
         with contextlib.suppress(KeyError, TypeError):
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
     else:
-        words = [*WITHOUT_PRESETS, *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
+        # Without these presets, whose keys differ from one to another.
+        words = ["~model", "~optimizer", *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
     name = job.config["run.name"]
     if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the name of the sweep
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]

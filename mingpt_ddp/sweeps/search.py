@@ -36,8 +36,7 @@ def check_search(config: DictConfig) -> None:
         raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
         raise ConfigError(
-            "hydra.sweeper.sampler.seed is null: every rank, and every start of this search, would draw other trials; "
-            "give it a number"
+            "hydra.sweeper.sampler.seed is null: every rank and every start would draw other trials; give it a number"
         )
     try:
         instantiate(sweeper.sampler)

@@ -25,15 +25,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import acquire_lock, run_directory, with_run_name
 from mingpt_ddp.sweeps import search
-from mingpt_ddp.sweeps.jobs import JobRecord, look_up
+from mingpt_ddp.sweeps.jobs import look_up
 
 log = logging.getLogger(__name__)
 
+RunOnRankZero = Callable[[Callable[[], tuple[str, float | None]]], tuple[str, float | None]]
 MAX_CHECKED_VALUES = 32  # of a key, besides the first
 _current: ContextVar[Sweep] = ContextVar("sweep")  # Hydra makes the callback and calls the jobs without arguments
 
@@ -68,9 +70,7 @@ class Sweep:
             if "ray" in sys.modules:
                 sys.modules["ray"].shutdown()
 
-    def start_job(
-        self, config: Config, run_on_rank_zero: Callable[[Callable[[], JobRecord]], JobRecord]
-    ) -> tuple[Config, float | None]:
+    def start_job(self, config: Config, run_on_rank_zero: RunOnRankZero) -> tuple[Config, float | None]:
         """Return the configuration of a job with its own run.name, and its loss where it is already complete.
 
         Outside of a sweep return the configuration as it is.
@@ -89,9 +89,7 @@ class Sweep:
             log.info("job %d%s: %s", hydra_utils.job_number() + 1, total, hydra_utils.job_label())
         return config, loss
 
-    def finish_job(
-        self, directory: Path, loss: float | None, signalled: bool, env: DistEnv, exit_code: int = 0
-    ) -> float:
+    def finish_job(self, directory: Path, loss: float | None, signalled: bool, exit_code: int = 0) -> float:
         """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep with it.
 
         Args:
@@ -105,7 +103,7 @@ class Sweep:
                 return loss
         if self.launcher:
             log.info("sweep: %d of %d jobs done; rerun the same command to resume", len(self.done), self.planned)
-        exit_process(None, signal_exit_code(env, exit_code))
+        exit_process(None, signal_exit_code(read_env(), exit_code))
 
     def record_failed(self, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
@@ -191,14 +189,12 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
 
 def _check_hydra_keys(config: DictConfig) -> None:
     """Reject Hydra settings that conflict with run.root and run.name."""
-    if config.hydra.job.chdir:
-        raise ConfigError("hydra.job.chdir=true would move the jobs away from run.root; leave it out")
+    check(not config.hydra.job.chdir, "hydra.job.chdir=true would move the jobs away from run.root; leave it out")
     for key, only in (("sweep.dir", str(config.run.root)), ("sweep.subdir", "."), ("output_subdir", None)):
         if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
             raise ConfigError(f"hydra.{key}={value} has no use here: run.root and run.name say where the jobs are")
     batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
-    if batch is not None and batch < 1:
-        raise ConfigError(f"hydra.sweeper.max_batch_size={batch} must be at least 1")
+    check(batch is None or batch >= 1, f"hydra.sweeper.max_batch_size={batch} must be at least 1")
 
 
 def _parse_overrides(config: DictConfig) -> list[Override]:
@@ -212,8 +208,7 @@ def _parse_overrides(config: DictConfig) -> list[Override]:
             config.hydra.sweeper.params = {}
             config.hydra.overrides.task = [override.input_line for override in overrides]
     for override in overrides:
-        if override.is_sweep_override() and not _expand(override):
-            raise ConfigError(f"{override.input_line} has no value to sweep over")
+        check(bool(_expand(override)), f"{override.input_line} has no value to sweep over")
         if override.is_interval_sweep() and not search.is_search(config):
             raise ConfigError(f"{override.input_line} is for a search: add sweep=optuna_lr, or list values")
     return overrides

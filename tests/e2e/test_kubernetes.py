@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_dir
 from launching import ROOT, TINY, Job, committed, wait_for
 from s3_server import free_ports
 
-from mingpt_ddp.config.config import Config, from_dictconfig
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 
 AGAIN = 143
@@ -33,7 +33,7 @@ def configuration() -> Config:
     variables = {each["name"]: each["value"] for each in CONTAINER["env"]}
     words = [re.sub(r"\$\((\w+)\)", lambda name: variables[name[1]], word) for word in CONTAINER["args"]]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_dictconfig(compose("config", words))
+        return from_mapping(to_plain(compose("config", words)))
 
 
 def test_the_manifest_is_what_the_operator_and_kubernetes_know():

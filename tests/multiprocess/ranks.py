@@ -20,7 +20,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.config import from_mapping, to_plain
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 processes = multiprocessing.get_context("forkserver")
@@ -33,7 +33,7 @@ def configure(*overrides: str) -> dict[str, Any]:
     """The whole configuration as plain values, which `config.from_mapping` reads."""
     cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return from_dictconfig(compose("config", [*cpu, *overrides])).to_dict()
+        return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
 
 
 def free_port() -> int:

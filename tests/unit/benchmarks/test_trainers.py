@@ -6,7 +6,7 @@ import pytest
 from benchmarking import ROOT, modules
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 
 
@@ -23,7 +23,7 @@ def test_a_benchmark_trains_what_it_says(trainers, tmp_path, recipe, device):
     program, script, *overrides = trainers.ours(setting, tmp_path / "text", tmp_path, getattr(trainers, recipe), device)
     assert (program, script) == (sys.executable, str(ROOT / "main.py"))
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_dictconfig(compose("config", overrides))
+        config = from_mapping(to_plain(compose("config", overrides)))
     model, trainer = config.model, config.trainer
     shape = (model.n_layer, model.n_head, model.n_embd, config.data.block_size, trainer.batch_size)
     assert shape == (setting.n_layer, setting.n_head, setting.n_embd, setting.context, setting.batch)

@@ -14,7 +14,7 @@ from snapshot_helpers import commit
 from tools import call_tool
 
 from mingpt_ddp.cli import snapshots as tool
-from mingpt_ddp.config.config import Config, from_dictconfig
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
@@ -34,7 +34,7 @@ VOCABULARY = "\n abc"
 def config() -> Config:
     words = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_dictconfig(compose("config", words))
+        return from_mapping(to_plain(compose("config", words)))
 
 
 @pytest.fixture(params=["file", "memory"])

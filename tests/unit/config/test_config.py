@@ -10,12 +10,11 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_dictconfig, from_mapping
+from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.config.schema import (
     GROUPS,
     MODELS,
-    OPTIMIZERS,
     DataConfig,
     SnapshotConfig,
     TrainerConfig,
@@ -27,7 +26,7 @@ CONF = config_directory()
 
 def typed(*overrides: str) -> Config:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return from_dictconfig(compose("config", list(overrides)))
+        return from_mapping(to_plain(compose("config", list(overrides))))
 
 
 def choices(group: str) -> list[str]:
@@ -71,7 +70,7 @@ def test_model_with_optimizer(model, optimizer):
     config = typed(f"model={model}", f"optimizer={optimizer}")
     assert config.model.name == model
     assert config.optimizer.name == optimizer
-    assert type(config.optimizer) is OPTIMIZERS[optimizer]
+    assert type(config.optimizer) is GROUPS["optimizer"][1][optimizer]
     assert type(config.model) is MODELS[config.model.architecture]
 
 

@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.cli import sample as sample_module
 from mingpt_ddp.cli.sample import SampleConfig, sample
 from mingpt_ddp.cli.snapshots import ExportConfig, export, inspect, verify_step
-from mingpt_ddp.config.config import from_dictconfig, from_mapping
+from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import SnapshotError, printable
@@ -54,7 +54,7 @@ def genuine() -> dict[str, bytes]:
     """The files of an honest snapshot, without its manifest."""
     words = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_dictconfig(compose("config", words))
+        config = from_mapping(to_plain(compose("config", words)))
     torch.manual_seed(0)
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)
     state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": {"step": 8}}

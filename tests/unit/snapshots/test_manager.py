@@ -11,7 +11,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import Config, from_dictconfig, from_mapping
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.distributed.env import DistEnv
@@ -34,7 +34,7 @@ OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snaps
 
 def typed(*overrides: str) -> Config:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_dictconfig(compose("config", [*OVERRIDES, *overrides]))
+        return from_mapping(to_plain(compose("config", [*OVERRIDES, *overrides])))
 
 
 @pytest.fixture(scope="module")

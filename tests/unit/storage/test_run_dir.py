@@ -17,7 +17,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT
 
-from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.run_dir import RunDirectory, difference, next_free_name, read_result, recorded_config
@@ -113,7 +113,7 @@ def test_a_directory_that_cannot_be_created(tmp_path):
 
 def test_the_next_free_name(tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_dictconfig(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
+        config = from_mapping(to_plain(compose("config", ["run.name=group/run", f"run.root={tmp_path}"])))
     names = []
     for _ in range(4):
         names.append(next_free_name(config))

@@ -20,7 +20,7 @@ from launching import ROOT
 from tools import call_tool
 
 from mingpt_ddp.cli import report as tool
-from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.page import DRAWN, POINTS, _highest, _positions
@@ -432,7 +432,7 @@ def test_the_text_has_a_line_for_each_job(tmp_path):
     made_up(tmp_path / "a", {"optimizer.lr": 3e-4}, val_loss=2.0, faults=1)
     made_up(tmp_path / "b", {"optimizer.lr": 1e-3}, "pruned", 2.5, steps=40)
     made_up(tmp_path / "c", {"optimizer.lr": 1e-2}, None, None)
-    assert [line.split() for line in report([tmp_path], None).splitlines()[:4]] == [
+    assert [line.split() for line in report([tmp_path], tmp_path / "page.html").splitlines()[:4]] == [
         ["val", "loss", "status", "lr", "step", "tokens/s", "faults", "time", "job"],
         ["*", "2.0000", "complete", "3e-4", "100", "40,000", "1", "0:01:02", "a"],
         ["(2.5000)", "pruned", "0.001", "40", "40,000", "0", "0:01:02", "b"],
@@ -454,7 +454,7 @@ SWEEP = [
 
 def composed(words: list[str]) -> dict:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_dictconfig(compose("config", words)).to_dict()
+        return from_mapping(to_plain(compose("config", words))).to_dict()
 
 
 @pytest.mark.parametrize("recorded", [True, False])

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.config import from_dictconfig
+from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -29,7 +29,7 @@ LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = from_dictconfig(compose("config", ["trainer.device=cpu", "trainer.precision=fp32"]))
+        config = from_mapping(to_plain(compose("config", ["trainer.device=cpu", "trainer.precision=fp32"])))
     return Runtime(config, DistEnv())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import Config, from_dictconfig
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.training.pruning import MIN_JOBS, MedianPruner
@@ -30,7 +30,7 @@ class OneRank:
 def config() -> Config:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         words = ["run.name=sweep/own", "trainer.prune=median", "trainer.prune_after=20"]
-        return from_dictconfig(compose("config", words))
+        return from_mapping(to_plain(compose("config", words)))
 
 
 def job(directory: Path, began: float, losses: dict[int, float]) -> Path:
