@@ -55,48 +55,42 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks, True) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, batch: int) -> Callable[[Tensor], Tensor]:
-    """Return a linear layer of oneDNN whose weight is packed for its kernel, as Inductor packs frozen weights.
+def pack_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: int) -> Callable[[Tensor], Tensor]:
+    """Return a linear layer whose weight is packed for its kernel, as Inductor packs frozen weights.
 
     Args:
-        weight: (outputs, inputs) and bias: (outputs,), both in the dtype to compute in.
+        weight: (outputs, inputs).
+        bias: (outputs,).
+        dtype: of the packed weight. fp16 is FBGEMM's, whose input and output are fp32; other dtypes are oneDNN's.
         batch: rows of input to optimize for; other numbers of rows work too.
 
     Returns:
-        A function from (..., inputs) to (..., outputs), both in that dtype.
+        A function from (..., inputs) to (..., outputs) of the same dtype.
 
     Raises:
         AttributeError, RuntimeError: this torch or this CPU cannot; call `can_pack` first.
     """
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, batch)
+    if dtype == torch.float16:
+        packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+        operation = torch.ops.quantized.linear_dynamic_fp16.default
+        return lambda x: operation(x, packed)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), batch)
     operation = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: operation(x, packed, bias, "none", [], "")
-
-
-def pack_linear_fp16(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Return a linear layer of FBGEMM with its weight packed in fp16; input, bias and output are fp32.
-
-    Raises:
-        AttributeError, RuntimeError: this torch or this CPU cannot; call `can_pack` first.
-    """
-    packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
-    operation = torch.ops.quantized.linear_dynamic_fp16.default
-    return lambda x: operation(x, packed)
+    converted = None if bias is None else bias.to(dtype)
+    return lambda x: operation(x.to(dtype), packed, converted, "none", [], "").to(x.dtype)
 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Try a tiny layer: does `pack_linear` (for fp16 `pack_linear_fp16`) work here? Fallback: no.
+    """Try a tiny layer: does `pack_linear` work here? Fallback: no.
 
     oneDNN has bf16 only on CPUs with AVX-512 or later.
     """
-    half = dtype == torch.float16
-    weight = torch.ones(2, 2, dtype=torch.float32 if half else dtype)
+    weight = torch.ones(2, 2)
     try:
-        if half and torch.backends.quantized.engine not in ("x86", "fbgemm"):  # other engines pack in another format
-            return False
-        layer = pack_linear_fp16(weight, None) if half else pack_linear(weight, None, 1)
-        return layer(weight).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        if dtype == torch.float16 and torch.backends.quantized.engine not in ("x86", "fbgemm"):
+            return False  # other engines pack in another format
+        return pack_linear(weight, None, dtype, 1)(weight).tolist() == [[2.0, 2.0], [2.0, 2.0]]
     except (AttributeError, RuntimeError):
         return False
 

@@ -33,49 +33,24 @@ COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "cla
 MIN_CAPABILITY = (7, 0)  # of a GPU, for Triton
 
 
-class CommHook:
-    """A communication hook: DDP calls it with one bucket of gradients after the other, and gets the averages.
-
-    The order of the buckets is the same on every rank. A hook keeps no state from step to step, so no snapshot has to
-    hold it. It measures its own time.
-    """
-
-    def __init__(self, all_reduce: Callable[[GradBucket], Future[Tensor]]) -> None:
-        """
-        Args:
-            all_reduce: returns the average of a bucket over all ranks.
-        """
-        self.all_reduce = all_reduce
-        self.seconds = 0.0  # in the latest backward pass, during which this thread computed no gradients
-
-    def __call__(self, bucket: GradBucket) -> Future[Tensor]:
-        """Return the average of a bucket over all ranks."""
-        start = time.perf_counter()
-        future = self.all_reduce(bucket)
-        self.seconds = time.perf_counter() - start + (self.seconds if bucket.index() else 0.0)
-        return future
-
-
 class DDPStrategy:
     """How a model is trained by all ranks of a process group; a single rank just compiles it."""
 
     def __init__(self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool) -> None:
         self.config, self.device, self.group, self.compiles = config, device, group, compiles
-        self.comm_hook: CommHook | None = None
+        self.all_reduce_s = 0.0  # in the latest backward pass, during which this thread computed no gradients
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model for training. All ranks get the weights of rank 0."""
         ddp = self.config.ddp
         if self.group.world_size > 1 and ddp.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        compiled = model
+        compiled: Any = model
         if self.compiles:
             mode = "reduce-overhead" if self.config.trainer.compile == "cuda_graphs" else None
-            compiled = cast(
-                nn.Module, torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=COMPILE_BACKEND)
-            )
+            compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=COMPILE_BACKEND)
         if self.group.world_size == 1:
-            return compiled
+            return cast(nn.Module, compiled)
         parallel = DDP(
             compiled,
             device_ids=[self.device.index] if self.device.type == "cuda" else None,
@@ -90,14 +65,24 @@ class DDPStrategy:
         torch_internals.keep_process_group(parallel)
         torch_internals.time_communication(parallel, TIMED_EVERY)
         if ddp.comm_hook != "none":
-            self.comm_hook = CommHook(partial(HALF_PRECISION[ddp.comm_hook], None))  # type: ignore[arg-type]
+            hook = partial(HALF_PRECISION[ddp.comm_hook], None)  # type: ignore[arg-type]
+            parallel.register_comm_hook(hook, self._comm_hook)
         elif self.group.shared_memory is not None:
             gradients = [p for p in model.parameters() if p.requires_grad]
-            self.comm_hook = CommHook(SharedMemoryAllReduce(self.group.shared_memory, gradients).all_reduce)
-        hook = self.comm_hook
-        if hook is not None:
-            parallel.register_comm_hook(None, lambda state, bucket: hook(bucket))  # DDP wants a function
+            all_reduce = SharedMemoryAllReduce(self.group.shared_memory, gradients).all_reduce
+            parallel.register_comm_hook(all_reduce, self._comm_hook)
         return parallel
+
+    def _comm_hook(self, all_reduce: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:
+        """Return the average of a bucket over all ranks, and measure the time.
+
+        The order of the buckets is the same on every rank. A hook keeps no state from step to step, so no snapshot has
+        to hold it.
+        """
+        start = time.perf_counter()
+        future = all_reduce(bucket)
+        self.all_reduce_s = time.perf_counter() - start + (self.all_reduce_s if bucket.index() else 0.0)
+        return future
 
     def warm_up(self, parallel_model: nn.Module, forward: Callable[[], Tensor]) -> None:
         """Run throw-away backward passes, so that a resumed run adds up gradients as an uninterrupted one does.
@@ -143,8 +128,8 @@ class DDPStrategy:
         if not isinstance(parallel_model, DDP):
             return 0.0, 0.0
         total, hidden = torch_internals.communication_times(parallel_model)
-        if self.device.type == "cpu" and self.comm_hook is not None:  # DDP counts the work of a hook as computation
-            hidden = max(0.0, hidden - self.comm_hook.seconds)
+        if self.device.type == "cpu":  # DDP counts the work of a hook as computation
+            hidden = max(0.0, hidden - self.all_reduce_s)
         return total, max(0.0, total - hidden)
 
 

@@ -36,13 +36,10 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if gpus == 1 and not env.shares_devices:  # a scheduler may show each process only its own GPU
-        return torch.device("cuda", 0)
-    if env.local_rank >= gpus:
-        raise ConfigError(
-            f"local rank {env.local_rank} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU"
-        )
-    return torch.device("cuda", env.local_rank)
+    index = env.local_rank if gpus > 1 or env.shares_devices else 0  # a scheduler may show each process only its own
+    if index >= gpus:
+        raise ConfigError(f"local rank {index} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU")
+    return torch.device("cuda", index)
 
 
 def refuse_shared_gpus(gpus: list[str]) -> None:

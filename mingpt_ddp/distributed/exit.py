@@ -70,8 +70,7 @@ def die_with_parent() -> None:
         exit_process(None, FAILURE)
 
     if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
         if os.getppid() != parent:  # it died before the call
             exit_process(None, FAILURE)
     else:
@@ -114,7 +113,13 @@ class ProcessExit:
         if isinstance(error, StorageUnavailableError):  # the same on every rank, but a restart may help
             code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
             exit_process(self.env.call_on_rank_zero(lambda: str(error)), code)
-        exit_process(str(error) if self._is_first_to_report(str(error)) else None, USER_ERROR)
+        is_first = True
+        if self.env.has_agent:
+            from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
+
+            # Where the store is unreachable, print the error, even if another rank does too.
+            is_first = ask_store(lambda: claim_error_report(self.env, self.job, str(error)), otherwise=True)
+        exit_process(str(error) if is_first else None, USER_ERROR)
 
     def failure(self, error: Exception) -> NoReturn:
         """Report the error of this rank; after the loss of a peer, wait for the peer's report and repeat that."""
@@ -132,7 +137,8 @@ class ProcessExit:
             log.error("rank %d failed", rank, exc_info=error)
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
-        log.error("error: %s", self._root_cause() or f"rank {rank} lost another rank: {summary[:200]}")
+        cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) or f"rank {rank} lost another rank: {summary[:200]}"
+        log.error("error: %s", cause)
         logs.close()  # so that errors of other threads do not follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
@@ -142,7 +148,7 @@ class ProcessExit:
     def on_signal(self, number: int) -> NoReturn:
         """End at once. The signal may come from an agent after another rank has failed: then log the root cause."""
         try:
-            if cause := self._root_cause():
+            if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
                 log.error("error: %s", cause)
             elif self.env.is_rank_zero:
                 log.error("ended by %s; rerun the same command to resume", signal.Signals(number).name)
@@ -153,17 +159,6 @@ class ProcessExit:
         """Return whether every rank has this error, so that all of them can start the next job of a sweep."""
         return self.is_symmetric or (self.group is not None and self.group.have_all_failed(str(error)))
 
-    def peer_failed(self) -> bool:
-        """Return whether another rank has reported a failure."""
-        return self.group is not None and self.group.reported_failure(wait_s=0) is not None
-
-    def _root_cause(self) -> str | None:
-        return self.group.reported_failure(ROOT_CAUSE_TIMEOUT_S) if self.group is not None else None
-
-    def _is_first_to_report(self, message: str) -> bool:
-        if not self.env.has_agent:
-            return True
-        from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
-
-        # Where the store is unreachable, print the error, even if another rank does too.
-        return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
+    def peer_failure(self, wait_s: float = 0.0) -> str | None:
+        """Return the failure that another rank has reported, or reports within `wait_s` seconds."""
+        return self.group.reported_failure(wait_s) if self.group is not None else None

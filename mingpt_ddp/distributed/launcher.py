@@ -105,7 +105,6 @@ def _environment(workers: int, local: bool) -> Iterator[None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store is gone
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in FORWARDED_SIGNALS)
     handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
     try:
         yield
@@ -139,7 +138,8 @@ def _run_agent(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit
     launch = LaunchConfig(1, 1, env.world_size, run_id="none", rdzv_backend="static", rdzv_endpoint=endpoint)
     launch.rdzv_configs["rank"] = 0
     launch.max_restarts = 0
-    launch.signals_to_handle = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]
+    launch.signals_to_handle = ",".join(number.name for number in FORWARDED_SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.signals_to_handle
     launch.shutdown_timeout = round(config.snapshot.grace_seconds) + 5  # seconds; torch 2.9 ignores it and waits 30
     try:
         elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *overrides)

@@ -45,7 +45,6 @@ def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
         else:
             _wait_for_host(host, port, timeout_s)
             store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
-        store.set_timeout(timeout)
         return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

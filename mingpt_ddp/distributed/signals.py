@@ -28,7 +28,7 @@ class SignalHandler:
         # A scheduler's signal may come twice, the second time through the launcher: only a second Ctrl-C counts.
         repeated_interrupt = not first and number == signal.SIGINT
         # After the failure of another rank a collective save would hang.
-        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failed():
+        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failure():
             self.exits.on_signal(number)
         if first:
             self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, ops
 from mingpt_ddp.models.ops import DTYPES
-from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear, pack_linear_fp16
+from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
 BF16_MIN_BATCH = 8  # sequences; from here on bf16 is faster than fp16 on a CPU
 WARMUP_STEPS = 3  # before capture, for libraries to allocate their workspaces
@@ -80,11 +80,7 @@ class FastLinear(nn.Linear):
 
     def pack(self, dtype: torch.dtype, batch: int) -> None:
         weight, bias = (None if p is None else p.detach() for p in (self.weight, self.bias))
-        if dtype == torch.float16:
-            self.multiply = pack_linear_fp16(weight, bias)
-        else:
-            packed = pack_linear(weight.to(dtype), None if bias is None else bias.to(dtype), batch)
-            self.multiply = lambda x: packed(x.to(dtype)).to(x.dtype)
+        self.multiply = pack_linear(weight, bias, dtype, batch)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)

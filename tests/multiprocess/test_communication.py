@@ -88,11 +88,10 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             runtime = Runtime(config, read_env(), job)
             job += 1
             loss = run(config, runtime, {})
-            hook = runtime.strategy.comm_hook
             outcomes[name] = {
                 "loss": loss,
                 "shared": runtime.group.shared_memory is not None,
-                "seconds": hook and hook.seconds,
+                "seconds": runtime.strategy.all_reduce_s,
             }
             runtime.close()
             del runtime

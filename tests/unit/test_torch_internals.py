@@ -30,7 +30,6 @@ NAMES = {
     ),
     "has_hooks": (nn.Linear(1, 1), "_forward_hooks", "_forward_pre_hooks"),
     "pack_linear": (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise"),
-    "pack_linear_fp16": (torch.ops.quantized, "linear_prepack_fp16", "linear_dynamic_fp16"),
     "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
     "communication_times": (DDP, "_get_ddp_logging_data"),
     "clone_store": (dist.HashStore(), "clone"),
@@ -42,6 +41,11 @@ def test_torch_has_what_is_used(function):
     assert callable(getattr(internals, function))
     owner, *names = NAMES[function]
     assert not [name for name in names if not hasattr(owner, name)]
+
+
+def test_torch_has_what_packs_in_fp16():
+    assert hasattr(torch.ops.quantized, "linear_prepack_fp16")
+    assert hasattr(torch.ops.quantized, "linear_dynamic_fp16")
 
 
 def test_the_compiler_has_what_is_used():
@@ -169,7 +173,7 @@ def test_a_packed_layer_computes_the_same(dtype):
     if not internals.can_pack(dtype):
         pytest.skip(f"this CPU, or this torch, has no {dtype} in oneDNN")
     layer, x = nn.Linear(5, 3).to(dtype), torch.randn(2, 4, 5).to(dtype)
-    packed = internals.pack_linear(layer.weight.detach(), layer.bias.detach(), batch=4)
+    packed = internals.pack_linear(layer.weight.detach(), layer.bias.detach(), dtype, batch=4)
     torch.testing.assert_close(packed(x), layer(x).detach(), rtol=0.02, atol=0.02)
 
 
@@ -177,7 +181,7 @@ def test_a_layer_packed_in_fp16_computes_nearly_the_same():
     if not internals.can_pack(torch.float16):
         pytest.skip("this torch has no FBGEMM")
     layer, x = nn.Linear(5, 3), torch.randn(2, 4, 5)
-    packed = internals.pack_linear_fp16(layer.weight.detach(), layer.bias.detach())
+    packed = internals.pack_linear(layer.weight.detach(), layer.bias.detach(), torch.float16, batch=4)
     torch.testing.assert_close(packed(x), layer(x).detach(), rtol=0.01, atol=0.01)
 
 
@@ -186,8 +190,7 @@ def test_what_fails_once_cannot_pack(error, monkeypatch):
     def fail(*arguments):
         raise error("not on this CPU")
 
-    for function in ("pack_linear", "pack_linear_fp16"):
-        monkeypatch.setattr(internals, function, fail)
+    monkeypatch.setattr(internals, "pack_linear", fail)
     assert not any(map(internals.can_pack.__wrapped__, (torch.float32, torch.bfloat16, torch.float16)))
 
 

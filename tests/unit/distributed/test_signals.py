@@ -21,7 +21,7 @@ class Exits(ProcessExit):
     def on_signal(self, number: int) -> None:
         self.ended_by.append(number)
 
-    def peer_failed(self) -> bool:
+    def peer_failure(self) -> bool:
         return self.has_failed_peer
 
 
