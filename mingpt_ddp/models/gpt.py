@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import GPTConfig
-from mingpt_ddp.models.kv_cache import CachePosition, KVCache, select_positions
-from mingpt_ddp.models.ops import causal_attention, dropout
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
+from mingpt_ddp.models.ops import dropout
 
 
 class Attention(nn.Module):
@@ -28,10 +28,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
-        if cache is not None:
-            y = cache.attend(q, k, v, start)
-        else:
-            y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = attend(q, k, v, self.dropout if self.training else 0.0, cache, start)
         y = self.proj(y.transpose(1, 2).reshape(B, T, C))
         return dropout(y, self.dropout, self.training)
 

@@ -24,26 +24,30 @@ class KVCache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: with a mask, stale NaN would spread
         self.values = torch.zeros_like(self.keys)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, start: CachePosition) -> Tensor:
-        """Store the new keys and values, then attend to all positions up to each query's own.
 
-        Args:
-            q, k, v: (B, H, T, D) of the positions from `start` on; T is 1 if `start` is a tensor.
-            start: entries of the cache from there on are overwritten or ignored.
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, cache: KVCache | None, start: CachePosition) -> Tensor:
+    """Attend to all positions up to each query's own, with a cache also to those before the first query.
 
-        Returns:
-            (B, H, T, D)
-        """
-        T = q.shape[2]
-        if isinstance(start, Tensor):  # shapes and operations must not depend on the value of `start`
-            index = start.view(1)
-            self.keys.index_copy_(2, index, k)
-            self.values.index_copy_(2, index, v)
-            visible = torch.arange(self.keys.shape[2], device=q.device) <= index  # (block_size,)
-            return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=visible.expand(T, -1))
-        self.keys.narrow(2, start, T).copy_(k)
-        self.values.narrow(2, start, T).copy_(v)
-        return causal_attention(q, self.keys.narrow(2, 0, start + T), self.values.narrow(2, 0, start + T))
+    Args:
+        q, k, v: (B, H, T, D) of the positions from `start` on; T is 1 if `start` is a tensor.
+        dropout: probability with which an attention weight is dropped; 0 with a cache.
+        cache: stores the new keys and values; its entries from `start` on are overwritten or ignored.
+
+    Returns:
+        (B, H, T, D)
+    """
+    if cache is None:
+        return causal_attention(q, k, v, dropout)
+    T = q.shape[2]
+    if isinstance(start, Tensor):  # shapes and operations must not depend on the value of `start`
+        index = start.view(1)
+        cache.keys.index_copy_(2, index, k)
+        cache.values.index_copy_(2, index, v)
+        visible = torch.arange(cache.keys.shape[2], device=q.device) <= index  # (block_size,)
+        return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=visible.expand(T, -1))
+    cache.keys.narrow(2, start, T).copy_(k)
+    cache.values.narrow(2, start, T).copy_(v)
+    return causal_attention(q, cache.keys.narrow(2, 0, start + T), cache.values.narrow(2, 0, start + T))
 
 
 def select_positions(table: Tensor, start: CachePosition, T: int) -> Tensor:

@@ -12,18 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import ModernConfig
-from mingpt_ddp.models.kv_cache import CachePosition, KVCache, select_positions
-from mingpt_ddp.models.ops import causal_attention, compute_dtype, dropout, relu_squared, rms_norm
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
+from mingpt_ddp.models.ops import compute_dtype, dropout, relu_squared, rms_norm
 
 LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # of a block, with the last inputs (B, 1, C) of its two smears
-
-
-class Stacked(nn.Linear):
-    """Several linear layers fused into one; `parts` lets Muon orthogonalize each matrix by itself."""
-
-    def __init__(self, n_embd: int, parts: int) -> None:
-        super().__init__(n_embd, parts * n_embd, bias=False)
-        self.parts = parts
 
 
 class Smear(nn.Module):
@@ -62,7 +54,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.qkv = Stacked(config.n_embd, 3)
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        vars(self.qkv)["parts"] = 3  # Muon orthogonalizes each of the three matrices by itself
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
@@ -85,10 +78,7 @@ class Attention(nn.Module):
         v = v[:, :, 0].transpose(1, 2)
         v1 = v if v1 is None else v1
         v = torch.addcmul(v, self.value_mix.view(self.n_head, 1, -1).to(v.dtype), v1)
-        if cache is not None:
-            y = cache.attend(q, k, v, start)
-        else:
-            y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = attend(q, k, v, self.dropout if self.training else 0.0, cache, start)
         return self.proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 

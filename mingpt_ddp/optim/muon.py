@@ -75,13 +75,10 @@ class Muon(torch.optim.AdamW):
         """
         super().__init__(_parameter_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.momentum
+        # Set to share the work of each step among ranks; all must call `step` together, with the same gradients.
         self.rank, self.world_size = 0, 1
         self.parts = {p: getattr(m, "parts", 1) for m in model.modules() for p in m.parameters(recurse=False)}
         leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step by itself, Muon would not
-
-    def shard_across_ranks(self, rank: int, world_size: int) -> None:
-        """Share the work of each step among ranks; all must call `step` together, with the same gradients."""
-        self.rank, self.world_size = rank, world_size
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -135,5 +132,4 @@ class Muon(torch.optim.AdamW):
                 self.state[parameter].update(momentum=torch.zeros_like(parameter), step=torch.zeros(()))
         momenta = [self.state[parameter]["momentum"] for parameter in parameters]
         for_each("lerp_", momenta, gradients, 1 - self.momentum)
-        directions: tuple[Tensor, ...] = for_each("lerp", gradients, momenta, self.momentum)
-        return directions
+        return tuple(for_each("lerp", gradients, momenta, self.momentum))

@@ -67,15 +67,16 @@ class AsyncSave(threading.Thread):
                         group.env.call_on_rank_zero(partial(store.clear, self.step))
                     with group.raise_everywhere():
                         own = store.write_files(self.step, contents)
-                    files = {
-                        name: file for part in group.all_gather(own, io=True) for name, file in sorted(part.items())
-                    }
+                    written = group.all_gather(own, io=True)
+                    files = {name: file for part in written for name, file in sorted(part.items())}
                     with group.raise_everywhere():
                         manifest = group.env.call_on_rank_zero(partial(store.make_manifest, self.step, files))
                         store.write_files(self.step, manifest or {})
                 except OSError as error:
                     self.failure = self.failure or (store.url, error)
-                    group.env.call_on_rank_zero(partial(self._clean_up, store))
+                    if store.storage.local:  # free a full disk; an object store that fails would fail this as well
+                        with contextlib.suppress(OSError):
+                            group.env.call_on_rank_zero(partial(store.clear, self.step))
                 else:
                     group.env.call_on_rank_zero(partial(self.apply_retention, store))
                     self.url = store.url
@@ -108,9 +109,3 @@ class AsyncSave(threading.Thread):
         self.parts = {}
         self.staged.set()
         return contents
-
-    def _clean_up(self, store: SnapshotStore) -> None:
-        """Free the space of a full disk; an object store that does not answer would not answer this either."""
-        if store.storage.local:
-            with contextlib.suppress(OSError):
-                store.clear(self.step)

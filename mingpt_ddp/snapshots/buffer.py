@@ -29,8 +29,7 @@ class SafetensorsBuffer:
         encoded += b" " * (-len(encoded) % 8)
         start = len(encoded).to_bytes(8, "little") + encoded
         size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors.values()))
         self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         self._views = {}
         for name, tensor in tensors.items():
@@ -77,7 +76,6 @@ def decode(content: bytes) -> dict[str, Tensor]:
     if int.from_bytes(content[:8], "little") > MAX_HEADER_BYTES:
         raise ValueError("its header is too large")
     try:
-        tensors: dict[str, Tensor] = safetensors.torch.load(content)
+        return dict(safetensors.torch.load(content))
     except Exception as error:  # the library raises a class of its own
         raise ValueError(str(error)) from error
-    return tensors

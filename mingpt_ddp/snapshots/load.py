@@ -40,10 +40,9 @@ def find_steps(url: str) -> list[tuple[SnapshotStore, list[int]]]:
     """
     if named := step_in(url):
         store, step = named
-        candidates = [(store, [step] if step in store.steps() else [])]
+        found = [(store, [step])] if step in store.steps() else []
     else:
-        candidates = [(store, store.steps()) for store in candidate_stores(url.rstrip("/") or url)]
-    found = [(store, steps) for store, steps in candidates if steps]
+        found = [(s, steps) for s in candidate_stores(url.rstrip("/") or url) if (steps := s.steps())]
     if not found:
         raise SnapshotError(f"there are no snapshots at {url}; name a run directory, its snapshots or one of them")
     return found

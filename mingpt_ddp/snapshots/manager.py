@@ -80,9 +80,8 @@ class SnapshotManager:
 
     def _newest_of_each_store(self) -> list[Snapshot]:
         found, errors = [], []
-        urls = {store.url for store in self.stores}
-        previous_stores = (store for store in candidate_stores(str(self.directory)) if store.url not in urls)
-        for store in [*self.stores, *previous_stores]:
+        own = {store.url for store in self.stores}
+        for store in [*self.stores, *(s for s in candidate_stores(str(self.directory)) if s.url not in own)]:
             try:
                 found.append(store.read_latest())
             except SnapshotError as error:  # all that this store holds is damaged
@@ -166,8 +165,8 @@ class SnapshotManager:
     @property
     def quick_deadline(self) -> float:
         """Until when of time.monotonic() to wait for the save in progress before another one."""
-        is_quick = (self.durable_s or 0.0) < QUICK_S  # else it would hold up training
-        return self._save.started_at + QUICK_S if self._save and is_quick else 0.0
+        # A slow one would hold up training.
+        return self._save.started_at + QUICK_S if self._save and (self.durable_s or 0.0) < QUICK_S else 0.0
 
     def wait(self, until: float | None = None) -> bool:
         """Wait for the save in progress, at most until a time of time.monotonic(); return whether it is done.

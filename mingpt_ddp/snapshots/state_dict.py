@@ -15,8 +15,7 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # plain nu
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, and copies of the buffers: the next forward pass may change those in place."""
     buffers = {name for name, _ in model.named_buffers()}
-    state = model.state_dict()
-    return {name: tensor.clone() if name in buffers else tensor for name, tensor in state.items()}
+    return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:

@@ -240,12 +240,10 @@ class SnapshotStore:
         kept = {*committed[-keep_last:], newest, best}
         return [step for step in past if step not in kept]
 
-    def prune(self, keep_last: int, best: int | None, newest: int) -> list[int]:
-        """Delete the expired steps; return which."""
-        expired = self.expired_steps(keep_last, best, newest)
-        for step in expired:
+    def prune(self, keep_last: int, best: int | None, newest: int) -> None:
+        """Delete the expired steps."""
+        for step in self.expired_steps(keep_last, best, newest):
             self.clear(step)
-        return expired
 
 
 def _check_digest(name: str, digest: str, file: dict[str, Any]) -> None:

@@ -217,8 +217,8 @@ def acquire_lock(
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return `group.key: old -> new` for every value that differs."""
     before, after = _flatten(old), _flatten(new)
-    pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
-    return [f"{key}: {_format(old)} -> {_format(new)}" for key, (old, new) in pairs.items() if old != new]
+    changed = [key for key in before | after if before.get(key) != after.get(key)]
+    return [f"{key}: {_format(before.get(key))} -> {_format(after.get(key))}" for key in changed]
 
 
 def _format(value: Any) -> str:

@@ -53,7 +53,7 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self.steps = count_steps(config, loader.steps_per_epoch)
         if isinstance(optimizer, Muon):
-            optimizer.shard_across_ranks(runtime.group.rank, runtime.group.world_size)
+            optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
         self.data_time_s = 0.0  # seconds that the last batch took to fetch

@@ -28,7 +28,7 @@ def take_steps(config: dict[str, Any], divides: bool) -> list[Any]:
     optimizer = Muon(model, typed.optimizer)
     muon.MIN_NUMEL_TO_SHARD = 1
     if divides:
-        optimizer.shard_across_ranks(runtime.group.rank, runtime.group.world_size)
+        optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
     done, whole = [], muon.polar_express
     muon.polar_express = lambda stack: done.append(len(stack)) or whole(stack)
     for _ in range(3):
