@@ -21,7 +21,8 @@ def run_command(usage: str, command: Callable[[list[str]], int]) -> None:
     if not words or {"-h", "--help"} & set(words):
         print(usage)
         return
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if sys.stdout:  # None where it is closed
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
         sys.exit(command(words))

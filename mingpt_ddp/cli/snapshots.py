@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
 from mingpt_ddp.config.schema import MODELS, PositiveInt
-from mingpt_ddp.config.validation import check, did_you_mean, refuse_credentials
+from mingpt_ddp.config.validation import check, hint_at, refuse_credentials
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name
@@ -79,9 +79,7 @@ def _command(words: list[str]) -> int:
     }
     name, *arguments = words
     if name not in commands:
-        meant = did_you_mean(name, commands)
-        hint = f"did you mean {meant}?" if meant else f"there are {', '.join(commands)}"
-        raise ConfigError(f"{name} is not a command; {hint}")
+        raise ConfigError(f"{name} is not a command; {hint_at(name, commands)}")
     url, *options = arguments or [""]
     check(bool(url.strip()), f"{name} needs a URL; name a run directory, its snapshots or one of them")
     refuse_credentials("URL", url)

@@ -159,11 +159,9 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
 
 def _check_urls(config: Config) -> None:
     """Raise a ConfigError for a URL that no installed library can open."""
-    for key, url in (
-        ("data.path", None if config.data.reader else config.data.path),
-        ("snapshot.path", config.snapshot.path),
-        ("snapshot.fallback_path", config.snapshot.fallback_path),
-        ("run.resume", config.run.resume),
-    ):
-        if url is not None:
-            check_url(url, key, writable=key.startswith("snapshot."))
+    if not config.data.reader:
+        check_url(config.data.path, "data.path")
+    for key in ("path", "fallback_path"):
+        if url := getattr(config.snapshot, key):
+            check_url(url, f"snapshot.{key}", writable=True)
+    check_url(config.run.resume, "run.resume")

@@ -118,9 +118,8 @@ def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
 def explain(error: Exception) -> str:
     """Return Hydra's error as one line, with the key that was probably meant and without passwords of URLs."""
     text = str(error)
-    if plugin := re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text):
-        if plugin[2] in PLUGINS:
-            return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
+    if (plugin := re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)) and plugin[2] in PLUGINS:
+        return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
     elif override := re.search(r"Could not override '([^']+)'", text):
         key = override[1].split("@")[0]
         return f"{key} is not a key{_suggest(key, error.__cause__)}"

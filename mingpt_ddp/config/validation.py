@@ -51,6 +51,12 @@ def did_you_mean(key: str, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), None)
 
 
+def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return a question for the known key that is most like `key`, or else the list of all."""
+    meant = did_you_mean(key, known)
+    return f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(known)}"
+
+
 def build(cls: type[T], values: Any, where: str) -> T:
     """Make an instance of the dataclass `cls` from a mapping with exactly its fields.
 
@@ -67,9 +73,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for key in values:
         if key not in fields:
-            meant = did_you_mean(str(key), fields)
-            hint = f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(fields)}"
-            raise ConfigError(f"{prefix}{key} is not a key; {hint}")
+            raise ConfigError(f"{prefix}{key} is not a key; {hint_at(str(key), fields, prefix)}")
     for name, f in fields.items():
         if name not in values and f.default is f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{prefix}{name} is missing; give it a value")

@@ -88,15 +88,14 @@ class Plots:
     def __init__(self, jobs: list[Job], keys: list[str]) -> None:
         self.figures: list[dict[str, Any]] = []
         self._jobs, self._best = jobs[::-1], best_of(jobs)
-        self._names = short_names(keys)
+        names = self._names = short_names(keys)
         self._objectives = [job.objective for job in jobs if job.objective is not None]
         self._highest = _highest(self._objectives or [job.val_loss for job in jobs if job.val_loss is not None])
         self._hovers = {}
         for rank, job in enumerate(jobs, start=1):
             loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
-            values = [
-                f"{_label(self._names[key])}: {_label(shown(job.config[key]))}" for key in keys if key in job.config
-            ]
+            config = job.config
+            values = [f"{_label(names[key])}: {_label(shown(config[key]))}" for key in keys if key in config]
             self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{loss}", *values[:DRAWN]])
 
     def legend(self) -> str:

@@ -57,11 +57,9 @@ def short_names(keys: list[str]) -> dict[str, str]:
 
 def shown(value: Value) -> str:
     """Write a value as the command line takes it, cut to LONGEST characters."""
-    if isinstance(value, str):
-        return cut(value)
-    if value is None or isinstance(value, (bool, list)):
-        return cut(json.dumps(value))
-    return brief(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return brief(value)
+    return cut(value if isinstance(value, str) else json.dumps(value))
 
 
 def brief(value: float) -> str:
