@@ -80,8 +80,7 @@ class DecodeSession:
             prefill: compute the cache from scratch; else the window is the previous one and one more token.
         """
         if not isinstance(self.model, SupportsKVCache):
-            logits: Tensor = self.model(window)[:, -1]
-            return logits
+            return self.model(window)[:, -1]
         if prefill:
             return self.model.decode(window, self.cache, 0)
         position = window.shape[1] - 1

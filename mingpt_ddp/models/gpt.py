@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
-from mingpt_ddp.models.ops import dropout
+from mingpt_ddp.models.ops import cross_entropy, dropout
 
 
 class Attention(nn.Module):
@@ -85,9 +85,7 @@ class GPT(nn.Module):
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
         """
         logits = F.linear(self._hidden(tokens), self.token_embedding.weight)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits if targets is None else cross_entropy(logits, targets)
 
     def _hidden(self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0) -> Tensor:
         """Return (B, T, C), the normalized output of the last block."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.schema import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
-from mingpt_ddp.models.ops import compute_dtype, dropout, relu_squared, rms_norm
+from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
 
 LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # of a block, with the last inputs (B, 1, C) of its two smears
 
@@ -168,10 +168,8 @@ class Modern(nn.Module):
         Returns:
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
         """
-        logits: Tensor = self.head(self._hidden(tokens))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        logits = self.head(self._hidden(tokens))
+        return logits if targets is None else cross_entropy(logits, targets)
 
     def _hidden(self, tokens: Tensor, cache: Cache | None = None, start: CachePosition = 0) -> Tensor:
         """Return (B, T, C), the normalized output of the last block."""
@@ -196,8 +194,7 @@ class Modern(nn.Module):
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached positions."""
-        logits: Tensor = self.head(self._hidden(tokens, cache, start)[:, -1])
-        return logits
+        return self.head(self._hidden(tokens, cache, start)[:, -1])
 
     def step(self, tokens: Tensor, cache: Cache, position: Tensor) -> Tensor:
         """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the device."""

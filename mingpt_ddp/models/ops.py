@@ -94,8 +94,7 @@ def rms_norm(x: Tensor) -> Tensor:
     if x.device.type == "cpu":
         if not torch.is_grad_enabled():
             return x * _inverse_rms(x)
-        y: Tensor = _RMSNorm.apply(x)
-        return y
+        return _RMSNorm.apply(x)
     return F.rms_norm(x, (x.shape[-1],))
 
 
@@ -121,6 +120,11 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
 
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in fp32, of logits (B, T, V) and targets (B, T)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
     """Apply F.dropout; return x itself, without a call, where it would do nothing."""
     return F.dropout(x, probability) if training and probability > 0 else x
@@ -129,8 +133,7 @@ def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
 def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
     if x.device.type == "cpu" and torch.is_grad_enabled():
-        y: Tensor = _ReLUSquared.apply(x)
-        return y
+        return _ReLUSquared.apply(x)
     return F.relu(x).square()
 
 

@@ -132,4 +132,4 @@ class Muon(torch.optim.AdamW):
                 self.state[parameter].update(momentum=torch.zeros_like(parameter), step=torch.zeros(()))
         momenta = [self.state[parameter]["momentum"] for parameter in parameters]
         for_each("lerp_", momenta, gradients, 1 - self.momentum)
-        return tuple(for_each("lerp", gradients, momenta, self.momentum))
+        return for_each("lerp", gradients, momenta, self.momentum)

@@ -76,6 +76,6 @@ def decode(content: bytes) -> dict[str, Tensor]:
     if int.from_bytes(content[:8], "little") > MAX_HEADER_BYTES:
         raise ValueError("its header is too large")
     try:
-        return dict(safetensors.torch.load(content))
+        return safetensors.torch.load(content)
     except Exception as error:  # the library raises a class of its own
         raise ValueError(str(error)) from error

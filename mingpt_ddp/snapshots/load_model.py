@@ -45,8 +45,7 @@ class ModelSpec:
             SnapshotError: a value does not fit, or no Python file has registered the architecture.
         """
         try:
-            config: ModelConfig = build_group("model", self.model)
-            return config
+            return build_group("model", self.model)
         except NotRegisteredError as error:
             raise SnapshotError(
                 f"model.architecture={self.model['architecture']} is not built in; name the Python file that "

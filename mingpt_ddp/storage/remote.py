@@ -217,7 +217,7 @@ class RemoteStorage(Storage):
 
         try:
             # This timeout is for an event loop that hangs; the cleanup after a failure takes some time as well.
-            result: T = fsspec.asyn.sync(self.loop, bounded, timeout=end - start + 2 * REQUEST_TIMEOUT_S)
+            return fsspec.asyn.sync(self.loop, bounded, timeout=end - start + 2 * REQUEST_TIMEOUT_S)
         except Exception as error:
             is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
             if is_missing and http_status_and_code(error)[1] != "NoSuchBucket":
@@ -226,7 +226,6 @@ class RemoteStorage(Storage):
             cause = describe((timed_out and retry.last_error) or error)
             tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
             raise StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
-        return result
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.fs.async_impl:
@@ -235,7 +234,7 @@ class RemoteStorage(Storage):
 
     async def _range(self, retry: RetryPolicy, path: str, start: int, end: int) -> bytes:
         async def request() -> bytes:
-            content: bytes = await self._call("cat_file", path, start=start, end=end)
+            content = await self._call("cat_file", path, start=start, end=end)
             if len(content) != end - start:
                 raise EOFError(f"{len(content)} of {end - start} bytes arrived")
             return content
