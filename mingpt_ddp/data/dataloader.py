@@ -4,17 +4,15 @@ Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mingpt_ddp.config.schema import TrainerConfig
-from mingpt_ddp.data.rng import derive_seed, feistel_permute
+from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.errors import ConfigError, DataError
 
-Tokens = np.ndarray[Any, np.dtype[Any]]
 Device = torch.device | str
 SHUFFLE_CHUNK = 1 << 13  # positions of the epoch that are permuted at a time
 GATHER_TOKENS = 1 << 15  # tokens to gather at a time: x and y take 256 KiB each as int64 and stay in a core's cache
@@ -79,7 +77,7 @@ class TokenLoader:
     """The training tokens as an endless sequence of batches."""
 
     def __init__(
-        self, tokens: Tokens, block_size: int, stride: int | None, batch_size: int, seed: int, device: Device = "cpu"
+        self, tokens: Ints, block_size: int, stride: int | None, batch_size: int, seed: int, device: Device = "cpu"
     ) -> None:
         """
         Args:
@@ -101,7 +99,7 @@ class TokenLoader:
         on_gpu = device.type == "cuda"
         room = torch.cuda.get_device_properties(device).total_memory * MAX_RESIDENT_FRACTION if on_gpu else 0
         self._tokens = TokenWindows(tokens, block_size + 1, device, resident=tokens.nbytes <= room)
-        self._starts: tuple[int, int, Tokens] = (-1, 0, np.empty(0, dtype=np.int64))  # epoch, first position, starts
+        self._starts: tuple[int, int, Ints] = (-1, 0, np.empty(0, dtype=np.int64))  # epoch, first position, starts
         self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the gathered steps
         self._first, self._steps = 0, list[list[MicroBatch]]()  # number of the first gathered step, and all of them
 
@@ -123,7 +121,7 @@ class TokenLoader:
         micros = list(map(MicroBatch, [*indices] * count, x.split(size), y.split(size)))
         return [micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))]
 
-    def _window_starts(self, epoch: int, begin: int, end: int) -> Tokens:
+    def _window_starts(self, epoch: int, begin: int, end: int) -> Ints:
         """Return where the windows at positions begin .. end - 1 of an epoch start; permute some thousand at a time."""
         cached_epoch, first, starts = self._starts
         if epoch != cached_epoch or begin < first or end > first + len(starts):
@@ -141,7 +139,7 @@ class TokenWindows:
     CUDA supports few unsigned types besides uint8: tokens are viewed as signed and masked back after widening.
     """
 
-    def __init__(self, tokens: Tokens, length: int, device: torch.device, resident: bool) -> None:
+    def __init__(self, tokens: Ints, length: int, device: torch.device, resident: bool) -> None:
         """
         Args:
             length: T + 1, of a window.
@@ -154,7 +152,7 @@ class TokenWindows:
         self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None
         self._within = torch.arange(length, device=device)
 
-    def gather(self, starts: Tokens) -> tuple[Tensor, Tensor]:
+    def gather(self, starts: Ints) -> tuple[Tensor, Tensor]:
         """Return x and y (N, T) int64 of the windows that begin at `starts` (N,)."""
         if self._resident is None:
             windows = self._send(self._windows[starts])
@@ -163,6 +161,6 @@ class TokenWindows:
         x, y = (part.to(torch.int64).bitwise_and_(self._mask) for part in (windows[:, :-1], windows[:, 1:]))
         return x, y
 
-    def _send(self, values: Tokens) -> Tensor:
+    def _send(self, values: Ints) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)

@@ -138,10 +138,9 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
         try:
             for piece in BUILDERS["data"][str(config.reader)](config):
                 try:
-                    encoded = piece.encode()
+                    yield piece.encode()
                 except (AttributeError, UnicodeEncodeError) as error:
                     raise DataError(f"{name} must yield text: {error}") from error
-                yield encoded
         except OSError as error:
             raise DataError(f"{name} cannot read data.path={config.path}: {error}") from error
 

@@ -138,9 +138,6 @@ class MetricsProcessor:
         for logger in self.run_loggers:
             logger.complete(step, self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
 
-    def flush(self) -> None:
-        self.tensorboard.flush()
-
     def close(self) -> None:
         self.progress.close()
         self.tensorboard.close()

@@ -57,8 +57,7 @@ class Evaluator:
         """Yield inputs and targets (B, T): windows without overlap, then the rest as one shorter window (1, rest)."""
         T, n = self.block_size, len(self.tokens) - 1  # n characters have a predecessor
         whole = n // T * T
-        edges = [*range(0, whole, max(1, TOKENS_PER_BATCH // T) * T), whole, n]
+        edges = sorted({*range(0, whole, max(1, TOKENS_PER_BATCH // T) * T), whole, n})
         for start, stop in itertools.pairwise(edges):
-            if start < stop:
-                piece, length = torch.from_numpy(self.tokens[start : stop + 1].astype(np.int64)), min(T, stop - start)
-                yield piece[:-1].view(-1, length), piece[1:].view(-1, length)
+            piece, length = torch.from_numpy(self.tokens[start : stop + 1].astype(np.int64)), min(T, stop - start)
+            yield piece[:-1].view(-1, length), piece[1:].view(-1, length)

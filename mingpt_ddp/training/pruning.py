@@ -48,13 +48,11 @@ class MedianPruner:
     def _median(self, step: int) -> float | None:
         """Return the median of the earlier jobs' lowest losses up to `step`; None where too few have reached it."""
         own = self._history(self.directory)
-        lowest = []
-        for directory in self.directory.parent.iterdir() if own else ():
-            history = self._history(directory)
-            if own and history and history.began < own.began:
-                losses = history.series("val_loss")
-                if losses and losses[-1][0] >= step:
-                    lowest.append(min(loss for at, loss in losses if at <= step))
+        jobs = map(self._history, self.directory.parent.iterdir())
+        earlier = [job.series("val_loss") for job in jobs if own and job and job.began < own.began]
+        lowest = [
+            min(loss for at, loss in losses if at <= step) for losses in earlier if losses and losses[-1][0] >= step
+        ]
         return statistics.median(lowest) if len(lowest) >= MIN_JOBS else None
 
     def _history(self, directory: Path) -> MetricsHistory | None:

@@ -71,7 +71,7 @@ def run(
     check = partial(check_state, config=config, text=text)
     directory = run_directory(config)
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
-    _preflight(config, runtime, stores, dataset, loader, check)  # refuses before anything is written
+    _preflight(config, runtime, stores, dataset.vocab_size, loader, check)  # refuses before anything is written
 
     with contextlib.ExitStack() as resources:
         owner = _lock_directory(config, runtime, directory, stores, resources)
@@ -139,12 +139,7 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
 
 
 def _preflight(
-    config: Config,
-    runtime: Runtime,
-    stores: list[SnapshotStore],
-    dataset: TextDataset,
-    loader: TokenLoader,
-    check: Check,
+    config: Config, runtime: Runtime, stores: list[SnapshotStore], vocab_size: int, loader: TokenLoader, check: Check
 ) -> None:
     """Check the batch, the snapshots, the memory and the user's code. A collective."""
     plan = plan_batches(config.trainer, runtime.group.world_size)
@@ -157,10 +152,10 @@ def _preflight(
             plan_batches(config.trainer, runtime.group.world_size, source.state["micro_batch_size"])
 
     runtime.group.run_on_rank_zero(check_resume)
-    check_fits(config, runtime, dataset.vocab_size)
+    check_fits(config, runtime, vocab_size)
     if uses_user_code(config):
         first = partial(loader.get_batch, 1, plan, 0)
-        runtime.group.run_on_rank_zero(lambda: check_resumes_exactly(config, runtime, dataset.vocab_size, first()[0]))
+        runtime.group.run_on_rank_zero(lambda: check_resumes_exactly(config, runtime, vocab_size, first()[0]))
 
 
 def _lock_directory(

@@ -151,9 +151,8 @@ class SaveSchedule:
         self.manager.wait()
         check = partial(check_state, config=self.context.config, text=self.text)
         found = self.manager.load_latest(check)
-        if found is None:
-            return None
-        return restore(found, self.train_step.model, self.train_step.optimizer, self.context.runtime.scaler)
+        model, optimizer = self.train_step.model, self.train_step.optimizer
+        return restore(found, model, optimizer, self.context.runtime.scaler) if found else None
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
@@ -171,7 +170,7 @@ class SaveSchedule:
         Raises:
             TrainingError: the loss is not finite; such a state is not saved.
         """
-        self.context.metrics.flush()
+        self.context.metrics.tensorboard.flush()
         state, train_step, meter = self.update_wall_time(), self.train_step, self.context.metrics.meter
         state.loss_sum, state.loss_steps = meter.state()
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
