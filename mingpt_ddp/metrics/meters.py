@@ -18,12 +18,11 @@ class Meter:
 
     def __init__(self, runtime: Runtime, tokens_per_step: int) -> None:
         self.runtime, self.tokens_per_step = runtime, tokens_per_step
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=runtime.device)
         self.grad_norm = torch.zeros((), device=runtime.device)  # of the last step, before clipping
         self._reset()
 
     def _reset(self) -> None:
-        self._loss_sum.zero_()
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         self._steps, self._timed_steps, self._data_s = 0, 0, 0.0
         self._since = time.perf_counter()
 

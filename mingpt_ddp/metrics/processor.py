@@ -4,7 +4,6 @@ import logging
 import math
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,9 +64,8 @@ class MetricsProcessor:
             return
         begin = time.perf_counter()
         self.tensorboard.open()
-        config = yaml.safe_dump(self.config.to_dict(), sort_keys=False)
-        log_config = partial(self.tensorboard.log_text, self.steps.start + 1, "config", config)
-        self.runtime.group.env.call_on_rank_zero(log_config)
+        step, config = self.steps.start + 1, yaml.safe_dump(self.config.to_dict(), sort_keys=False)
+        self.runtime.group.env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
         if self._flops_per_token is not None:
             self._peak_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
             if self.runtime.device.type == "cuda":
@@ -80,15 +78,12 @@ class MetricsProcessor:
         for logger in self.loggers:
             logger.rollback(step)
 
-    def log_train(
-        self, step: int, model: nn.Module, metrics: dict[str, float], run_metrics: dict[str, float]
-    ) -> dict[str, float]:
+    def log_train(self, step: int, model: nn.Module, lr: float, goodput: float) -> dict[str, float]:
         """Log the steps since the last call. A collective.
 
         Args:
             model: wrapped for training.
-            metrics: what the meters do not know, of this rank.
-            run_metrics: of the whole run.
+            goodput: of the whole run, which rank zero logs.
 
         Returns:
             All metrics of this rank by tag; {} where all steps since the last call were skipped.
@@ -99,11 +94,11 @@ class MetricsProcessor:
         self._set_up()
         communication_s, exposed_s = self.runtime.strategy.comm_times(model)
         times = {"speed/communication_ms": communication_s * 1e3, "speed/communication_exposed_ms": exposed_s * 1e3}
-        metrics = {**metrics, **measured, **times}
+        metrics = {"train/lr": lr, **measured, **times}
         if self._flops_per_token is not None:
             tokens_per_s = metrics["speed/tokens_per_s"] / self.runtime.group.world_size
             metrics["speed/mfu"] = self._flops_per_token * tokens_per_s / self._peak_flops
-        run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {}
+        run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput}) or {}
         for logger in self.loggers:
             logger.log(step, {**metrics, **run_metrics})
         brief = f"loss {metrics['train/loss']:.4f}, {metrics['speed/tokens_per_s']:,.0f} tokens/s"

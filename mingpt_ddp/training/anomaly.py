@@ -15,9 +15,8 @@ class AnomalyPolicy:
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config.trainer
         # Reading the loss waits for a GPU: without a policy that acts at once it is read only when it is logged.
-        self.checks_every_step = (
-            context.runtime.device.type == "cpu" or self.config.on_nonfinite != "stop" or bool(self.config.spike_factor)
-        )
+        acts_at_once = self.config.on_nonfinite != "stop" or bool(self.config.spike_factor)
+        self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
 
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
         """Return what is wrong with a step, before the weights change.
@@ -55,7 +54,5 @@ class AnomalyPolicy:
     def make_error(self, anomaly: str) -> TrainingError:
         config = self.context.config
         name = "" if config.run.name else f" and run.name={config.run_name()}"  # an unnamed run's name depends on lr
-        return TrainingError(
-            f"{anomaly}; run again with a lower optimizer.lr or trainer.grad_norm_clip{name} to continue from the last "
-            "snapshot"
-        )
+        advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"
+        return TrainingError(f"{anomaly}; {advice} to continue from the last snapshot")

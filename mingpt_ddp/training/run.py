@@ -104,7 +104,7 @@ def run(
             metrics = MetricsProcessor(config, runtime, directory, model, range(state.step, steps), started_at)
             context = Context(config, runtime, state, metrics, MedianPruner(config, runtime, directory), interrupt)
             saves = SaveSchedule(context, manager, train_step, text)
-            trainer = Trainer(context, train_step, saves, evaluator, sample)
+            trainer = Trainer(context, saves, evaluator, sample)
             if owner:
                 owner.clear_result()
             status = trainer.fit()

@@ -121,10 +121,9 @@ class SaveSchedule:
         with self._stall():
             self.manager.wait()
             self.manager.save(*self._capture())
-            if last or not self.config.background:
-                self.manager.wait()
-            while last and self.manager.last_step != self.context.state.step:
+            while last and self.manager.wait() and self.manager.last_step != self.context.state.step:
                 self.manager.save(*self._capture())
+            if not self.config.background:
                 self.manager.wait()
 
     def save_on_preemption(self) -> None:

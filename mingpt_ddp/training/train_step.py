@@ -144,8 +144,6 @@ class TrainStep:
             for what, tensor in {"the loss of": loss, **gradients}.items():
                 if not found and tensor is not None and not torch.isfinite(tensor).all():
                     found = f"{what} micro-batch {micro.index}"
-            if found:
-                break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
         return "; ".join(culprits[:3]) or "it did not occur again when the step was repeated: suspect the hardware"

@@ -11,11 +11,10 @@ from torch import Tensor
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
+from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.state import Context, TrainState
-from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 Sampler = Callable[[int], str | None]  # returns a text for a step, or None on ranks that have nothing to show
@@ -37,12 +36,10 @@ class StepFlags:
 class Trainer:
     """Train a run from its current step to its last one."""
 
-    def __init__(
-        self, context: Context, train_step: TrainStep, saves: SaveSchedule, evaluator: Evaluator, sample: Sampler
-    ) -> None:
-        self.context, self.train_step, self.saves, self.anomaly = context, train_step, saves, AnomalyPolicy(context)
-        self.evaluator, self.sample = evaluator, sample
-        self.config, self.metrics, self.steps = context.config.trainer, context.metrics, train_step.steps
+    def __init__(self, context: Context, saves: SaveSchedule, evaluator: Evaluator, sample: Sampler) -> None:
+        self.context, self.saves, self.evaluator, self.sample = context, saves, evaluator, sample
+        self.train_step, self.anomaly, self.steps = saves.train_step, saves.anomaly, saves.train_step.steps
+        self.config, self.metrics = context.config.trainer, context.metrics
         self.metrics.meter.load_state(self.state.loss_sum, self.state.loss_steps)
         self._ended: RunStatus | None = None  # before the last step
         self._lr = 0.0
@@ -177,8 +174,7 @@ class Trainer:
         if not self._is_due(self.config.eval_every) or self._ended or state.val_step == state.step:
             return False
         begin = time.perf_counter()
-        interrupt = self.context.interrupt
-        loss = self.evaluator.run(self.train_step.model, stop=lambda: interrupt.signal_name is not None)
+        loss = self.evaluator.run(self.train_step.model, stop=lambda: self.context.interrupt.signal_name is not None)
         self.metrics.meter.pause(time.perf_counter() - begin)
         if loss is None:
             self._ended = RunStatus.PREEMPTED
@@ -208,8 +204,7 @@ class Trainer:
 
     def _log(self) -> None:
         state = self.saves.update_wall_time()
-        model = self.train_step.parallel_model
-        metrics = self.metrics.log_train(state.step, model, {"train/lr": self._lr}, {"speed/goodput": state.goodput})
+        metrics = self.metrics.log_train(state.step, self.train_step.parallel_model, self._lr, state.goodput)
         if metrics:
             state.train_loss = metrics["train/loss"]
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])

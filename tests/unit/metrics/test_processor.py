@@ -37,7 +37,7 @@ def runtime(config):
 
 def train(processor: MetricsProcessor, step: int) -> dict[str, float]:
     processor.meter.record(torch.tensor(4.0), torch.tensor(1.0), data_time_s=0.0)
-    return processor.log_train(step, nn.Linear(1, 1), {"train/lr": 1e-3}, {"speed/goodput": 1.0})
+    return processor.log_train(step, nn.Linear(1, 1), lr=1e-3, goodput=1.0)
 
 
 def read_back(directory) -> EventAccumulator:
@@ -80,7 +80,7 @@ def test_what_concerns_the_whole_run_is_written_by_rank_zero_alone(rank, config,
 
 def test_nothing_is_logged_where_all_steps_were_skipped(config, runtime, tmp_path):
     processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
-    assert processor.log_train(1, nn.Linear(1, 1), {"train/lr": 1e-3}, {}) == {}
+    assert processor.log_train(1, nn.Linear(1, 1), lr=1e-3, goodput=1.0) == {}
     processor.close()
     assert not (tmp_path / "tensorboard").exists()
 
