@@ -134,9 +134,7 @@ def _read(path: Path, name: str) -> Job:
         pass
     except (DataError, OSError) as error:
         notes.append(str(error))
-    flat = {
-        f"{plain(group)}.{plain(key)}": plain(value) for group, keys in config.items() for key, value in keys.items()
-    }
+    flat = {f"{plain(group)}.{plain(key)}": plain(v) for group, keys in config.items() for key, v in keys.items()}
     return Job(name, path, _status(path, result), flat, result, history, notes)
 
 
