@@ -140,12 +140,9 @@ class RemoteStorage(Storage):
             return bytes(self._request("read", "cat_file", path, end=limit))
         size = size if limit is None else min(size, limit)
 
-        async def ranges(retry: RetryPolicy) -> list[bytes]:
-            return await gather(
-                self._range(retry, path, start, min(start + PART, size)) for start in range(0, size, PART)
-            )
-
-        return b"".join(self._run("read", path, ranges, size))
+        ranges = [(start, min(start + PART, size)) for start in range(0, size, PART)]
+        parts = self._run("read", path, lambda retry: gather(self._range(retry, path, *part) for part in ranges), size)
+        return b"".join(parts)
 
     def chunks(self, name: str, step: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
         path = self._path(name)
