@@ -74,8 +74,10 @@ class ProcessGroup:
 
     def _join(self, job_store: dist.Store, device: torch.device, backend: str) -> None:
         self.store = join_attempt(job_store, self.env, self.timeout_s)
+        # CPU tensors use gloo or MPI even if there is a GPU.
+        cpu, gpu = "mpi" if backend == "mpi" else "gloo", "nccl" if backend == "auto" else backend
         dist.init_process_group(
-            _backend(backend, device),
+            f"cpu:{cpu},cuda:{gpu}" if device.type == "cuda" else cpu,
             store=self.store,
             rank=self.rank,
             world_size=self.world_size,
@@ -253,10 +255,3 @@ class ProcessGroup:
         if alike:
             dist.destroy_process_group()
         return alike
-
-
-def _backend(name: str, device: torch.device) -> str:
-    """Return the backend as torch.distributed names it; CPU tensors use gloo or MPI even if there is a GPU."""
-    gpu = "nccl" if name in ("auto", "nccl") else name
-    cpu = name if name == "mpi" else "gloo"
-    return f"cpu:{cpu},cuda:{gpu}" if device.type == "cuda" else cpu

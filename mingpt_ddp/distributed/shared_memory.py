@@ -35,8 +35,6 @@ class SharedMemoryGroup:
         self.rank, self.world_size, self.timeout_s = rank, len(sockets) + 1, timeout_s
         self._sockets = sockets
         self._skip_bytes = 0  # which every other rank has sent before what is received next
-        for connection in sockets.values():
-            connection.settimeout(timeout_s)
 
     def close(self) -> None:
         """Close the connections."""
@@ -140,6 +138,7 @@ def connect_local_ranks(
         for other in range(rank):
             sockets[other] = socket.socket(socket.AF_UNIX)
             sockets[other].connect(f"{directory}/{other}")
+            sockets[other].settimeout(timeout_s)
             sockets[other].sendall(rank.to_bytes(4, "little"))
         for _ in range(rank + 1, len(ranks)):
             connection, _ = listener.accept()
@@ -177,18 +176,16 @@ class SharedMemoryAllReduce:
         torch.mul(buffer, 1 / self.shared_memory.world_size, out=parts[self.shared_memory.rank])
         future: Future[Tensor] = Future()
         self._buckets.append((buffer, parts, future))
-        if bucket.is_last():
-            self._add_ranks()
-        return future
-
-    def _add_ranks(self) -> None:
+        if not bucket.is_last():
+            return future
         self.shared_memory.send_all(b"w")  # written
         self.shared_memory.recv_all(1)
-        for buffer, parts, _ in self._buckets:
-            torch.add(parts[0], parts[1], out=buffer)
-            for part in parts[2:]:
-                buffer += part
+        for own, shares, _ in self._buckets:
+            torch.add(shares[0], shares[1], out=own)
+            for share in shares[2:]:
+                own += share
         self.shared_memory.send_all(b"r", skip=True)  # read
-        for buffer, _, future in self._buckets:
-            future.set_result(buffer)
+        for own, _, waiting in self._buckets:
+            waiting.set_result(own)
         self._buckets.clear()
+        return future
