@@ -1,14 +1,21 @@
-"""The layers of the package: every import runs down, from the commands to the errors."""
+"""The laws of the package, read from its syntax trees: who imports whom, sizes, words, rank conditions."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+from count_lines import code_lines  # noqa: E402
+
 PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # From the top down: a room imports itself and rooms further down, never one further up.
@@ -18,6 +25,15 @@ ROOMS = (
 )
 # What `python -m mingpt_ddp...` and users' own Python files name: a few lines that import the room behind.
 DOORS = ("__init__.py", "__main__.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
+# What one reads to understand a run.
+READING_PATH = (
+    *("training", "config", "data", "models", "optim"),
+    *("distributed/process_group.py", "distributed/runtime.py", "distributed/ddp.py"),
+)
+WORDS = (
+    *("told", "tells", "hears", "heard", "sick", "sickness", "anew", "hopeless", "beside", "put_down", "passed_over"),
+    *("sick_in_a_row", "neighbours", "leave_out", "meet", "hurry", "insist"),
+)
 
 
 def name_of(path: Path) -> str:
@@ -71,3 +87,74 @@ def test_top_of_the_package():
     top = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     doors = {door.removesuffix(".py") for door in DOORS if "/" not in door}
     assert top - doors == set(ROOMS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_are_small(door):
+    assert code_lines((PACKAGE / door).read_text()) <= 5
+
+
+@every_module
+def test_size(path):
+    assert len(path.read_text().splitlines()) <= 300
+
+
+def test_lines_of_code():
+    counts = {path: code_lines(path.read_text()) for path in MODULES}
+    total = sum(counts.values())
+    reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
+    assert total <= 6400, total
+    assert reading_path <= 2900, reading_path
+
+
+@every_module
+def test_constructors_take_six_things(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            count = len(node.args.args) + len(node.args.kwonlyargs) + len(node.args.posonlyargs) - 1
+            assert count <= 6, f"line {node.lineno}: {count}"
+
+
+def is_rank(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in ("rank", "local_rank", "RANK", "LOCAL_RANK")
+
+
+@every_module
+def test_rank_conditions(path):
+    if name_of(path).startswith("distributed/"):
+        return
+    for node in ast.walk(tree_of(path)):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        named = name in ("is_rank_zero", "is_main")
+        compared = isinstance(node, ast.Compare) and any(map(is_rank, [node.left, *node.comparators]))
+        compared &= any(isinstance(n, ast.Constant) and n.value == 0 for n in ast.walk(node))
+        assert not (named or compared), f"line {node.lineno}: belongs into distributed/"
+
+
+@every_module
+def test_no_stand_in_for_torch(path):
+    for node in ast.walk(tree_of(path)):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "sys.modules":
+                assert ast.unparse(target.slice) == "module.__name__", f"line {node.lineno}"  # of a user's file
+
+
+def spoken(path: Path) -> Iterator[tuple[int, str]]:
+    """Names, strings and docstrings, but no comments."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type in (tokenize.NAME, tokenize.STRING) or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):
+            yield token.start[0], token.string
+
+
+@every_module
+def test_words(path):
+    if name_of(path) == "snapshots/format_1.py":  # names on disk
+        return
+    tree = tree_of(path)
+    for line, text in spoken(path):
+        found = [w for w in WORDS if re.search(rf"(?<![a-zA-Z]){w}(?![a-zA-Z])", text.lower())]
+        assert not found, f"line {line}: {found}"
+    for node in ast.walk(tree):
+        name = next((getattr(node, key) for key in ("id", "arg", "attr", "name") if hasattr(node, key)), None)
+        assert str(name).lower() != "place", f"line {node.lineno}: place"
