@@ -2,5 +2,4 @@
 
 from mingpt_ddp.cli.train import main
 
-if __name__ == "__main__":
-    main()
+main()

@@ -17,22 +17,9 @@ from torch import Tensor
 
 from mingpt_ddp.distributed.device import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
+from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.buffer import decode
-from mingpt_ddp.snapshots.format import (
-    KINDS,
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    STATE,
-    CorruptSnapshotError,
-    Files,
-    IncompleteSnapshotError,
-    Snapshot,
-    decode_manifest,
-    directory_name,
-    encode_manifest,
-    load_json,
-    step_of,
-)
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
@@ -63,15 +50,15 @@ class SnapshotStore:
             reason = " ".join(str(error).split()) or type(error).__name__
             kind = StorageUnavailableError if isinstance(error, StorageError) else SnapshotError
             raise kind(f"cannot look for snapshots at {self.url}: {reason[:300]}") from error
-        return sorted(step for name in names if (step := step_of(name)) is not None)
+        return sorted(step for name in names if (step := layout.step_of(name)) is not None)
 
     def is_committed(self, step: int) -> bool:
-        return self.size(step, MANIFEST) is not None
+        return self.size(step, layout.MANIFEST) is not None
 
     def size(self, step: int, name: str) -> int | None:
         """Bytes of a regular file; None where there is none or it cannot be reached: a loop of links, a broken disk."""
         try:
-            return self.storage.size(f"{directory_name(step)}/{name}")
+            return self.storage.size(f"{layout.directory_name(step)}/{name}")
         except StorageError:
             raise
         except OSError:
@@ -82,13 +69,13 @@ class SnapshotStore:
     def clear(self, step: int) -> None:
         """Delete a snapshot or what a failed attempt left; the manifest first, so that half a deletion uncommits it."""
         self.damaged.discard(step)
-        if not (self.storage.local and Path(self.storage.root, directory_name(step)).is_symlink()):
-            self.storage.delete(f"{directory_name(step)}/{MANIFEST}")
-        self.storage.delete(directory_name(step))  # of a symbolic link the link alone
+        if not (self.storage.local and Path(self.storage.root, layout.directory_name(step)).is_symlink()):
+            self.storage.delete(f"{layout.directory_name(step)}/{layout.MANIFEST}")
+        self.storage.delete(layout.directory_name(step))  # of a symbolic link the link alone
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
         """Write some of the files of a snapshot; return their entries of the manifest."""
-        names = [f"{directory_name(step)}/{name}" for name in contents]
+        names = [f"{layout.directory_name(step)}/{name}" for name in contents]
         with self._pool() as pool:
             digests = list(pool.map(hashlib.sha256, contents.values()))
             list(pool.map(self.storage.write, names, contents.values()))
@@ -106,15 +93,15 @@ class SnapshotStore:
             RunError: another process has taken over this directory of snapshots.
         """
         for name, file in files.items():
-            if self.storage.size(f"{directory_name(step)}/{name}") != file["bytes"]:
+            if self.storage.size(f"{layout.directory_name(step)}/{name}") != file["bytes"]:
                 raise OSError(f"{name} is not there as it was written")
         if self.lease is not None:
             self.lease.check()
-        return {MANIFEST: encode_manifest(step, files)}
+        return {layout.MANIFEST: layout.encode_manifest(step, files)}
 
     # Reading.
 
-    def files(self, step: int, kinds: Sequence[str] = KINDS) -> Files:
+    def files(self, step: int, kinds: Sequence[str] = layout.KINDS) -> Files:
         """Read the manifest and compare the sizes of the files; every reader starts here.
 
         Args:
@@ -125,26 +112,28 @@ class SnapshotStore:
             CorruptSnapshotError: the manifest is damaged, or a file has another size.
             StorageError: the storage does not answer.
         """
-        size = self.size(step, MANIFEST)
+        size = self.size(step, layout.MANIFEST)
         if size is None:  # or it is a pipe, which could be read for ever
             raise IncompleteSnapshotError("it was never finished")
-        listed = decode_manifest(self._read_bytes(step, MANIFEST, min(size, MAX_MANIFEST_BYTES)), step)
-        files = {name: file for name, file in listed.items() if name.startswith((STATE, *kinds))}
+        listed = layout.decode_manifest(
+            self._read_bytes(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)), step
+        )
+        files = {name: file for name, file in listed.items() if name.startswith((layout.STATE, *kinds))}
         with self._pool() as pool:
             for name, size in zip(files, pool.map(partial(self.size, step), files), strict=True):
                 if size != files[name]["bytes"]:
                     raise CorruptSnapshotError(f"{name} is missing or has another size")
         return files
 
-    def read_metadata(self, step: int, kinds: Sequence[str] = KINDS) -> tuple[Files, Any]:
+    def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
         """Read the manifest and the state; of the tensors only the sizes are checked. Raises as `files` does."""
         files = self.files(step, kinds)
         try:
-            return files, load_json(self._read_file(step, STATE, files[STATE]))
+            return files, layout.load_json(self._read_file(step, layout.STATE, files[layout.STATE]))
         except ValueError as error:
-            raise CorruptSnapshotError(f"{STATE} cannot be parsed") from error
+            raise CorruptSnapshotError(f"{layout.STATE} cannot be parsed") from error
 
-    def read(self, step: int, kinds: Sequence[str] = KINDS) -> Snapshot:
+    def read(self, step: int, kinds: Sequence[str] = layout.KINDS) -> Snapshot:
         """Read a snapshot and check every byte that is read against the manifest.
 
         Args:
@@ -155,10 +144,10 @@ class SnapshotStore:
             StorageUnavailableError: the storage does not answer.
             SnapshotError: a newer version wrote it.
         """
-        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.KINDS}
         try:
             files, state = self.read_metadata(step, kinds)
-            del files[STATE]
+            del files[layout.STATE]
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
                 raise MemoryError
             with self._pool() as pool:
@@ -173,7 +162,7 @@ class SnapshotStore:
             raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
         return Snapshot(step, tensors["model"], tensors["optimizer"], state)
 
-    def read_latest(self, kinds: Sequence[str] = KINDS) -> Snapshot | None:
+    def read_latest(self, kinds: Sequence[str] = layout.KINDS) -> Snapshot | None:
         """Read the newest undamaged snapshot; log one line for each newer one that is damaged.
 
         Args:
@@ -187,10 +176,10 @@ class SnapshotStore:
             try:
                 return self.read(step, kinds)
             except IncompleteSnapshotError:
-                log.info("%s/%s was never finished and is ignored", self.url, directory_name(step))
+                log.info("%s/%s was never finished and is ignored", self.url, layout.directory_name(step))
             except CorruptSnapshotError as damage:
                 self.damaged.add(step)
-                log.warning("damaged snapshot %s/%s is ignored: %s", self.url, directory_name(step), damage)
+                log.warning("damaged snapshot %s/%s is ignored: %s", self.url, layout.directory_name(step), damage)
         if self.damaged:
             raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
         return None
@@ -212,7 +201,7 @@ class SnapshotStore:
         for name, file in files.items():
             digest = hashlib.sha256()
             with _unreadable_is_corrupt(name):
-                for chunk in self.storage.chunks(f"{directory_name(step)}/{name}", expected_size=file["bytes"]):
+                for chunk in self.storage.chunks(f"{layout.directory_name(step)}/{name}", expected_size=file["bytes"]):
                     digest.update(chunk)
                     progress(len(chunk))
             _check_digest(name, digest.hexdigest(), file)
@@ -225,7 +214,7 @@ class SnapshotStore:
 
     def _read_bytes(self, step: int, name: str, size: int) -> bytes:
         with _unreadable_is_corrupt(name):
-            return self.storage.read(f"{directory_name(step)}/{name}", expected_size=size)
+            return self.storage.read(f"{layout.directory_name(step)}/{name}", expected_size=size)
 
     # Retention.
 
