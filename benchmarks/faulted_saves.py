@@ -30,8 +30,8 @@ import torch
 from fault_proxy import Fault, FaultProxy, Rule
 from s3_server import SeaweedServer
 
-from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, shard_name
+from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import remote
 

@@ -6,8 +6,8 @@ import json
 
 import torch
 
-from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
+from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 

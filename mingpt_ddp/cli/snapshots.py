@@ -30,10 +30,10 @@ from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
 from mingpt_ddp.config.schema import MODELS, PositiveInt
 from mingpt_ddp.config.validation import check, hint_at, refuse_credentials
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
-from mingpt_ddp.snapshots.buffer import encode
 from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name
 from mingpt_ddp.snapshots.load import find_steps, load, step_in
 from mingpt_ddp.snapshots.load_model import read_model_spec
+from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.run_dir import RunDirectory

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import UserError
-from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
+from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
-from mingpt_ddp.snapshots.buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
 from mingpt_ddp.snapshots.load import candidate_stores, load
+from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)

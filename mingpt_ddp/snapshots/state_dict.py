@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.optim.muon import Muon
-from mingpt_ddp.snapshots.buffer import DTYPES
+from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # plain numbers of an optimizer, as tensors
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from mingpt_ddp.distributed.device import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
-from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
+from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
-from mingpt_ddp.snapshots.format_1 import SWEPT_OVERRIDES
+from mingpt_ddp.snapshots.field_names import SWEPT_OVERRIDES
 from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
 

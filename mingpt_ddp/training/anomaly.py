@@ -3,7 +3,7 @@
 import math
 
 from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.training.state import Context
+from mingpt_ddp.training.train_state import Context
 
 EMA_DECAY = 0.98  # of the loss, per step
 MAX_CONSECUTIVE_SKIPS = 10  # more have another cause than a single batch

@@ -32,11 +32,11 @@ from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, dif
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
-from mingpt_ddp.training.pruning import MedianPruner
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.state import Context, TrainState, check_state, restore
+from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
 from mingpt_ddp.training.trainer import Trainer
+from mingpt_ddp.training.trial_pruning import MedianPruner
 
 log = logging.getLogger(__name__)
 

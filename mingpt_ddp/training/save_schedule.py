@@ -21,7 +21,7 @@ from mingpt_ddp.errors import StorageUnavailableError
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.state import Context, TrainState, check_state, restore, snapshot_state
+from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore, snapshot_state
 from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.state import Context, TrainState
+from mingpt_ddp.training.train_state import Context, TrainState
 
 log = logging.getLogger(__name__)
 Sampler = Callable[[int], str | None]  # returns a text for a step, or None on ranks that have nothing to show

@@ -149,7 +149,7 @@ def spoken(path: Path) -> Iterator[tuple[int, str]]:
 
 @every_module
 def test_words(path):
-    if name_of(path) == "snapshots/format_1.py":  # names on disk
+    if name_of(path) == "snapshots/field_names.py":  # names on disk
         return
     tree = tree_of(path)
     for line, text in spoken(path):

@@ -18,8 +18,8 @@ from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
-from mingpt_ddp.snapshots.buffer import decode
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
+from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease

@@ -25,7 +25,6 @@ from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import SnapshotError, printable
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.buffer import decode, encode
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -39,9 +38,10 @@ from mingpt_ddp.snapshots.format import (
     load_json,
 )
 from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.staging_buffer import decode, encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.training.state import check_state
+from mingpt_ddp.training.train_state import check_state
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"

@@ -23,7 +23,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.training.state import TrainState, check_state, restore, snapshot_state
+from mingpt_ddp.training.train_state import TrainState, check_state, restore, snapshot_state
 
 VOCABULARY = "abcdefgh"
 CORPUS = EncodedText(

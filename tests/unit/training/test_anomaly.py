@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mingpt_ddp.training.anomaly import EMA_DECAY, AnomalyPolicy
-from mingpt_ddp.training.state import TrainState
+from mingpt_ddp.training.train_state import TrainState
 
 
 def policy(state: TrainState | None = None, spike_factor: float | None = None, scaled: bool = False) -> AnomalyPolicy:

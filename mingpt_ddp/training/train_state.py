@@ -18,10 +18,10 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.snapshots.field_names import decode_train_state, encode_train_state
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.format_1 import decode_train_state, encode_train_state
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
-from mingpt_ddp.training.pruning import MedianPruner
+from mingpt_ddp.training.trial_pruning import MedianPruner
 
 
 @dataclass

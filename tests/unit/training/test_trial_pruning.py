@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.metrics.jsonl import METRICS
-from mingpt_ddp.training.pruning import MIN_JOBS, MedianPruner
+from mingpt_ddp.training.trial_pruning import MIN_JOBS, MedianPruner
 
 
 class OneRank:

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from mingpt_ddp.snapshots.buffer import DTYPES, MAX_HEADER_BYTES, SafetensorsBuffer, decode, encode
+from mingpt_ddp.snapshots.staging_buffer import DTYPES, MAX_HEADER_BYTES, SafetensorsBuffer, decode, encode
 
 
 def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
