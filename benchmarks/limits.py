@@ -82,7 +82,7 @@ def memory_rate(device: torch.device) -> float:
     """Bytes per second that a copy reads and writes, both counted."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * BLOCK / fastest("target.copy_(source)", {"source": source, "target": target})
+    return 2 * BLOCK / fastest("target.copy_(source)", {"source": source, "target": target, "torch": torch})
 
 
 def measured_rates() -> tuple[float, float]:

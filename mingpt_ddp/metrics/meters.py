@@ -1,6 +1,7 @@
 """Meters: averages over training steps, and the matmul rate that the device reaches."""
 
 import time
+import timeit
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 
 MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns; the largest takes 100 MB in bf16
 SATURATED_S = 0.004  # a matrix product that takes this long keeps a device busy
-MIN_RUN_S = 0.03  # of the measurement of one size
+REPETITIONS = 5  # of each measurement, of which the fastest counts
 
 
 class Meter:
@@ -87,8 +88,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def fastest(statement: str, variables: dict[str, object]) -> float:
-    """Return the seconds that a statement takes at its fastest, with the device synchronized."""
-    from torch.utils.benchmark import Timer  # imports setuptools, for which the first step would wait
-
-    timer = Timer(statement, globals=variables, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=MIN_RUN_S).times)
+    """Return the seconds that a statement takes at its fastest, with the GPU synchronized where one is in use."""
+    wait = "; torch.cuda.synchronize()" if torch.cuda.is_initialized() else ""
+    timer = timeit.Timer(statement + wait, globals=variables)
+    return min(timer.repeat(REPETITIONS, number=1))
