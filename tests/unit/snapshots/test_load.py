@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 
 import pytest
 from snapshot_helpers import commit, small_snapshot
@@ -12,16 +11,6 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, directory_name
 from mingpt_ddp.snapshots.load import find_steps, load
 from mingpt_ddp.snapshots.store import SnapshotStore
-
-
-@pytest.fixture(params=["file", "memory"])
-def url(request, tmp_path):
-    return str(tmp_path / "run" / "snapshots") if request.param == "file" else f"memory://{uuid.uuid4().hex}/snapshots"
-
-
-@pytest.fixture
-def store(url):
-    return SnapshotStore(url)
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,16 +37,6 @@ from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
 FILES = [MODEL, OPTIMIZER, STATE, MANIFEST]
-
-
-@pytest.fixture(params=["file", "memory"])
-def url(request, tmp_path):
-    return str(tmp_path / "run" / "snapshots") if request.param == "file" else f"memory://{uuid.uuid4().hex}/snapshots"
-
-
-@pytest.fixture
-def store(url):
-    return SnapshotStore(url)
 
 
 @pytest.fixture
