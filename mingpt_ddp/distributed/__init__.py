@@ -1,1 +1,1 @@
-"""ProcessGroup: environment, process group, gradient averaging, watchdog, launcher, signals, exit codes."""
+"""Ranks: environment, process group, gradient averaging, watchdog, launcher, signals, exit codes."""
