@@ -216,7 +216,7 @@ def acquire_lock(
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return `group.key: old -> new` for every value that differs."""
-    before, after = _flatten(old), _flatten(new)
+    before, after = flatten(old), flatten(new)
     changed = [key for key in before | after if before.get(key) != after.get(key)]
     return [f"{key}: {_format(before.get(key))} -> {_format(after.get(key))}" for key in changed]
 
@@ -226,5 +226,6 @@ def _format(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _flatten(values: dict[str, Any]) -> dict[str, Any]:
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by dotted key, `group.key`."""
     return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
 from mingpt_ddp.snapshots.field_names import SWEPT_OVERRIDES
-from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
+from mingpt_ddp.storage.run_dir import RunStatus, flatten, read_result, recorded_config, run_directory, with_run_name
 
 
 def look_up(config: Config, swept: dict[str, str]) -> tuple[str, float | None]:
@@ -27,7 +27,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     the readable part would be another one.
     """
     plain = config.to_dict()
-    values = {f"{group}.{key}": value for group, keys in plain.items() for key, value in keys.items()}
+    values = flatten(plain)
     covered = {f"{group}.{key}" for group, keys in hashed_fields(plain).items() if group != "seed" for key in keys}
     covered |= {"model", "optimizer", "data", "run.seed"}  # presets, and the seed
     # Parsed values, not their spelling: 100 and 1e2 are the same job.
