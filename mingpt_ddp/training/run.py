@@ -145,6 +145,7 @@ def _preflight(
     plan = plan_batches(config.trainer, runtime.group.world_size)
 
     def check_resume() -> None:
+        # Listed whatever run.resume is: an unreadable location is refused before anything is written.
         own = [step for store in stores for step in store.steps()]
         if config.run.resume not in ("auto", "never") and not own:
             source = load(config.run.resume)
