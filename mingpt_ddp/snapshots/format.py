@@ -1,10 +1,15 @@
-"""The files of a snapshot, their names, and the manifest that commits them.
+"""What a snapshot holds: its files, their names, and the manifest that commits them.
 
-A snapshot is a directory `step_00001000` with model.safetensors, optimizer.safetensors, state.json and, written last,
-manifest.json with the size and SHA-256 of the others. When several ranks write, the tensors are sharded over files
-model-00001-of-00002.safetensors and so on. Without a valid manifest the snapshot does not exist. Nothing in it can run
-code: tensors are safetensors, the rest is JSON. A snapshot from a stranger is safe to read: any other file name is
-refused, and sizes are known before anything is read.
+A snapshot is a directory `step_00001000` of
+
+    model.safetensors      parameters and buffers        (state_dict.py)
+    optimizer.safetensors  the optimizer's state         (state_dict.py)
+    state.json             the train state, configuration, vocabulary   (training/train_state.py)
+    manifest.json          size and SHA-256 of the others, written last
+
+When several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on. Without a valid
+manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. A snapshot
+from a stranger is safe to read: any other file name is refused, and sizes are known before anything is read.
 """
 
 import json

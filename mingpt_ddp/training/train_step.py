@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward on this rank's micro-batches, clipping, the update.
 
-A model is any module that turns (x, y) into a mean loss.
+A model is any module that turns (x, y) into a mean loss. Its gradients are averaged over the ranks during the last
+micro-batch's backward pass, by DistributedDataParallel (distributed/ddp.py).
 """
 
 import logging
