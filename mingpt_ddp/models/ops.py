@@ -95,7 +95,7 @@ def rms_norm(x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return x * _inverse_rms(x)
         return _RMSNorm.apply(x)
-    return F.rms_norm(x, (x.shape[-1],))
+    return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
@@ -134,7 +134,8 @@ def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
     if x.device.type == "cpu" and torch.is_grad_enabled():
         return _ReLUSquared.apply(x)
-    return F.relu(x).square()
+    y = F.relu(x)
+    return y * y  # CUDA's autocast squares in fp32
 
 
 class _ReLUSquared(torch.autograd.Function):

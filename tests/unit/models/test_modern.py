@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mingpt_ddp.config.schema import ModernConfig
 from mingpt_ddp.errors import ConfigError
@@ -44,6 +45,20 @@ def test_the_squared_relu_and_its_gradient():
     torch.testing.assert_close(relu_squared(x), x.clamp(min=0) ** 2)
     (relu_squared(x) * 3).sum().backward()
     torch.testing.assert_close(x.grad, 6 * x.detach().clamp(min=0))
+
+
+@pytest.mark.parametrize("function", [rms_norm, relu_squared])
+def test_16_bits_stay_16_bits_on_a_gpu(function):
+    """By the type alone, without a GPU: autocast has rules for CUDA that turn some operations into fp32."""
+    x = FakeTensor(FakeTensorMode(), torch.empty(2, 8, dtype=torch.bfloat16, device="meta"), torch.device("cuda", 0))
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast does nothing where there is no GPU
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        assert function(x).dtype == torch.bfloat16
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
