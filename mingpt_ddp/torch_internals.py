@@ -141,6 +141,18 @@ def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None
         config.optimize_ddp = wanted and getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET) >= FIRST_BUCKET
 
 
+def compile_deterministically(wanted: bool) -> None:
+    """Keep the compiler from choosing by time between kernels that add up in another order.
+
+    On a GPU it times padded matrix products, such as those with 65 characters; after a crash that cost it its cache it
+    may choose others. `torch.use_deterministic_algorithms` stops only some of that. Fallback: the compiler's default.
+    """
+    from torch._inductor import config
+
+    if hasattr(config, "deterministic"):
+        config.deterministic = wanted
+
+
 def compile_error() -> type[Exception]:
     """Return the class that torch.compile raises for a model it cannot compile. Fallback: RuntimeError."""
     from torch._dynamo import exc

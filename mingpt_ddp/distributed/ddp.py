@@ -47,6 +47,7 @@ class DDPStrategy:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         compiled: Any = model
         if self.compiles:
+            torch_internals.compile_deterministically(self.config.trainer.deterministic)
             mode = "reduce-overhead" if self.config.trainer.compile == "cuda_graphs" else None
             compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=COMPILE_BACKEND)
         if self.group.world_size == 1:

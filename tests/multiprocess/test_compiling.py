@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,6 +109,15 @@ def test_cuda_graphs_take_a_step_in_one_pass():
     assert plan_batches(trainer, 1).n_micro == 1
     with pytest.raises(ConfigError, match="makes 2 of 6 sequences"):
         plan_batches(trainer, 2)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_compiler_is_deterministic_where_the_run_is(wanted):
+    from torch._inductor import config as inductor
+
+    settings = config("trainer.compile=true", f"trainer.deterministic={wanted}")
+    DDPStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(nn.Linear(1, 1))
+    assert inductor.deterministic is wanted
 
 
 class Printing(nn.Module):
