@@ -70,7 +70,9 @@ class DecodeSession:
         if isinstance(model, SupportsKVCache):
             weight = next(model.parameters())
             self.cache = model.new_cache(batch, weight.dtype)
-            if weight.is_cuda and isinstance(model, SupportsCUDAGraphDecode):
+            # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
+            captures = weight.is_cuda and not torch.are_deterministic_algorithms_enabled()
+            if captures and isinstance(model, SupportsCUDAGraphDecode):
                 self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 
     def logits(self, window: Tensor, prefill: bool) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.inference import generate as module
 from mingpt_ddp.inference.generate import SamplingParams, generate, generate_text, sample_token
 from mingpt_ddp.models import GPT, build_model
 
@@ -268,3 +269,12 @@ def test_several_samples_differ_and_repeat(model):
 def test_an_unknown_character_in_the_prompt_is_named(model):
     with pytest.raises(DataError, match="does not know 'z'"):
         generate_text(model, TOKENIZER, "abz", 5, SamplingParams(), seed=0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_step_is_captured_unless_algorithms_are_deterministic(deterministic, model, monkeypatch):
+    """In a CUDA graph the host cannot read indices, which deterministic algorithms do. Without a GPU: no graph."""
+    monkeypatch.setattr(module, "CUDAGraphDecodeStep", lambda *arguments: "a graph")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True)
+    assert (module.DecodeSession(model, 1).graph is None) is deterministic
