@@ -61,7 +61,7 @@ def refuse_shared_gpus(gpus: list[str]) -> None:
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
     """Make it the current device of this process, with deterministic kernels if wanted."""
-    if deterministic:  # cuBLAS reads its variable at the first kernel
+    if device.type == "cuda":  # torch reads it once, at the first product: a later job may have to be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter imports modules for a second
         torch.use_deterministic_algorithms(deterministic)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from mingpt_ddp.distributed import device
 
@@ -38,6 +40,15 @@ def test_which_pages_are_asked_for_again(settings, least, most):
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env={"PATH": "", **settings}, text=True, capture_output=True)
     assert least <= int(done.stdout) <= most, done.stderr
+
+
+def test_a_sweep_on_a_gpu_may_come_to_a_deterministic_job(monkeypatch):
+    """torch looks at the variable at the first product of the process, whatever that job wants."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    device.set_up_device(torch.device("cuda", 0), deterministic=False)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
