@@ -9,7 +9,7 @@ from torch import Tensor
 from mingpt_ddp.distributed.device import peak_memory
 from mingpt_ddp.distributed.runtime import Runtime
 
-MATRIX_SIZES = (256, 512, 1024, 2048, 4096)  # rows and columns; the largest takes 100 MB in bf16
+MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # rows and columns; the largest takes 270 MB in bf16
 SATURATED_S = 0.004  # a matrix product that takes this long keeps a device busy
 REPETITIONS = 5  # of each measurement, of which the fastest counts
 
