@@ -33,7 +33,7 @@ def weights(run: Path) -> bytes:
 
 @pytest.mark.parametrize("compiled", ["false", "true", "cuda_graphs"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_in_two_parts_equals_the_whole(precision, compiled, tmp_path):
+def test_a_run_in_two_parts_equals_the_whole(precision: str, compiled: str, tmp_path: Path) -> None:
     options = [*TINY, "model.dropout=0.1", "trainer.device=cuda", "trainer.deterministic=true"]
     options += [f"trainer.precision={precision}", "optimizer.schedule_steps=12", f"trainer.compile={compiled}"]
     whole = call([*python_main(), *options, "run.name=whole"], tmp_path)
@@ -44,14 +44,14 @@ def test_a_run_in_two_parts_equals_the_whole(precision, compiled, tmp_path):
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
 
-def test_compiled_and_under_torchrun(tmp_path):
+def test_compiled_and_under_torchrun(tmp_path: Path) -> None:
     options = [*TINY, "ddp.nproc_per_node=1", "trainer.compile=true", "trainer.precision=auto"]
     done = call([*python_main(), *options, "run.name=a"], tmp_path, timeout=280)
     assert done.returncode == 0, done.stdout
     assert "cuda in bf16" in done.stdout
 
 
-def test_compiled_steps_are_those_of_eager_ones(tmp_path):
+def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path) -> None:
     """Without dropout, which compiled code draws in an order of its own; with evaluation and samples in between."""
     losses = {}
     for compiled in ("false", "true", "cuda_graphs"):
@@ -75,7 +75,7 @@ def test_compiled_steps_are_those_of_eager_ones(tmp_path):
 
 @pytest.mark.parametrize("recomputed", ["false", "true"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_step_does_not_wait_for_the_device(precision, recomputed):
+def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) -> None:
     options = ["trainer.device=cuda", f"trainer.precision={precision}", "trainer.compile=false", "model=gpt_nano"]
     options += ["model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
     config = from_mapping(configure(*options, f"trainer.activation_checkpointing={recomputed}"))
@@ -106,7 +106,7 @@ def test_a_step_does_not_wait_for_the_device(precision, recomputed):
     assert 0 < meter.read()["train/loss"] < 10
 
 
-def test_one_rank_per_gpu(tmp_path):
+def test_one_rank_per_gpu(tmp_path: Path) -> None:
     options = [*TINY, f"ddp.nproc_per_node={torch.cuda.device_count() + 1}"]
     done = call([*python_main(), *options], tmp_path)
     assert done.returncode == 2
@@ -122,7 +122,7 @@ def some_gpt(device: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("length", [1, 12])
-def test_a_recorded_step_writes_what_the_cpu_writes(length):
+def test_a_recorded_step_writes_what_the_cpu_writes(length: int) -> None:
     """Through several windows, and for several texts at once."""
     tokens = torch.arange(3 * length).view(3, length) % 17
     texts = [
@@ -132,7 +132,7 @@ def test_a_recorded_step_writes_what_the_cpu_writes(length):
     assert torch.equal(*texts)
 
 
-def test_sampling_in_bf16_repeats():
+def test_sampling_in_bf16_repeats() -> None:
     texts = []
     for _ in range(2):
         model = some_gpt("cuda")
@@ -145,7 +145,7 @@ def test_sampling_in_bf16_repeats():
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
-def test_sample_on_a_gpu(precision, tmp_path):
+def test_sample_on_a_gpu(precision: str, tmp_path: Path) -> None:
     assert call([*python_main(), *TINY, "trainer.device=cuda", "run.name=a"], tmp_path).returncode == 0
     command = [sys.executable, str(ROOT / "sample.py"), "snapshot=outputs/a", "device=cuda", f"precision={precision}"]
     done = call([*command, "max_new_tokens=100"], tmp_path)
@@ -155,18 +155,18 @@ def test_sample_on_a_gpu(precision, tmp_path):
 
 @pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
+def test_the_gpu_has_the_batches_of_the_cpu(dtype: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt_ddp.data.dataloader.MAX_RESIDENT_FRACTION", share)
     tokens = np.linspace(0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000).astype(dtype)
     plan = BatchPlan(12, 3, 2)
     on_cpu, on_gpu = (TokenLoader(tokens, 16, None, 12, 1, device) for device in ("cpu", "cuda"))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batches = [on_gpu.step(step, plan, 1) for step in range(1, 60)]
+        batches = [on_gpu.get_batch(step, plan, 1) for step in range(1, 60)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for step, batch in enumerate(batches, start=1):
-        for ours, theirs in zip(batch, on_cpu.step(step, plan, 1), strict=True):
+        for ours, theirs in zip(batch, on_cpu.get_batch(step, plan, 1), strict=True):
             assert ours.x.device.type == "cuda"
             assert torch.equal(ours.x.cpu(), theirs.x)
             assert torch.equal(ours.y.cpu(), theirs.y)
@@ -174,7 +174,7 @@ def test_the_gpu_has_the_batches_of_the_cpu(dtype, share, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
 @pytest.mark.parametrize("hook", ["none", "fp16", "bf16"])
-def test_gradients_travel_between_gpus_and_the_run_resumes(hook, tmp_path):
+def test_gradients_travel_between_gpus_and_the_run_resumes(hook: str, tmp_path: Path) -> None:
     options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
     options += [
         "ddp.nproc_per_node=2",
