@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
@@ -81,10 +82,35 @@ def gpu() -> dict[str, str]:
     return {"gpu": names[0].strip()} if names else {}
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: Any) -> T:
-    """What `function` returns in a new interpreter, which ends afterwards."""
+def in_fresh_process(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
+    """What `function` returns in a new interpreter, which ends afterwards.
+
+    Raises:
+        BrokenProcessPool: it was killed, by others or because it took longer than the limit.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
+        future = pool.submit(function, *arguments)
+        timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, end_children)
+        timer.start()
+        try:
+            return future.result()
+        finally:
+            timer.cancel()
+
+
+def end_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+def composed(*overrides: str) -> Any:
+    """The checked configuration of these overrides."""
+    from hydra import compose, initialize_config_dir
+
+    from mingpt_ddp.config.config import from_mapping, to_plain
+
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return from_mapping(to_plain(compose("config", list(overrides))))
 
 
 def alternate(what: str, candidates: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:

@@ -42,37 +42,42 @@ def clocked(work: Callable[[], Any], characters: int) -> Speed:
     return characters / (time.perf_counter() - wall), characters / (time.process_time() - cpu)
 
 
-def nanogpt(checkout: Path) -> Speed:
+def nanogpt(checkout: Path, device: str = "cpu", characters: int = CHARACTERS) -> Speed:
+    """One stream; on a GPU in bf16 by autocast, as its sample.py."""
     sys.path.insert(0, str(checkout))
     import torch
     from model import GPT, GPTConfig
 
     torch.set_num_threads(1)
-    model = GPT(GPTConfig(block_size=CONTEXT, vocab_size=VOCABULARY, dropout=0.0, bias=False, **SHAPE)).eval()
-    prompt = torch.zeros(1, 1, dtype=torch.int64)
-    write = partial(model.generate, prompt, temperature=TEMPERATURE, top_k=TOP_K)
-    with torch.no_grad():
+    config = GPTConfig(block_size=CONTEXT, vocab_size=VOCABULARY, dropout=0.0, bias=False, **SHAPE)
+    model = GPT(config).to(device).eval()
+    prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def write(count: int) -> None:
+        model.generate(prompt, count, temperature=TEMPERATURE, top_k=TOP_K).cpu()
+
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
         write(WARM_UP)
-        return clocked(lambda: write(CHARACTERS), CHARACTERS)
+        return clocked(lambda: write(characters), characters)
 
 
-def ours(name: str, precision: str, streams: int) -> Speed:
+def ours(name: str, precision: str, streams: int, device: str = "cpu", characters: int = CHARACTERS) -> Speed:
     import torch
 
     from mingpt_ddp.inference.decoding import prepare
     from mingpt_ddp.inference.generate import SamplingParams, generate
 
     torch.set_num_threads(1)
-    prompt = torch.zeros(streams, 1, dtype=torch.int64)
+    prompt = torch.zeros(streams, 1, dtype=torch.int64, device=device)
 
     def write(model: torch.nn.Module, characters: int) -> None:
         prepare(model, precision, streams)
-        for _ in generate(model, prompt, characters, SamplingParams(TEMPERATURE, TOP_K)):
-            pass
+        *_, last = generate(model, prompt, characters, SamplingParams(TEMPERATURE, TOP_K))
+        last.cpu()
 
-    write(built(name), WARM_UP)
-    model = built(name)
-    return clocked(lambda: write(model, CHARACTERS), CHARACTERS * streams)
+    write(built(name).to(device), WARM_UP)
+    model = built(name).to(device)
+    return clocked(lambda: write(model, characters), characters * streams)
 
 
 def built(name: str) -> Any:

@@ -24,19 +24,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, cell, compare, parser, report, say, spread
+from common import cell, compare, composed, parser, report, say, spread
 
 MICRO_BATCH, CONTEXT = 4, 256  # of the forward and backward pass that hides the copy
 VOCABULARY = 50_257
 START_S = 25  # of a restart: noticing the failure, starting the processes; a round figure, not measured here
 
 
-def build(root: str) -> tuple[Any, Any, Any, Any]:
+def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
     """SnapshotManager, model, optimizer and runtime of this rank, after one step, so that there are moments to save."""
     import torch
-    from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.config import from_mapping, to_plain
     from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.models import build_model
@@ -52,12 +50,11 @@ def build(root: str) -> tuple[Any, Any, Any, Any]:
         "snapshot.keep_last=1",
         "trainer.precision=fp32",
     ]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config = from_mapping(to_plain(compose("config", words)))
+    config = composed(*words, *overrides)
     runtime = Runtime(config, read_env())
-    model = build_model(config.model, VOCABULARY, config.data.block_size)
+    model = build_model(config.model, VOCABULARY, config.data.block_size).to(runtime.device)
     optimizer = build_optimizer(model, config.optimizer)
-    tokens = torch.randint(VOCABULARY, (1, 9))
+    tokens = torch.randint(VOCABULARY, (1, 9), device=runtime.device)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
     return SnapshotManager(config, runtime, [SnapshotStore(root)], Path(root)), model, optimizer, runtime
@@ -70,20 +67,31 @@ def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:
     manager.save(step, {}, tensors, best_step=None)
 
 
-def compare_stalls(root: str, repetitions: int) -> dict[str, list[float]]:
-    """Seconds, by repetition."""
+def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, list[float]]:
+    """Seconds, by repetition.
+
+    Args:
+        overrides: of the configuration: a GPU, or another size.
+    """
     import torch
 
-    saver, model, optimizer, _ = build(f"{root}/ours")
-    tokens = torch.randint(VOCABULARY, (MICRO_BATCH, CONTEXT + 1))
+    saver, model, optimizer, runtime = build(f"{root}/ours", *overrides)
+    tokens = torch.randint(VOCABULARY, (MICRO_BATCH, min(CONTEXT, model.block_size) + 1), device=runtime.device)
 
     def forward_backward() -> None:
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        with runtime.autocast():
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
         optimizer.zero_grad(set_to_none=False)
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize()
 
-    figures: dict[str, list[float]] = {name: [] for name in ("sync", "stall", "alone", "beside", "durable")}
+    figures: dict[str, list[float]] = {name: [] for name in ("first", "sync", "stall", "alone", "beside", "durable")}
     forward_backward()
+    clock = Clock()
     save(saver, 1, model, optimizer)  # takes the memory of the copy, once in a run
+    saver.wait_for_staging()
+    figures["first"].append(clock.lap())
     saver.wait()
     for step in range(2, repetitions + 2):
         clock = Clock()
@@ -191,6 +199,7 @@ def write(out: Path, figures: dict[str, list[float]], divided: dict[int, list[tu
     rows = [
         ["torch.save while training waits", cell(results["sync_save_s"], ".2f"), "s"],
         ["stall of a snapshot in the background", cell(results["stall_s"], ".4f"), "s"],
+        ["the first copy, with its memory, nothing beside it", cell(results["first_s"], ".2f"), "s"],
         ["so many times shorter", cell(shorter, ",.0f"), ""],
         ["forward and backward pass alone", cell(results["alone_s"], ".2f"), "s"],
         ["the same beside the copy and the writing", cell(results["beside_s"], ".2f"), "s"],

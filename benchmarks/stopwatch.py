@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,34 @@ class Pace:
     peak_mb: float  # resident memory of all processes together, at the end of the span
 
 
-def pace(command: Sequence[str], cwd: Path, pattern: str, span: tuple[int, int], threads: int = 1) -> Pace:
+@contextlib.contextmanager
+def running(
+    command: Sequence[str], cwd: Path, threads: int = 1, limit_s: float | None = None
+) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
+    """Start a trainer; yield it and the lines that it prints. It is killed at the end, or when the limit is over."""
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(threads), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert process.stdout is not None
+    timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, kill_family, [process.pid])
+    timer.start()
+    try:
+        yield process, iter(process.stdout)
+    finally:
+        timer.cancel()
+        kill_family(process.pid)
+        process.wait()
+        process.stdout.close()
+
+
+def pace(
+    command: Sequence[str],
+    cwd: Path,
+    pattern: str,
+    span: tuple[int, int],
+    threads: int = 1,
+    limit_s: float | None = None,
+) -> Pace:
     """Run a trainer until it has reported the last step of a span, then end it.
 
     The clocks are read when the report of a step arrives, so that the start and the first steps do not count.
@@ -34,6 +62,7 @@ def pace(command: Sequence[str], cwd: Path, pattern: str, span: tuple[int, int],
     Args:
         pattern: matches a line that reports a step; its group is the step's number.
         span: the first report is that of this step or a later one; so many steps are timed, or a few more.
+        limit_s: seconds from its start after which it is killed.
 
     Raises:
         RuntimeError: the trainer ended before; its last lines.
@@ -41,12 +70,8 @@ def pace(command: Sequence[str], cwd: Path, pattern: str, span: tuple[int, int],
     warmup, timed = span
     stamps: dict[int, tuple[float, float]] = {}
     tail: list[str] = []
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment(threads), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
+    with running(command, cwd, threads, limit_s) as (process, lines):
+        for line in lines:
             now = time.perf_counter(), sum(map(cpu_seconds, family(process.pid)))
             tail = [*tail[-20:], line]
             found = re.search(pattern, line)
@@ -57,15 +82,16 @@ def pace(command: Sequence[str], cwd: Path, pattern: str, span: tuple[int, int],
         else:
             raise RuntimeError(f"{' '.join(command[:3])} ended before its step {warmup + timed}:\n{''.join(tail)}")
         peak_mb = sum(map(peak_memory_mb, family(process.pid)))
-    finally:
-        for member in list(family(process.pid)):  # before the first is gone, and with it the way to the others
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
     first, last = min(stamps), max(stamps)
     wall, cpu = (after - before for before, after in zip(stamps[first], stamps[last], strict=True))
     return Pace(wall / (last - first), cpu / (last - first), peak_mb)
+
+
+def kill_family(process: int) -> None:
+    """Kill a process and its descendants."""
+    for member in list(family(process)):  # before the first is gone, and with it the way to the others
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member, signal.SIGKILL)
 
 
 def family(process: int) -> Iterator[int]:

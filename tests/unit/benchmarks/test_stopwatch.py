@@ -44,3 +44,10 @@ def test_workers_count_and_do_not_outlive_it(stopwatch, tmp_path):
 def test_a_trainer_that_ends_early_is_quoted(stopwatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"before its step 30(.|\n)*out of cheese"):
         stopwatch.pace(trainer("print('step 3')\nsys.exit('out of cheese')"), tmp_path, r"^step (\d+)", (10, 20))
+
+
+def test_a_trainer_that_hangs_is_killed_at_the_limit(stopwatch, tmp_path):
+    with pytest.raises(RuntimeError, match="before its step 30"):
+        stopwatch.pace(
+            trainer("print('step 3', flush=True)\ntime.sleep(999)"), tmp_path, r"^step (\d+)", (10, 20), limit_s=2
+        )

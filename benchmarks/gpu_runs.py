@@ -1,0 +1,255 @@
+"""For gpu.py: what a part knows, how it spends its minutes, and runs of the program that it watches or kills."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import re
+import signal
+import string
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from common import TEXT_VARIABLE, cell, compare, composed, corpus_path, say, spread
+from stopwatch import family, running
+from versions import environ, last_step
+
+T = TypeVar("T")
+Table = tuple[dict[str, Any], list[str], list[list[str]]]  # figures, header, rows
+MARGIN = 1.2  # a run may take this times as long as the one before it
+RESERVE_S = 5.0  # of a part, for its report
+SEED = 0  # of the text that stands for tinyshakespeare where speed alone is measured
+# FLOP/s in bf16 without sparsity, from the vendor's data sheets; the first name that is in the device's counts.
+PEAKS = {
+    "B200": 2250e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+
+
+@dataclass
+class Part:
+    """A part of the measurements while it runs."""
+
+    dry: bool  # tiny sizes on the CPU
+    scratch: Path  # an empty directory
+    text: Path
+    nanogpt: Path | None  # a checkout
+    repetitions: int  # at most
+    ends_at: float  # of time.monotonic()
+    facts: dict[str, Any] = field(default_factory=dict)  # about the device
+    notes: list[str] = field(default_factory=list)  # what was left out, and why
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+    @property
+    def compiles(self) -> bool:
+        return self.facts.get("cannot_compile") is None
+
+    def left_s(self) -> float:
+        return max(0.1, self.ends_at - RESERVE_S - time.monotonic())
+
+    def leave_out(self, what: str, why: str) -> None:
+        self.notes.append(f"{what}: {why}")
+        say(f"left out: {what}: {why}")
+
+    @contextlib.contextmanager
+    def within(self, share: float) -> Iterator[None]:
+        """Give what happens in this context that share of the time that is left."""
+        ends_at = self.ends_at
+        self.ends_at = time.monotonic() + share * self.left_s() + RESERVE_S
+        try:
+            yield
+        finally:
+            self.ends_at = ends_at
+
+    def attempt(self, what: str, work: Callable[[], T], needed_s: float = 0.0) -> T | None:
+        """What it returns; None where it fails or has no time."""
+        if self.left_s() <= needed_s + 1:
+            self.leave_out(what, "no time left")
+            return None
+        try:
+            return work()
+        except (Exception, SystemExit) as error:  # the other measurements go on
+            if self.left_s() < 1:
+                self.leave_out(what, "it was not done in time")
+            else:
+                self.failures.append(f"{what}: {str(error).strip()[-2000:]}")
+                say(f"failed: {self.failures[-1]}")
+            return None
+
+    def alternate(self, what: str, candidates: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
+        """Measure A, B, A, B ... until the repetitions are done, or the time; whoever fails once is left out."""
+        values: dict[str, list[T]] = {name: [] for name in candidates}
+        took = dict.fromkeys(candidates, 0.0)
+        for repetition in range(1, self.repetitions + 1):
+            for name in list(took):
+                begin = time.monotonic()
+                value = self.attempt(f"{what}, {name}, repetition {repetition}", candidates[name], took[name] * MARGIN)
+                if value is None:
+                    del took[name]
+                    continue
+                took[name] = time.monotonic() - begin
+                values[name].append(value)
+                say(f"{what}, repetition {repetition}/{self.repetitions}, {name}: {value}")
+        return {name: measured for name, measured in values.items() if measured}
+
+
+def vendor_peak(device: str) -> float | None:
+    """FLOP/s in bf16 of a device with this name, if it is known."""
+    return next((peak for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", device)), None)
+
+
+def ratios(ours: list[float] | None, theirs: list[float] | None) -> dict[str, Any] | None:
+    """Ours over theirs, pair by pair as far as there are pairs."""
+    pairs = list(zip(ours or [], theirs or [], strict=False))
+    return compare(*zip(*pairs, strict=True)) if pairs else None
+
+
+def shown(ratio: dict[str, Any] | None, form: str = ".3f") -> str:
+    return cell(ratio, form) if ratio else "-"
+
+
+def spreads(values: Mapping[str, list[float]]) -> dict[str, Any]:
+    return {name: spread(measured) for name, measured in values.items()}
+
+
+# In processes of their own.
+
+
+def device_facts(device: str) -> dict[str, Any]:
+    """What the figures depend on. For a new process: it takes memory of the GPU."""
+    import torch
+
+    import mingpt_ddp.cli.train
+    import mingpt_ddp.training.run  # noqa: F401
+    from mingpt_ddp.distributed.ddp import should_compile
+    from mingpt_ddp.distributed.device import total_memory
+    from mingpt_ddp.errors import ConfigError
+    from mingpt_ddp.metrics.meters import measured_matmul_flops
+    from mingpt_ddp.models.ops import DTYPES, choose_device, choose_precision
+
+    where = choose_device(device, "device")
+    precision = choose_precision("auto", where)
+    name = torch.cuda.get_device_name(where) if device == "cuda" else "CPU"
+    found: dict[str, Any] = {"device": name, "memory_gib": round(total_memory(where) / 2**30, 1)}
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "precision": precision}
+    found["matmul_flops"] = measured_matmul_flops(where, DTYPES[precision])
+    found["peak_flops"] = vendor_peak(name) if precision == "bf16" else None
+    try:
+        should_compile(composed(f"trainer.device={device}", "trainer.compile=true"), where)
+    except ConfigError as error:
+        found["cannot_compile"] = str(error)
+    return found
+
+
+def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[str, float]:
+    """Of the models that these overrides choose."""
+    import torch
+
+    from mingpt_ddp import models
+
+    found = {}
+    for name, words in overrides.items():
+        config = composed(*words)
+        with torch.device("meta"):
+            model = models.build_model(config.model, vocab_size, config.data.block_size)
+        found[name] = models.flops_per_token(model) or 0.0
+    return found
+
+
+# Texts and runs.
+
+
+def text_or_random(directory: Path, characters: int) -> tuple[Path, bool]:
+    """tinyshakespeare and True; or 65 random characters in its stead, whose speed is the same, and False."""
+    if os.environ.get(TEXT_VARIABLE):
+        return corpus_path(), True
+    path = directory / "random.txt"
+    alphabet = string.ascii_letters + string.digits + "\n ."
+    path.write_text(alphabet + "".join(random.Random(SEED).choices(alphabet, k=characters)))
+    return path, False
+
+
+@dataclass(frozen=True)
+class Descent:
+    """The validation losses of a training process."""
+
+    losses: list[tuple[float, int, float]]  # seconds since its start, step, nats per character
+    first_step_s: float  # until a step was reported; 0: none was
+
+    @property
+    def best(self) -> float:
+        return min((loss for _, _, loss in self.losses), default=float("inf"))
+
+    def seconds_to(self, target: float) -> float | None:
+        return next((seconds for seconds, _, loss in self.losses if loss <= target), None)
+
+
+def descend(part: Part, command: list[str], cwd: Path, report: str, step: str, target: float) -> Descent:
+    """Train until the validation loss is at the target, or to the end.
+
+    Args:
+        report: matches a line with a validation loss; its groups are the step and the loss.
+        step: matches a line that reports a step.
+
+    Raises:
+        RuntimeError: it ended without a single validation loss.
+    """
+    begin, first, tail = time.monotonic(), 0.0, list[str]()
+    losses: list[tuple[float, int, float]] = []
+    with running(command, cwd, limit_s=part.left_s()) as (_, lines):
+        for line in lines:
+            tail, now = [*tail[-20:], line], time.monotonic() - begin
+            if re.search(step, line):
+                first = first or now
+            if found := re.search(report, line):
+                losses.append((round(now, 2), int(found[1]), float(found[2])))
+                if losses[-1][2] <= target:
+                    break
+    if not losses:
+        raise RuntimeError(f"no validation loss was reported:\n{''.join(tail)}")
+    return Descent(losses, round(first, 2))
+
+
+def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
+    """Train with one local worker, kill -9 it behind a snapshot if `kill_at` is not 0; the digest of the last snapshot.
+
+    Raises:
+        RuntimeError: the run did not come to its end, or the worker was not started again.
+    """
+    with running(command, part.scratch, limit_s=part.left_s()) as (process, lines):
+        if kill_at:
+            while last_step(run) < kill_at or not any(run.glob("snapshots/step_*/manifest.json")):
+                if process.poll() is not None:
+                    raise RuntimeError(f"{run.name} ended before step {kill_at}:\n{''.join(lines)[-2000:]}")
+                time.sleep(0.005)
+            workers = [pid for pid in family(process.pid) if environ(pid).get("RANK") == "0"]
+            os.kill(workers[0], signal.SIGKILL)
+        output = "".join(lines)
+        if process.wait() != 0:
+            raise RuntimeError(f"{run.name} failed:\n{output[-2000:]}")
+    if kill_at and "resuming from the snapshot of step" not in output:
+        raise RuntimeError(f"{run.name} was not resumed:\n{output[-2000:]}")
+    digest = hashlib.sha256()
+    for name in ("model", "optimizer"):
+        digest.update((max(run.glob("snapshots/step_*")) / f"{name}.safetensors").read_bytes())
+    return digest.hexdigest()

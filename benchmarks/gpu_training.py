@@ -1,0 +1,166 @@
+"""The parts of gpu.py that compare training with nanoGPT's, and the commands that train."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, cell, in_fresh_process, spread
+from gpu_runs import Descent, Part, Table, descend, flops_per_token, ratios, shown, spreads
+from stopwatch import pace
+from trainers import MODERN, NANOGPT, OURS, PLAIN, SETTINGS, Setting, copy_with_data, nanogpt, ours, places
+
+TINY = Setting(2, 2, 16, context=16, batch=4, warmup=2, timed=6, log_every=1)
+CHAR = replace(SETTINGS["char"], warmup=100, timed=400, log_every=50)
+GPT2 = replace(SETTINGS["gpt2"], warmup=20, timed=100)
+RECIPES = {"gpt": PLAIN, "modern": MODERN}
+TARGET = 1.47  # nats per character: what nanoGPT's README reports for its settings
+SEEDS = (101, 102)
+BEST = ("shakespeare_char_best", "shakespeare_char")  # experiments, the first that exists
+
+
+def our_command(part: Part, setting: Setting, recipe: list[str], *overrides: str) -> list[str]:
+    """Compiled on a GPU where that is possible; later overrides win."""
+    compiled = f"trainer.compile={str(part.compiles and not part.dry).lower()}"
+    command = ours(setting, part.text, part.scratch, recipe, part.device)
+    return [*command, "data.sha256=null", compiled, *overrides]
+
+
+def nanogpt_command(part: Part, setting: Setting) -> list[str]:
+    compiled = part.compiles and not part.dry
+    return [*nanogpt(setting, part.device), f"--compile={compiled}"]
+
+
+def nanogpt_copy(part: Part) -> Path | None:
+    if part.nanogpt is None:
+        part.leave_out("nanoGPT", "no --nanogpt DIR")
+        return None
+    return copy_with_data(part.nanogpt, part.text, part.scratch / "nanogpt")
+
+
+def tokens_per_s(part: Part, setting: Setting, command: list[str], cwd: Path, pattern: str) -> float:
+    return round(setting.tokens / pace(command, cwd, pattern, setting.span, limit_s=part.left_s()).wall_s, 1)
+
+
+def our_speed(part: Part, setting: Setting, recipe: list[str], *overrides: str) -> Callable[[], float]:
+    command = our_command(part, setting, recipe, *overrides)
+    return partial(tokens_per_s, part, setting, command, part.scratch, OURS)
+
+
+# 3: the speed of training.
+
+
+def training_speed(part: Part) -> Table:
+    """Against nanoGPT, against the measured rate of products, and against the vendor's."""
+    settings = {"tiny": TINY} if part.dry else {"10.7M": CHAR, "GPT-2's shape": GPT2}
+    commands = {
+        f"{k}, {name}": our_command(part, s, recipe) for k, s in settings.items() for name, recipe in RECIPES.items()
+    }
+    candidates: dict[str, Callable[[], float]] = {}
+    copy = nanogpt_copy(part)
+    for key, setting in settings.items():
+        for name, recipe in RECIPES.items():
+            candidates[f"{key}, {name}"] = our_speed(part, setting, recipe)
+        if copy:
+            command = nanogpt_command(part, setting)
+            candidates[f"{key}, nanoGPT"] = partial(tokens_per_s, part, setting, command, copy, NANOGPT)
+    words = {name: command[2:] for name, command in commands.items()}
+    count = partial(in_fresh_process, flops_per_token, words, len(set(part.text.read_text(encoding="utf-8"))))
+    flops = part.attempt("FLOPs per token", count) or {}
+    flops |= {f"{key}, nanoGPT": flops[f"{key}, gpt"] for key in settings if flops}  # the same shapes
+    speeds = part.alternate("tokens/s", candidates)
+    figures: dict[str, Any] = {"settings": {key: asdict(setting) for key, setting in settings.items()}}
+    figures |= {"flops_per_token": flops, "tokens_per_s": spreads(speeds), "over_nanogpt": {}, "utilization": {}}
+    rows = []
+    for name, values in speeds.items():
+        ratio = None if "nanoGPT" in name else ratios(values, speeds.get(f"{name.rpartition(', ')[0]}, nanoGPT"))
+        speed = spread(values)
+        shares = [share(speed["median"] * flops.get(name, 0), part.facts[r]) for r in ("matmul_flops", "peak_flops")]
+        figures["over_nanogpt"][name] = ratio
+        figures["utilization"][name] = dict(zip(("measured", "vendor"), shares, strict=True))
+        rows.append([name, cell(speed), shown(ratio, ".2f"), *("-" if s is None else f"{s:.1%}" for s in shares)])
+    return figures, ["model", "tokens/s", "over nanoGPT", "of the measured rate", "of the vendor's peak"], rows
+
+
+def share(flops: float, rate: float | None) -> float | None:
+    return flops / rate if flops and rate else None
+
+
+# 5 and 6: how low the loss gets.
+
+
+def our_training(part: Part, run: str, seed: int, target: float) -> Descent:
+    """The best experiment that there is, in a directory of its own."""
+    there = [name for name in BEST if (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file()]
+    where = [*places(part.text, part.scratch), "data.sha256=null", f"run.name={run}", f"run.seed={seed}"]
+    command = [sys.executable, str(ROOT / "main.py"), f"experiment={there[0]}", f"trainer.device={part.device}", *where]
+    if part.dry:
+        command += ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "data.block_size=16", "data.stride=null"]
+        command += ["trainer.batch_size=4", "trainer.max_steps=20", "trainer.eval_every=10", "data.truncate=0.2"]
+    return descend(part, command, part.scratch, r"^step (\d+): validation loss ([\d.]+)", OURS, target)
+
+
+def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
+    """Its own settings, evaluated as it does: an estimate over 200 random batches."""
+    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", f"--device={part.device}"]
+    command += [f"--compile={part.compiles and not part.dry}"]
+    if part.dry:
+        command = [*nanogpt_command(part, TINY), "--eval_interval=10", "--eval_iters=2", "--max_iters=20"]
+    report = r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)"
+    return descend(part, command, copy, report, NANOGPT, target)
+
+
+def wants_shakespeare(part: Part) -> bool:
+    if part.text.name == "random.txt" and not part.dry:
+        part.leave_out("everything", "MINGPT_SHAKESPEARE does not name the text")
+        return True
+    return False
+
+
+def time_to_loss(part: Part) -> Table:
+    """Seconds of the whole process until a validation loss is reported, and those behind its start and compilation.
+
+    Ours is over the whole validation split, nanoGPT's its own estimate: those evaluations are in its time too.
+    """
+    target = 4.2 if part.dry else TARGET
+    header = ["run", "s from the start", "s after its first report of a step", "lowest loss, nats/character"]
+    if wants_shakespeare(part):
+        return {}, header, []
+    candidates: dict[str, Callable[[], Descent]] = {}
+    seeds = iter(range(1, 100))
+    candidates["ours"] = lambda: our_training(part, f"run-{(seed := next(seeds))}", seed, target)
+    if copy := nanogpt_copy(part):
+        candidates["nanoGPT"] = partial(nanogpt_training, part, copy, target)
+    descents = part.alternate(f"to a loss of {target}", candidates)
+    figures = {"target": target, "runs": {name: [asdict(run) for run in runs] for name, runs in descents.items()}}
+    rows = []
+    for name, runs in descents.items():
+        for run in runs:
+            seconds = run.seconds_to(target)
+            after = None if seconds is None or not run.first_step_s > 0 else seconds - run.first_step_s
+            rows.append([name, *("-" if s is None else f"{s:.1f}" for s in (seconds, after)), f"{run.best:.4f}"])
+    return figures, header, rows
+
+
+def best_loss(part: Part) -> Table:
+    """The best experiment to its end, on two seeds."""
+    header = ["seed", "steps", "lowest loss, nats/character", "last loss", "s"]
+    if not (ROOT / "conf" / "experiment" / f"{BEST[0]}.yaml").is_file():
+        part.leave_out(f"experiment={BEST[0]}", f"there is none; {BEST[1]} instead")
+    if wants_shakespeare(part):
+        return {}, header, []
+    figures: dict[str, Any] = {"runs": {}}
+    rows = []
+    for seed in SEEDS:
+        run = part.attempt(f"seed {seed}", partial(our_training, part, f"seed-{seed}", seed, 0.0))
+        if run is not None:
+            figures["runs"][seed] = asdict(run)
+            seconds, step, last = run.losses[-1]
+            rows.append([str(seed), str(step), f"{run.best:.4f}", f"{last:.4f}", f"{seconds:.0f}"])
+    if part.left_s() < 1:
+        part.leave_out("the rest of a run", "its time was over; the last row is as far as it came")
+    return figures, header, rows
