@@ -65,6 +65,8 @@ def set_up_device(device: torch.device, deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter imports modules for a second
         torch.use_deterministic_algorithms(deterministic)
+        # Filling them takes a kernel for each new tensor and changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda":
         torch.cuda.init()  # from now on torch.manual_seed seeds its generator too

@@ -51,6 +51,15 @@ def test_a_sweep_on_a_gpu_may_come_to_a_deterministic_job(monkeypatch):
     assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") == ":4096:8"
 
 
+def test_deterministic_runs_do_not_fill_new_tensors():
+    try:
+        device.set_up_device(torch.device("cpu"), deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        device.set_up_device(torch.device("cpu"), deterministic=False)
+
+
 @pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
 def test_a_container_has_less_than_its_machine(limit, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "CGROUP", tmp_path / "memory.max")
