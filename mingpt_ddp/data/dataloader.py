@@ -57,8 +57,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
     batch = trainer.batch_size
     micro = trainer.micro_batch_size or kept
     if micro is None:
-        share = max(1, batch // world_size)
-        micro = max(size for size in range(1, share + 1) if batch % size == 0)
+        micro = max(size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(

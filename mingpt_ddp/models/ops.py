@@ -92,9 +92,7 @@ def rms_norm(x: Tensor) -> Tensor:
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), without gain.
     """
     if x.device.type == "cpu":
-        if not torch.is_grad_enabled():
-            return x * _inverse_rms(x)
-        return _RMSNorm.apply(x)
+        return _RMSNorm.apply(x) if torch.is_grad_enabled() else x * _inverse_rms(x)
     return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
 
 
@@ -134,8 +132,7 @@ def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
     if x.device.type == "cpu" and torch.is_grad_enabled():
         return _ReLUSquared.apply(x)
-    y = F.relu(x)
-    return y * y  # CUDA's autocast squares in fp32
+    return (y := F.relu(x)) * y  # CUDA's autocast squares in fp32
 
 
 class _ReLUSquared(torch.autograd.Function):
