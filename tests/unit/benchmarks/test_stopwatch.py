@@ -23,8 +23,8 @@ def trainer(code: str) -> list[str]:
 def test_the_span_begins_behind_the_warm_up_and_ends_the_trainer(stopwatch, tmp_path):
     code = f"for step in range(0, 10**9, 5):\n {BUSY}\n time.sleep(0.5 if step < 5 else 0.01)\n print('step', step)"
     begun = time.monotonic()
-    pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (7, 10))
-    assert 0 < pace.wall_s <= (time.monotonic() - begun - 0.5) / 10
+    pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (7, 200))
+    assert 0 < pace.wall_s <= (time.monotonic() - begun - 0.5) / 200
     assert pace.cpu_s > 0
     assert 5 < pace.peak_mb < 100
 
