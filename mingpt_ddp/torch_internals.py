@@ -21,9 +21,10 @@ FIRST_BUCKET = 1 << 20  # bytes of the first bucket of gradients, whatever ddp.b
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 matrix products. Fallback: no."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, check, bool)() for check in checks)
+    """Whether the CPU has instructions for bf16 matrix products that oneDNN may use. Fallback: no."""
+    instructions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    has_instructions = any(getattr(torch.cpu, check, bool)() for check in instructions)
+    return has_instructions and getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
 
 
 def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:

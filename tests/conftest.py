@@ -1,11 +1,15 @@
 """Small tensors are fastest on one thread, and a torch that is already loaded does not look at this again."""
 
 import os
+import tempfile
 
 import pytest
 from launching import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
+    directory = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +32,7 @@ NAMES = {
         "_step_supports_amp_scaling",
     ),
     "has_hooks": (nn.Linear(1, 1), "_forward_hooks", "_forward_pre_hooks"),
-    "pack_linear": (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise"),
+    "pack_linear": (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
     "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
     "communication_times": (DDP, "_get_ddp_logging_data"),
     "clone_store": (dist.HashStore(), "clone"),
@@ -149,6 +152,13 @@ def test_a_cpu_of_which_nothing_is_known_is_not_fast(monkeypatch):
     for name in NAMES["cpu_is_fast_at_bf16"][1:]:
         monkeypatch.delattr(torch.cpu, name)
     assert internals.cpu_is_fast_at_bf16() is False
+
+
+def test_a_cpu_whose_onednn_is_limited_is_not_fast():
+    """Some layers, such as nn.LSTM, cannot run in bf16 then."""
+    code = "from mingpt_ddp.torch_internals import cpu_is_fast_at_bf16 as fast; print(fast())"
+    env = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(PACKAGE.parent)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
 
 
 def test_overflow_is_left_to_the_scaler():
