@@ -142,9 +142,11 @@ class TrainStep:
             with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=False):
                 loss = self._forward_backward(step, micro, syncs=False)
             gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
-            for what, tensor in {"the loss of": loss, **gradients}.items():
-                if not found and tensor is not None and not torch.isfinite(tensor).all():
-                    found = f"{what} micro-batch {micro.index}"
+            tensors = {"the loss of": loss, **gradients}
+            found = next((k for k, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "")
+            if found:
+                found += f" micro-batch {micro.index}"
+                break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
         return "; ".join(culprits[:3]) or "it did not occur again when the step was repeated: suspect the hardware"
