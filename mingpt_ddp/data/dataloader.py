@@ -55,9 +55,8 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
         ConfigError: more ranks than micro-batches, or several micro-batches with CUDA graphs.
     """
     batch = trainer.batch_size
-    micro = trainer.micro_batch_size or kept
-    if micro is None:
-        micro = max(size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
+    largest = max(size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
+    micro = trainer.micro_batch_size or kept or largest
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(

@@ -1,7 +1,5 @@
 """How a process ends: the exit codes, the last line of its log, and os._exit."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging

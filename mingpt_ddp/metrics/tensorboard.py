@@ -1,10 +1,10 @@
 """A TensorBoard directory: scalars, texts, and the HParams tab."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mingpt_ddp.config.config import flatten
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -31,7 +31,7 @@ class TensorBoardLogger:
             time.sleep(1.0)  # readers go by the names of event files, which contain the second
         self._purge_step = step + 1
 
-    def open(self) -> SummaryWriter:
+    def open(self) -> "SummaryWriter":
         """Create the event file unless it is open."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -53,8 +53,7 @@ class TensorBoardLogger:
         writer = self.open()
         for old in self._directory.glob(f"*{HPARAMS}"):
             old.unlink()
-        flat = {f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()}
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flat.items()}
+        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flatten(config).items()}
         others = set(self._directory.iterdir())
         writer.add_hparams(plain, metrics, run_name=".")  # the default would show as one more run, below this one
         for new in set(self._directory.iterdir()) - others:

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import yaml
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage.lease import Lease, still_running
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
@@ -224,8 +224,3 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _format(value: Any) -> str:
     """Return a value as one types it in an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
-
-
-def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration by dotted key, `group.key`."""
-    return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}

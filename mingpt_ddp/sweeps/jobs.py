@@ -5,9 +5,9 @@ import math
 import re
 from pathlib import Path
 
-from mingpt_ddp.config.config import LIMITS, Config, hashed_fields
+from mingpt_ddp.config.config import LIMITS, Config, flatten, hashed_fields
 from mingpt_ddp.snapshots.field_names import SWEPT_OVERRIDES
-from mingpt_ddp.storage.run_dir import RunStatus, flatten, read_result, recorded_config, run_directory, with_run_name
+from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
 
 def look_up(config: Config, swept: dict[str, str]) -> tuple[str, float | None]:

@@ -1,7 +1,5 @@
 """A sweep: the checks before its first job, what its jobs share, and the report at its end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -37,7 +35,7 @@ log = logging.getLogger(__name__)
 
 RunOnRankZero = Callable[[Callable[[], tuple[str, float | None]]], tuple[str, float | None]]
 MAX_CHECKED_VALUES = 32  # of a key, besides the first
-_current: ContextVar[Sweep] = ContextVar("sweep")  # Hydra makes the callback and calls the jobs without arguments
+_current: ContextVar["Sweep"] = ContextVar("sweep")  # Hydra makes the callback and calls the jobs without arguments
 
 
 @dataclass
@@ -55,7 +53,7 @@ class Sweep:
     exit_code: int = 0
 
     @staticmethod
-    def current() -> Sweep:
+    def current() -> "Sweep":
         """Return the sweep that is active, or a new one in a process that an external launcher has started."""
         return _current.get(None) or Sweep()
 
