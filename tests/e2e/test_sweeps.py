@@ -222,9 +222,10 @@ def test_nothing_is_left_to_the_next_job(way, tmp_path):
     for rank in "01" if way is lock_step else "0":
         lines = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith(f"left {rank} ")]
         left = [[int(number) for number in line] for line in lines]
-        assert len(left) == 5, done.stdout
+        # Rank 0's exit code has torchrun end rank 1, perhaps before that has counted the last job.
+        assert len(left) == 5 or (rank == "1" and len(left) == 4), done.stdout
         tensors, handlers, threads, runs, files = zip(*left, strict=True)
-        assert tensors == handlers == runs == (0,) * 5, left
+        assert {*tensors, *handlers, *runs} == {0}, left
         # A connection or a thread of torch's may take a moment to end; one for each job would be three more.
         assert threads[-1] <= threads[1] + 1 and files[-1] <= files[1] + 2, left
 
