@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Run main.py and `python -m mingpt_ddp`; every way out is os._exit."""
+    gc.set_threshold(20_000)  # by default a third of the time in which torch is imported goes into collections
     if has_parent_launcher():
         die_with_parent()
     sweep, exits = Sweep(), ProcessExit()

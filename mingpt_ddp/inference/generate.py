@@ -51,8 +51,7 @@ def generate(
         for _ in range(max_new_tokens):
             new = sample_token(session.logits(text[:, :length], prefill), sampling, rng)
             yield new
-            prefill = length == block_size
-            if prefill:
+            if prefill := length == block_size:
                 length = max(1, block_size // 2)
                 text[:, : length - 1] = text[:, block_size - length + 1 :].clone()
             else:
