@@ -55,8 +55,8 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
         ConfigError: more ranks than micro-batches, or several micro-batches with CUDA graphs.
     """
     batch = trainer.batch_size
-    largest = max(size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
-    micro = trainer.micro_batch_size or kept or largest
+    sizes = (size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
+    micro = trainer.micro_batch_size or kept or max(sizes)
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(
