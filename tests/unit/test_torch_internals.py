@@ -32,7 +32,7 @@ NAMES = {
         "_step_supports_amp_scaling",
     ),
     "has_hooks": (nn.Linear(1, 1), "_forward_hooks", "_forward_pre_hooks"),
-    "pack_linear": (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported"),
+    "pack_linear": (torch.ops.mkldnn, "_reorder_linear_weight", "_linear_pointwise"),
     "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
     "communication_times": (DDP, "_get_ddp_logging_data"),
     "clone_store": (dist.HashStore(), "clone"),
@@ -44,6 +44,10 @@ def test_torch_has_what_is_used(function):
     assert callable(getattr(internals, function))
     owner, *names = NAMES[function]
     assert not [name for name in names if not hasattr(owner, name)]
+
+
+def test_torch_has_what_knows_the_limit_of_onednn():
+    assert hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported")  # for cpu_is_fast_at_bf16
 
 
 def test_torch_has_what_packs_in_fp16():
