@@ -3,7 +3,8 @@
 Every save meets one to three faults at random moments, from a seed: errors 503 and 500, resets before, in the middle
 and instead of the answer, uploads and connections that stall. Of two saves one is divided into two parts that two
 threads write, as two ranks would. After a commit was reported, every byte is read back without faults and compared;
-after a failure was reported, a reader must not find a snapshot there, or find what was written.
+after a failure was reported, a reader must not find a snapshot there, or find what was written. A request counts as
+sent again when the same save has sent one with the same first line before; a save without faults does so as well.
 
 Needs what the tests need: pip install -e .[test]. The server is a SeaweedFS of its own, or any other that listens on
 --port of this machine: with --bucket, and credentials in the usual AWS_... variables.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -136,9 +138,10 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
         if generator.random() < 0.1:
             planned[0] = generator.choice(list(LASTING))
         proxy.rules = [rule(kind, generator) for kind in planned]
-        begin = time.monotonic()
+        sent, begin = len(proxy.seen), time.monotonic()
         committed = save(writing, number, contents)
         seconds.append(time.monotonic() - begin)
+        counts["requests sent again"] += sent_again(proxy.seen[sent:])
         for kind, planned_rule in zip(planned, proxy.rules, strict=True):
             faults[kind] += planned_rule.hits
         counts["saves that met a fault"] += any(planned_rule.hits for planned_rule in proxy.rules)
@@ -156,6 +159,7 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
             counts["lost" if found is None else "silently damaged"] += found != expected
     proxy.close()
     keys = ("committed", "refused", "refused, but whole", "lost", "silently damaged", "saves that met a fault")
+    keys += ("requests sent again",)
     return {
         "saves": saves,
         "seed": seed,
@@ -168,11 +172,11 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
 
 
 def make(generator: random.Random, parts: int) -> dict[str, bytes]:
-    """The files of a snapshot of 8 MB: the optimizer's are large enough for uploads in parts."""
+    """The files of a snapshot of 14 MB: the optimizer's are large enough for uploads in parts."""
     torch.manual_seed(generator.randrange(1 << 30))
     contents = {"state.json": b'{"random": %d}' % generator.randrange(1 << 30)}
     for part in range(parts):
-        for kind, size in (("model", 500_000), ("optimizer", 1_500_000)):
+        for kind, size in (("model", 500_000), ("optimizer", 3_000_000)):
             contents[shard_name(kind, part, parts)] = bytes(encode({f"weight{part}": torch.randn(size // parts)}))
     return contents
 
@@ -198,6 +202,11 @@ def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
     except OSError:
         return False
     return True
+
+
+def sent_again(lines: list[str]) -> int:
+    """Count the requests that repeat an earlier one; a second upload of the same file has another id."""
+    return len(lines) - len({re.sub(r"uploadId=[^& ]+", "uploadId=", line) for line in lines})
 
 
 def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:

@@ -2,7 +2,8 @@
 
 Both limits grow with the bytes that move. Until its deadline an operation retries transient errors (5xx, throttling,
 resets, timeouts) with random exponential backoff. Permanent errors are raised at once: a missing file or bucket, bad
-credentials, no permission.
+credentials, no permission. `set_deadline`, for the grace period of a preemption, makes requests time out and retry
+sooner, those under way too.
 """
 
 import asyncio
@@ -12,9 +13,9 @@ import math
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import fsspec.asyn
@@ -28,7 +29,8 @@ REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / 
 OPERATION_DEADLINE_S = 60.0  # seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
 MIN_BANDWIDTH = 1 << 20  # bytes per second that all requests together are assumed to move at least
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0  # before a retry; doubled each time
-DEADLINE_CHECK_S = 0.5  # `set_deadline` ends an operation under way within this
+REQUEST_SHARE, BACKOFF_SHARE = 0.5, 0.05  # of the rest of a grace period, that one may take at most
+DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches what is under way within this
 PART = 1 << 24  # bytes: larger files are moved in parts of this size, so that a fault costs one part
 PARALLEL = 4  # parts that move, and are in memory, at the same time
 
@@ -36,8 +38,6 @@ _RETRY_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Th
 _RETRY_STATUS = {408, 409, 425, 429}
 _PERMANENT_STATUS = {501, 507}  # not implemented; full
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-# Of aiohttp and botocore, which may not be installed, the exceptions that are no OSError.
-_RETRY_NAMES = {"ClientError", "ConnectionError", "HTTPClientError", "IncompleteReadError", "ResponseParserError"}
 _jitter = random.SystemRandom()  # leaves the seeded generators of a run alone
 
 
@@ -57,17 +57,13 @@ def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
     return next((number for number in numbers if isinstance(number, int)), None), None
 
 
-def is_transient(error: Exception) -> bool:
-    """Return whether a retry of the same request may succeed."""
+def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
+    """Return whether a retry of the same request may succeed; without an HTTP status, by the exception's type."""
     status, code = http_status_and_code(error)
     if status is not None:
         transient = status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES
         return transient and status not in _PERMANENT_STATUS
-    if isinstance(error, _PERMANENT):
-        return False
-    if isinstance(error, (OSError, EOFError, asyncio.TimeoutError)):
-        return True
-    return any(kind.__name__ in _RETRY_NAMES for kind in type(error).__mro__)
+    return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
 
 
 def redact(text: str) -> str:
@@ -84,39 +80,33 @@ def describe(error: BaseException) -> str:
     return f"{name}: {getattr(error, 'strerror', None) or error}"
 
 
-class RetryPolicy:
-    """Retries the requests of one operation until they succeed, fail for good or are cancelled; PARALLEL at a time."""
+async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
+    """Return the result of a job, which is cancelled at the time.monotonic() `end`; that may move meanwhile.
 
-    def __init__(self) -> None:
-        self.last_error: Exception | None = None  # that was retried
-        self._requests = asyncio.Semaphore(PARALLEL)
-
-    async def __call__(self, request: Callable[[], Awaitable[T]], size: int = 0) -> T:
-        """Return the result of a request that moves `size` bytes."""
-        backoff = INITIAL_BACKOFF_S
-        while True:
-            try:
-                async with self._requests:
-                    return await asyncio.wait_for(request(), REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH)
-            except Exception as error:  # every filesystem raises types of its own
-                if not is_transient(error):
-                    raise
-                # One line per operation, since all parts of a large file fail together.
-                log.log(logging.DEBUG if self.last_error else logging.INFO, "retrying: %s", redact(describe(error)))
-                self.last_error = error
-            await asyncio.sleep(backoff * _jitter.uniform(0.5, 1))
-            backoff = min(2 * backoff, MAX_BACKOFF_S)
-
-
-async def gather(jobs: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results of all jobs; if one fails, cancel the others."""
-    tasks = [asyncio.ensure_future(job) for job in jobs]
+    Raises:
+        TimeoutError: it was cancelled.
+    """
+    task = asyncio.ensure_future(job)
     try:
-        return await asyncio.gather(*tasks)
+        while not task.done() and (left := end() - time.monotonic()) > 0:
+            await asyncio.wait([task], timeout=min(left, DEADLINE_CHECK_S))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        task.cancel()  # which does nothing to one that is done
+        await asyncio.wait([task])
+    if task.cancelled():
+        raise TimeoutError
+    return task.result()
+
+
+def _joined(parts: list[Any], size: int) -> bytes:
+    """Return the bytes of all parts, which fsspec returns together with the errors."""
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    content = b"".join(parts)
+    if len(content) != size:
+        raise EOFError(f"{len(content)} of {size} bytes arrived")
+    return content
 
 
 class RemoteStorage(Storage):
@@ -125,50 +115,50 @@ class RemoteStorage(Storage):
     local = False
 
     def __init__(self, url: str, root: str, fs: Any) -> None:
+        from aiohttp import ClientError  # loaded by those alone who leave the local disk
+
         super().__init__(url, root)
         self.fs = fs
         self.loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
-        self._until = math.inf  # time.monotonic() of the deadline of all operations
+        self.transient: tuple[type[Exception], ...] = (OSError, EOFError, asyncio.TimeoutError, ClientError)
+        self._grace = (-math.inf, math.inf)  # its begin and end by time.monotonic()
 
     def set_deadline(self, seconds: float) -> None:
-        self._until = time.monotonic() + seconds
+        self._grace = (time.monotonic(), time.monotonic() + seconds)
 
     def read(self, name: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
         path = self._path(name)
         size = self._info(path)["size"] if expected_size is None else expected_size
         if size is None:  # a web server that sends no Content-Length
-            return bytes(self._request("read", "cat_file", path, end=limit))
-        size = size if limit is None else min(size, limit)
-
-        ranges = [(start, min(start + PART, size)) for start in range(0, size, PART)]
-        parts = self._run("read", path, lambda retry: gather(self._range(retry, path, *part) for part in ranges), size)
-        return b"".join(parts)
+            return bytes(self._request("read", path, "cat_file", path, end=limit))
+        return b"".join(self._parts(path, size if limit is None else min(size, limit), PARALLEL * PART))
 
     def chunks(self, name: str, step: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
         path = self._path(name)
-        size = self._info(path)["size"] if expected_size is None else expected_size
-        for start in range(0, size, step):
-            end = min(start + step, size)
-            yield self._run("read", path, partial(self._range, path=path, start=start, end=end), end - start)
+        return self._parts(path, self._info(path)["size"] if expected_size is None else expected_size, step)
 
     def write(self, name: str, content: Content) -> None:
-        path, data = self._path(name), memoryview(content).cast("B")
-        self._run("write", path, lambda retry: self._write(retry, path, data), len(data))
+        path, data = self._path(name), bytes(content)
+        self._request("write", path, "pipe_file", path, data, size=len(data))
 
     def put_if_absent(self, name: str, content: Content) -> bool:
         path, data = self._path(name), bytes(content)
         if self.size(name) is not None:
             return False
-
-        async def operation(retry: RetryPolicy) -> bool:
-            try:
-                await retry(lambda: self._put_if_absent(path, data), len(data))
-            except FileExistsError:
+        method = self.fs._pipe_file if self.fs.async_impl else self.fs.pipe_file
+        exclusive: dict[str, Any] = {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
+        try:
+            self._request("create", path, "pipe_file", path, data, size=len(data), **exclusive)
+        except OSError as error:
+            status = http_status_and_code(error)[0]
+            if status == 501:  # a store without conditional writes
+                self.write(name, content)
+            elif isinstance(error, FileExistsError) or status == 412:
                 # It may be this call's own, by a request whose answer was lost; HTTP clients retry a PUT as well.
-                return await retry(lambda: self._call("cat_file", path)) == data
-            return True
-
-        return self._run("create", path, operation, len(data))
+                return self.read(name) == data
+            else:
+                raise
+        return True
 
     def size(self, name: str) -> int | None:
         with suppress(FileNotFoundError):
@@ -179,7 +169,7 @@ class RemoteStorage(Storage):
 
     def list(self) -> list[str]:
         try:
-            entries = self._request("list", "ls", self.root, detail=False)
+            entries = self._request("list", self.root, "ls", self.root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         own = self.root.strip("/")
@@ -187,73 +177,85 @@ class RemoteStorage(Storage):
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        self._run("delete", path, lambda retry: self._delete(retry, path))
+        if self._request("delete", path, "exists", path):
+            with suppress(FileNotFoundError):  # a lost answer: the retry finds nothing
+                self._request("delete", path, "rm", path, recursive=True)
 
     def _info(self, path: str) -> dict[str, Any]:
-        return dict(self._request("look at", "info", path))
+        return dict(self._request("look at", path, "info", path))
 
-    def _request(self, what: str, method: str, path: str, **kwargs: Any) -> Any:
-        """Run an operation that is one request and moves few bytes."""
-        return self._run(what, path, lambda retry: retry(lambda: self._call(method, path, **kwargs)))
+    def _parts(self, path: str, size: int, step: int) -> Iterator[bytes]:
+        """Read the first `size` bytes of a file, `step` at a time, of which each PART is a request."""
+        for start in range(0, size, step):
+            end = min(start + step, size)
+            starts = list(range(start, end, PART))
+            ranges = ([path] * len(starts), starts, [*starts[1:], end])
+            yield self._request("read", path, "cat_ranges", *ranges, size=end - start)
 
-    def _run(self, what: str, path: str, operation: Callable[[RetryPolicy], Awaitable[T]], size: int = 0) -> T:
-        """Run an operation that moves `size` bytes until it ends or its deadline passes."""
+    def _request(
+        self, what: str, path: str, method: str, *args: Any, size: int = 0, seconds: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method of the filesystem that moves `size` bytes, until it succeeds, fails for good or the deadline.
+
+        Args:
+            what, path: for the message of an error.
+            seconds: another deadline than OPERATION_DEADLINE_S.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError, FileExistsError: as the filesystem says.
+            StorageError: any other error, or the deadline has passed.
+        """
         self.fs.invalidate_cache()  # of listings: other processes write here as well
-        retry, start = RetryPolicy(), time.monotonic()
-        end = start + OPERATION_DEADLINE_S + size / MIN_BANDWIDTH
+        start, seconds = time.monotonic(), (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
+        deadline, errors = self._end(seconds, share=1), deque[Exception](maxlen=1)
 
-        async def bounded() -> T:
-            task = asyncio.ensure_future(operation(retry))
-            while not task.done() and (left := min(end, self._until) - time.monotonic()) > 0:
-                await asyncio.wait([task], timeout=min(left, DEADLINE_CHECK_S))
-            task.cancel()  # which does nothing to one that is done
-            await asyncio.wait([task])
-            if task.cancelled():
-                raise TimeoutError
-            return task.result()
+        async def call() -> Any:
+            result = await within(self._call(method, *args, **kwargs), self.end_of_request(size))
+            return _joined(result, size) if method == "cat_ranges" else result
 
         try:
-            # This timeout is for an event loop that hangs; the cleanup after a failure takes some time as well.
-            return fsspec.asyn.sync(self.loop, bounded, timeout=end - start + 2 * REQUEST_TIMEOUT_S)
+            # The timeout is for an event loop that hangs.
+            retrying = self._retry(call, errors)
+            return fsspec.asyn.sync(self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S)
         except Exception as error:
-            is_missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
-            if is_missing and http_status_and_code(error)[1] != "NoSuchBucket":
+            known = isinstance(error, (FileNotFoundError, NotADirectoryError, FileExistsError))
+            if known and http_status_and_code(error)[1] != "NoSuchBucket":
                 raise
             timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # FSTimeoutError is one
-            cause = describe((timed_out and retry.last_error) or error)
+            cause = describe(errors[-1] if timed_out and errors else error)
             tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
             raise StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
+
+    async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
+        """Return the result of a call, repeated after transient errors, each of which is put into `errors`."""
+        backoff = INITIAL_BACKOFF_S
+        while True:
+            try:
+                return await call()
+            except Exception as error:  # every filesystem raises types of its own
+                if not is_transient(error, self.transient):
+                    raise
+                log.log(logging.DEBUG if errors else logging.INFO, "retrying: %s", redact(describe(error)))
+                errors.append(error)
+            with suppress(TimeoutError):
+                await within(asyncio.Event().wait(), self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE))
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.fs.async_impl:
             return await getattr(self.fs, f"_{method}")(*args, **kwargs)
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
 
-    async def _range(self, retry: RetryPolicy, path: str, start: int, end: int) -> bytes:
-        async def request() -> bytes:
-            content = await self._call("cat_file", path, start=start, end=end)
-            if len(content) != end - start:
-                raise EOFError(f"{len(content)} of {end - start} bytes arrived")
-            return content
+    def _end(self, seconds: float, share: float) -> Callable[[], float]:
+        """Return when a wait of `seconds` from now ends, which gets a `share` of a grace period's rest at most."""
+        start = time.monotonic()
 
-        return await retry(request, end - start)
+        def end() -> float:
+            begin, until = max(start, self._grace[0]), self._grace[1]
+            return min(start + seconds, begin + (until - begin) * share)
 
-    async def _write(self, retry: RetryPolicy, path: str, content: memoryview) -> None:
-        await retry(lambda: self._call("pipe_file", path, bytes(content)), len(content))
+        return end
 
-    async def _put_if_absent(self, path: str, content: bytes) -> None:
-        """Write the file unless it exists.
-
-        Raises:
-            FileExistsError: it exists.
-        """
-        method = self.fs._pipe_file if self.fs.async_impl else self.fs.pipe_file
-        exclusive = {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
-        await self._call("pipe_file", path, content, **exclusive)
-
-    async def _delete(self, retry: RetryPolicy, path: str) -> None:
-        async def request() -> None:
-            if await self._call("exists", path):
-                await self._call("rm", path, recursive=True)
-
-        await retry(request)
+    def end_of_request(self, size: int) -> Callable[[], float]:
+        """Return when a request that moves `size` bytes and begins now times out; `set_deadline` moves that."""
+        return self._end(REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH, REQUEST_SHARE)

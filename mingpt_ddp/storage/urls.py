@@ -1,7 +1,5 @@
 """Open the storage at a URL, and check URLs in a configuration."""
 
-from typing import Any
-
 import fsspec
 from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
@@ -12,8 +10,6 @@ from mingpt_ddp.storage.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
 S3 = ("s3", "s3a")
-# Endpoint, credentials and region come from the environment and files that all AWS tools read; `RetryPolicy` retries.
-S3_OPTIONS: dict[str, Any] = {"config_kwargs": {"retries": {"max_attempts": 0}}}
 READ_ONLY = ("http", "https")
 
 
@@ -39,9 +35,8 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
 def open_storage(url: str) -> Storage:
     """Return the storage at a directory or any fsspec URL; no request is sent yet."""
     url = url.rstrip("/") or url
-    options = S3_OPTIONS if split_protocol(url)[0] in S3 else {}
     # An instance of its own, so that its cache of listings is never older than the last request made here.
-    fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, **options)
+    fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
-    return S3Storage(url, root, fs) if options else RemoteStorage(url, root, fs)
+    return (S3Storage if split_protocol(url)[0] in S3 else RemoteStorage)(url, root, fs)

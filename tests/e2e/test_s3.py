@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -251,6 +252,55 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
     threading.Timer(1.0, proxy.heal).start()
     storage.write("file", b"new")  # begins while the store is still down
     assert storage.read("file") == b"new"
+
+
+@pytest.fixture(params=["accepts and never answers", "does not accept"])
+def black_hole(request):
+    """A port of this machine that answers no request, or not even a connection."""
+    with socket.socket() as listening, socket.socket() as one, socket.socket() as other:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0 if request.param == "does not accept" else 50)
+        for waiting in (one, other) if request.param == "does not accept" else ():  # they fill its queue
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]
+
+
+@pytest.mark.parametrize("call", ["write", "write a large file", "read", "chunks", "size", "list", "delete", "create"])
+def test_a_black_hole_ends_at_the_deadline(call, url, seaweed, black_hole, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.environment(black_hole)["AWS_ENDPOINT_URL"])
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
+    storage = open_storage(url)
+    calls = {
+        "write": lambda: storage.write("file", b"x"),
+        "write a large file": lambda: storage.write("file", LARGE),
+        "read": lambda: storage.read("file"),
+        "chunks": lambda: list(storage.chunks("file")),
+        "size": lambda: storage.size("file"),
+        "list": storage.list,
+        "delete": lambda: storage.delete("file"),
+        "create": lambda: storage.put_if_absent("file", b"x"),
+    }
+    start = time.monotonic()
+    with pytest.raises(StorageError, match=rf"^cannot [a-z ]+ {url}\S*: [^\n]*$"):
+        calls[call]()
+    assert time.monotonic() - start < 10  # seconds: the client's own timeouts are 15 s and more, five times
+
+
+def test_a_grace_period_retries_what_stalls_sooner(url, proxy, monkeypatch):
+    """A request that was sent before a preemption, and would not time out before the process is killed."""
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 60.0)
+    storage = open_storage(url)
+    storage.write("other", b"connected")
+    proxy.rules = [Rule(PUT, Fault.STALL)]
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(storage.write, "file", b"content")
+        while not proxy.rules[0].hits:
+            time.sleep(0.01)
+        storage.set_deadline(8.0)
+        writing.result(timeout=30)
+    assert storage.read("file") == b"content"
 
 
 def test_no_permission_is_reported_at_once(url, proxy):
