@@ -1,6 +1,8 @@
 """Small tensors are fastest on one thread, and a torch that is already loaded does not look at this again."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -10,6 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
     directory = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
+# The tests' runs encode texts once, and leave the user's cache alone.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

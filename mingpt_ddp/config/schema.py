@@ -146,12 +146,13 @@ class DataConfig(UserCodeConfig):
     stride: PositiveInt | None  # characters between the starts of two windows; null: block_size
     train_split: Annotated[float, Bounds(gt=0, lt=1)]  # fraction of the text, from its start, to train on
     truncate: Annotated[float, Bounds(gt=0, le=1)]  # fraction of the text, from its start, to use at all
-    cache_dir: str  # local directory of downloads and encoded texts
+    cache_dir: str | None  # local directory of downloads and encoded texts; null: the user's cache directory
     reader: str | None = field(default=None, kw_only=True)  # a registered function from `path` to text; null: UTF-8
 
     def __post_init__(self) -> None:
         _check_url("data.path", self.path)
-        _check_directory("data.cache_dir", self.cache_dir)
+        if self.cache_dir is not None:
+            _check_directory("data.cache_dir", self.cache_dir)
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
         check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
 

@@ -42,7 +42,7 @@ def prepare(config: DataConfig) -> EncodedText:
     Raises:
         DataError: the text cannot be read, has another SHA-256 than `data.sha256`, or is not a text to learn from.
     """
-    cache = Path(config.cache_dir)
+    cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
     try:
         open_text = _source(config, cache)
         sha256 = _checked_sha256(open_text, config)
@@ -67,6 +67,12 @@ def prepare(config: DataConfig) -> EncodedText:
             return _read_cache(directory, sha256) or _encode(open_text, directory, sha256, config.path)
     except OSError as error:
         raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}") from error
+
+
+def user_cache() -> Path:
+    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp where that variable holds no absolute path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mingpt_ddp"
 
 
 def _source(config: DataConfig, cache: Path) -> OpenBytes:

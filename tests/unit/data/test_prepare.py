@@ -37,6 +37,22 @@ def text_of(encoded: EncodedText) -> str:
     return "".join(encoded.vocabulary[token] for token in tokens_of(encoded))
 
 
+@pytest.mark.parametrize(
+    ("variable", "expected"), [("{tmp}/xdg", "xdg/mingpt_ddp"), ("relative", "home/.cache/mingpt_ddp"), (None, None)]
+)
+def test_the_cache_is_the_users_by_default(variable, expected, settings, tmp_path, monkeypatch):
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("XDG_CACHE_HOME", variable.format(tmp=tmp_path))
+    encoded = prepare(replace(settings(LINE), cache_dir=None))
+    assert Path(encoded.directory).parent == tmp_path / (expected or "home/.cache/mingpt_ddp")
+    assert text_of(encoded) == LINE
+    assert os.listdir() == []
+
+
 def test_python_docs_is_there_without_a_download(settings):
     text = preparing.python_docs()
     assert 460_000 <= len(text) <= 510_000
