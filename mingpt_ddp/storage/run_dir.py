@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 10.0  # processes of the last attempt that were killed may take a moment to exit
 RESULT = "result.json"
 PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..lease-*.partial", ".hydra/.*.partial")
+# What a run writes into without replacing it: a symbolic link there could lead to any file.
+WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.jsonl", "tensorboard", "tensorboard/*")
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
@@ -65,11 +67,16 @@ class RunDirectory:
         """Create the directory if needed, lock it with flock, and delete partial files of an owner that was killed.
 
         Raises:
-            RunError: another process has locked it, or it cannot be written to.
+            RunError: another process has locked it, it cannot be written to, or a symbolic link is in it where a run
+                writes.
         """
         self.path = path
         self._locks = [acquire_lock(path, wait_s)]
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
+        for entry in [*path.glob("*"), *path.glob("tensorboard/*")]:
+            if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
+                self.release()
+                raise RunError(f"{entry} is a symbolic link, which a run does not follow; remove it")
         for pattern in PARTIAL_FILES:
             for partial in path.glob(pattern):
                 partial.unlink(missing_ok=True)

@@ -84,6 +84,26 @@ def test_released_directories_can_be_locked_again(tmp_path):
         RunDirectory(tmp_path / "run", wait_s=0).release()
 
 
+@pytest.mark.parametrize(
+    "name", ["main.rank0.log", "main.rank3.log", "metrics.jsonl", "tensorboard", "tensorboard/rank0", ".hydra"]
+)
+@pytest.mark.parametrize("target", ["precious", "nowhere"])
+def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / ".config.partial").write_text("mine")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / target)
+    for _ in range(2):  # the refusal releases the lock
+        with pytest.raises(RunError) as error:
+            RunDirectory(tmp_path / "run", wait_s=0)
+        assert str(error.value) == f"run error: {link} is a symbolic link, which a run does not follow; remove it"
+    assert os.listdir(tmp_path / "precious") == [".config.partial"]
+    assert not (tmp_path / "nowhere").exists()
+    link.unlink()
+    RunDirectory(tmp_path / "run", wait_s=0).release()
+
+
 def test_the_target_of_a_symbolic_link_is_not_touched(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("mine")
