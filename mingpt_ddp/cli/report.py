@@ -9,6 +9,7 @@ Each directory is a run, or holds runs one or two levels below. Jobs that are no
 from pathlib import Path
 
 from mingpt_ddp.cli.arguments import run_command
+from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.report import PAGE, report
 
@@ -22,6 +23,7 @@ def _command(words: list[str]) -> int:
     for word in words:
         if word.startswith("-"):
             raise RunError(f"{word} is not an option; name the directories of runs")
+        refuse_credentials("URL", word)
         if "://" in word:
             raise RunError(f"{word} is not a local directory; only snapshots may be elsewhere, not runs' directories")
     directories = [Path(word) for word in words]

@@ -158,7 +158,7 @@ def _shown(value: Any) -> str:
 
 def refuse_credentials(key: str, text: str) -> None:
     """Refuse a URL that contains a secret, in an error that does not show it: configurations are logged and saved."""
-    password = re.search(r"(?<!github:)//[^/\s,:@]*:[^/\s,@]*@", text)
+    password = re.search(r"(?<!github:)//[^/\s,:@]*:[^/\s,@]*@|https?://[^/?#\s,@]*@", text)  # a token needs no colon
     secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
     if "://" in text and (password or secret):
         raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")
