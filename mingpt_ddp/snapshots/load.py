@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Iterator, Sequence
 
-from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
+from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import KINDS, MAX_CONFIG_CHARS, CorruptSnapshotError, Snapshot, step_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import load_yaml
-from mingpt_ddp.storage.urls import open_storage
+from mingpt_ddp.storage.urls import check_url, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -16,13 +16,14 @@ def candidate_stores(url: str) -> Iterator[SnapshotStore]:
     """Yield the stores that may hold the snapshots of a run directory or of a directory of snapshots.
 
     Raises:
-        SnapshotError: one of their URLs has a protocol that is not installed here.
+        SnapshotError: one of their URLs cannot be opened here.
     """
     for candidate in (f"{url}/snapshots", url, *_recorded_urls(url)):
         try:
-            yield SnapshotStore(candidate)
-        except (ImportError, ValueError) as error:  # the run was on another machine
-            raise SnapshotError(f"cannot look for snapshots at {candidate}: {error}") from error
+            check_url(candidate, "URL")
+        except ConfigError as error:  # the run was on another machine
+            raise SnapshotError(f"cannot look for snapshots: {error.args[0]}") from error
+        yield SnapshotStore(candidate)
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:

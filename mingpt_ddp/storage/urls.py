@@ -1,11 +1,14 @@
 """Open the storage at a URL, and check URLs in a configuration."""
 
+from contextlib import suppress
+
 import fsspec
 from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
-from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.remote import RemoteStorage
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.errors import ConfigError, StorageUnavailableError
+from mingpt_ddp.storage.remote import RemoteStorage, describe, redact
 from mingpt_ddp.storage.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
@@ -14,17 +17,21 @@ READ_ONLY = ("http", "https")
 
 
 def check_url(url: str, key: str, writable: bool = False) -> None:
-    """Refuse a URL whose protocol is unknown or not installed, or, if `writable`, read-only.
+    """Refuse a URL whose protocol is unknown, not installed, needs more than a URL or, if `writable`, is read-only.
 
     Raises:
         ConfigError: naming `key`, the configuration key that holds the URL.
     """
+    check("://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} names nothing; give a path after it")
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
         if writable and protocol in READ_ONLY:
             raise ConfigError(f"{key}={url}: {protocol}:// is read-only; use a directory or an object store")
         try:
             fsspec.get_filesystem_class(protocol)
+            if "::" not in url:
+                with suppress(StorageUnavailableError):  # reported where the URL is used
+                    open_storage(url, key)
         except ValueError as error:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
@@ -32,11 +39,22 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
             raise ConfigError(f"{key}={url}: {protocol}:// is not installed; pip install '{package}'") from error
 
 
-def open_storage(url: str) -> Storage:
-    """Return the storage at a directory or any fsspec URL; no request is sent yet."""
+def open_storage(url: str, key: str = "URL") -> Storage:
+    """Return the storage at a directory or any fsspec URL; most protocols send no request yet.
+
+    Raises:
+        ConfigError: its protocol needs more than a URL; the message names `key`.
+        StorageUnavailableError: its protocol sends a request, and the storage does not answer.
+    """
     url = url.rstrip("/") or url
-    # An instance of its own, so that its cache of listings is never older than the last request made here.
-    fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    try:
+        # An instance of its own, so that its cache of listings is never older than the last request made here.
+        fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    except OSError as error:
+        raise StorageUnavailableError(f"cannot open {url}: {redact(describe(error))}") from error
+    except (TypeError, AttributeError, ValueError) as error:  # a filesystem with parameters, or one upon another
+        needs = f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL"
+        raise ConfigError(f"{needs}; use a directory or an object store") from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
     return (S3Storage if split_protocol(url)[0] in S3 else RemoteStorage)(url, root, fs)

@@ -237,6 +237,8 @@ CASES = [
     ("run.root=good.txt", "run error: cannot write to the run directory good.txt/"),
     ("snapshot.path=foo://bar", "config error: snapshot.path=foo://bar: no such protocol as foo://"),
     ("snapshot.path=http://127.0.0.1:9/snapshots", "config error: snapshot.path=http://127.0.0.1:9/snapshots"),
+    ("snapshot.path=reference://x", "config error: snapshot.path=reference://x: reference:// needs more than a URL"),
+    ("run.resume=dir://x", "config error: run.resume=dir://x: dir:// needs more than a URL; use a directory or"),
     ("run.resume=foo://bar", "config error: run.resume=foo://bar: no such protocol as foo://"),
     ("run.resume=nowhere", "snapshot error: there is no whole snapshot at nowhere"),
     # Texts
@@ -352,6 +354,7 @@ URLS_WITH_SECRETS = [
     ("data.path", '"https://example.com/text.txt?token=hunter2"'),
     ("snapshot.path", "s3://key:hunter2@bucket/snapshots"),
     ("run.resume", "https://user:hunter2@example.com/run"),
+    ("data.path", "http://hunter2@example.com/text.txt"),  # a token alone
 ]
 
 

@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, StorageUnavailableError
 from mingpt_ddp.storage import remote
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.storage import atomic_write
@@ -252,6 +252,32 @@ def test_unknown_protocol(url):
     with pytest.raises(ConfigError) as error:
         check_url(url, "data.path")
     assert str(error.value) == f"config error: data.path={url}: no such protocol as foo://"
+
+
+@pytest.mark.parametrize("url", ["reference://x", "dir://x", "github://x", "dbfs://x", "filecache://x"])
+def test_a_protocol_that_needs_more_than_a_url(url):
+    protocol = url.split(":")[0]
+    with pytest.raises(ConfigError) as error:
+        check_url(url, "snapshot.path")
+    assert str(error.value) == (
+        f"config error: snapshot.path={url}: {protocol}:// needs more than a URL; use a directory or an object store"
+    )
+    with pytest.raises(ConfigError, match=f"^config error: URL={url}: "):
+        open_storage(url)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://", "dir://"])
+def test_a_protocol_alone(url):
+    with pytest.raises(ConfigError, match=f"snapshot.path={url} names nothing; give a path after it"):
+        check_url(url, "snapshot.path")
+
+
+def test_a_storage_that_does_not_answer_while_it_is_opened():
+    """FTP, for one, connects at once."""
+    url = "ftp://127.0.0.1:1/x"
+    check_url(url, "snapshot.path")
+    with pytest.raises(StorageUnavailableError, match=rf"^storage error: cannot open {url}: Connection[^\n]*$"):
+        open_storage(url)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "s3a://bucket/x", "simplecache::s3://bucket/x"])
