@@ -60,10 +60,9 @@ def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
 def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
     """Return whether a retry of the same request may succeed; without an HTTP status, by the exception's type."""
     status, code = http_status_and_code(error)
-    if status is not None:
-        transient = status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES
-        return transient and status not in _PERMANENT_STATUS
-    return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
+    if status is None:
+        return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
+    return (status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES) and status not in _PERMANENT_STATUS
 
 
 def redact(text: str) -> str:
@@ -100,13 +99,11 @@ async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
 
 def _joined(parts: list[Any], size: int) -> bytes:
     """Return the bytes of all parts, which fsspec returns together with the errors."""
-    for part in parts:
-        if isinstance(part, Exception):
-            raise part
-    content = b"".join(parts)
-    if len(content) != size:
-        raise EOFError(f"{len(content)} of {size} bytes arrived")
-    return content
+    if errors := [part for part in parts if isinstance(part, Exception)]:
+        raise errors[0]
+    if (length := sum(map(len, parts))) != size:
+        raise EOFError(f"{length} of {size} bytes arrived")
+    return b"".join(parts)
 
 
 class RemoteStorage(Storage):
@@ -177,9 +174,8 @@ class RemoteStorage(Storage):
 
     def delete(self, name: str) -> None:
         path = self._path(name)
-        if self._request("delete", path, "exists", path):
-            with suppress(FileNotFoundError):  # a lost answer: the retry finds nothing
-                self._request("delete", path, "rm", path, recursive=True)
+        with suppress(FileNotFoundError):
+            self._request("delete", path, "rm", path, recursive=True)
 
     def _info(self, path: str) -> dict[str, Any]:
         return dict(self._request("look at", path, "info", path))

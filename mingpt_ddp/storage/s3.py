@@ -1,17 +1,12 @@
 """Objects in a bucket of S3 or a compatible store, by s3fs's own requests, uploads in parts and retries."""
 
-import logging
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from mingpt_ddp.storage import remote
 from mingpt_ddp.storage.remote import RemoteStorage, within
 from mingpt_ddp.storage.storage import Content
-
-log = logging.getLogger(__name__)
-
-MAX_PARTS = 10_000  # of one multipart upload
-RETRIES = 3  # by s3fs, of one request: enough for a part that is unlucky, while an outage soon shows its error
 
 
 class S3Storage(RemoteStorage):
@@ -34,18 +29,19 @@ class S3Storage(RemoteStorage):
             """Ends each request in time: no timeout of aiohttp's or botocore's holds while a request is sent."""
 
             async def send(self, request: Any) -> Any:
-                size = int(request.headers.get("Content-Length", remote.PART))
-                return await within(super().send(request), storage.end_of_request(size))
+                end = storage.end_of_request(int(request.headers.get("Content-Length", remote.PART)))
+                return await within(super().send(request), end)
 
+        # As many retries as an unlucky part needs: an outage soon shows its error. botocore's are for 500, 502 and 504.
         fs.config_kwargs |= {"http_session_cls": Session, "retries": {"max_attempts": 1}}
-        fs.retries, fs.max_concurrency = RETRIES, remote.PARALLEL
+        fs.retries, fs.max_concurrency = 3, remote.PARALLEL
 
     def write(self, name: str, content: Content) -> None:
-        data = memoryview(content).cast("B")
-        chunk = max(remote.PART, -(-len(data) // MAX_PARTS))  # s3fs sends less than two of them in one request
+        path, data = self._path(name), memoryview(content).cast("B")
+        # S3 takes 10,000 parts at most; s3fs sends less than two of them in one request.
+        chunk = max(remote.PART, -(-len(data) // 10_000))
         sliced = bytes(data) if len(data) < 2 * chunk else _Parts(data)
-        path, size = self._path(name), len(data)
-        send = partial(self._request, "write", path, "pipe_file", path, sliced, chunksize=chunk, size=size)
+        send = partial(self._request, "write", path, "pipe_file", path, sliced, chunksize=chunk, size=len(data))
         try:
             send()
         except FileNotFoundError:
@@ -69,13 +65,11 @@ class S3Storage(RemoteStorage):
         """
         bucket, key, _ = self.fs.split_path(path)
         request = partial(self._request, "abort uploads of", path, seconds=remote.REQUEST_TIMEOUT_S)
-        try:
+        with suppress(OSError):  # listing uploads takes a permission that not everybody has
             listed = request("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
             for upload in listed.get("Uploads", []):
                 if f"{upload['Key']}/".startswith(f"{key}/"):
                     request("abort_mpu", bucket, upload["Key"], upload["UploadId"])
-        except OSError as error:  # listing uploads takes a permission that not everybody has
-            log.debug("%s", error)
 
 
 class _Parts:

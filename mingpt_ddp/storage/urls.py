@@ -13,7 +13,7 @@ from mingpt_ddp.storage.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
 S3 = ("s3", "s3a")
-READ_ONLY = ("http", "https")
+INSTEAD = "use a directory or an object store"
 
 
 def check_url(url: str, key: str, writable: bool = False) -> None:
@@ -25,8 +25,8 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
     check("://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} names nothing; give a path after it")
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
-        if writable and protocol in READ_ONLY:
-            raise ConfigError(f"{key}={url}: {protocol}:// is read-only; use a directory or an object store")
+        is_read_only = protocol in ("http", "https")
+        check(not (writable and is_read_only), f"{key}={url}: {protocol}:// is read-only; {INSTEAD}")
         try:
             fsspec.get_filesystem_class(protocol)
             if "::" not in url:
@@ -51,10 +51,9 @@ def open_storage(url: str, key: str = "URL") -> Storage:
         # An instance of its own, so that its cache of listings is never older than the last request made here.
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except OSError as error:
-        raise StorageUnavailableError(f"cannot open {url}: {redact(describe(error))}") from error
+        raise StorageUnavailableError(redact(f"cannot open {url}: {describe(error)}")) from error
     except (TypeError, AttributeError, ValueError) as error:  # a filesystem with parameters, or one upon another
-        needs = f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL"
-        raise ConfigError(f"{needs}; use a directory or an object store") from error
+        raise ConfigError(f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL; {INSTEAD}") from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
     return (S3Storage if split_protocol(url)[0] in S3 else RemoteStorage)(url, root, fs)
