@@ -62,6 +62,7 @@ class ExportConfig:
     step: int | None = None  # null: the newest
 
     def __post_init__(self) -> None:
+        refuse_credentials("to", self.to)
         check(bool(self.to.strip()) and "://" not in self.to, f"to={self.to} must be a new local directory")
 
 
@@ -236,7 +237,6 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
 
 def export(config: ExportConfig) -> int:
     """Write the weights and their description to a directory that appears complete or not at all."""
-    refuse_credentials("to", config.to)
     target = Path(config.to)
     check(not os.path.lexists(target), f"to={config.to} is there already; name a new directory")
     snapshot = load(config.url if config.step is None else _step_url(config.url, config.step), kinds=("model",))

@@ -295,6 +295,8 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
         (["list", "x", "keep_last=1"], "config error: keep_last is not a key"),
         (["verify", "nosuch://x"], "config error: URL=nosuch://x: no such protocol"),
         (["verify", "s3://a:b@c/d"], "config error: URL holds credentials"),
+        (["export", "nowhere", "to=s3://a:b@c/d"], "config error: to holds credentials"),
+        (["list", "dir://x"], "config error: URL=dir://x: dir:// needs more than a URL"),
         (["prune", "x"], "config error: keep_last is missing"),
         (["prune", "x", "keep_last=0"], "config error: keep_last=0 must be at least 1"),
         (["prune", "x", "keep_last=1", "keep_best=1"], "config error: keep_best=1 must be true or false"),

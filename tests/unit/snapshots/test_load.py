@@ -80,3 +80,19 @@ def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
         assert (found.url, listed) == (store.url, steps)
     with pytest.raises(SnapshotError, match="there are no snapshots at"):
         find_steps(f"{store.url}/step_00000005")
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("reference://x", "reference:// needs more than a URL; use a directory or an object store"),
+        ("nosuch://x", "no such protocol as nosuch://"),
+    ],
+)
+def test_a_recorded_url_that_cannot_be_opened_is_one_line(path, reason, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(json.dumps({"run": {"name": "run"}, "snapshot": {"path": path}}))
+    with pytest.raises(SnapshotError) as error:
+        find_steps(str(run))
+    assert str(error.value) == f"snapshot error: cannot look for snapshots: URL={path}/run: {reason}"

@@ -550,13 +550,16 @@ def test_it_says_where_the_page_is(tmp_path, call):
         ("nothing", "nothing is not a directory"),
         ("--open", "--open is not an option"),
         ("s3://bucket/run", "s3://bucket/run is not a local directory"),
+        ("s3://key:hunter2@bucket/run", "URL holds credentials"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, call, word, message):
     monkeypatch.chdir(tmp_path)
     code, out, error = call(word)
     assert (code, out) == (2, "")
-    assert error.startswith(f"run error: {message}; " if word == "nothing" else f"run error: {message}")
+    kind = "config" if "credentials" in message else "run"
+    assert error.startswith(f"{kind} error: {message}; " if word == "nothing" else f"{kind} error: {message}")
+    assert "hunter2" not in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
