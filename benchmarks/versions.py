@@ -141,8 +141,7 @@ def recovery(checkout: Checkout) -> float:
     # A step takes 20 ms or so: the run lasts until it is killed here.
     process, run = checkout.train(*TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2")
     await_step(process, run, 35)
-    # A worker's own children inherit its environment, so that the first process of rank 1 is the worker.
-    worker = next(pid for pid in family(process.pid) if environ(pid).get("RANK") == "1")
+    worker = next(pid for pid in family(process.pid) if has_open(pid, "/main.rank1.log"))
     died = last_step(run)
     begin = time.perf_counter()
     os.kill(worker, signal.SIGKILL)
@@ -153,12 +152,12 @@ def recovery(checkout: Checkout) -> float:
     return seconds
 
 
-def environ(pid: int) -> dict[str, str]:
+def has_open(pid: int, name: str) -> bool:
+    """Return whether a process has a file open whose path ends like this."""
     try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return {}
-    return dict(pair.decode(errors="replace").split("=", 1) for pair in pairs if b"=" in pair)
+        return any(os.readlink(path).endswith(name) for path in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # gone meanwhile
+        return False
 
 
 def to_loss(checkout: Checkout) -> float:

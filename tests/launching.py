@@ -80,7 +80,7 @@ class Job:
         self.started.append(self)
 
     def workers(self) -> list[int]:
-        return children(self.process.pid)
+        return workers(self.process.pid)
 
     def kill_worker(self, index: int) -> None:
         os.kill(self.workers()[index], signal.SIGKILL)
@@ -114,6 +114,31 @@ def children(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def workers(launcher: int) -> list[int]:
+    """The workers of torchrun; or those of `ddp.nproc_per_node`, which a server may have forked; by local rank."""
+    if "torch.distributed" in read(launcher, "cmdline"):
+        return children(launcher)
+    family = [child for parent in [launcher, *children(launcher)] for child in children(parent)]
+    return [pid for pid in family if read(pid, "comm").startswith("rank ")]
+
+
+def read(pid: int, name: str | Path) -> str:
+    """A file of a process below /proc."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError:  # it has ended
+        return ""
+
+
+def open_files(pid: int) -> list[str]:
+    """The paths and sockets that a process has open."""
+    links = []
+    with contextlib.suppress(OSError):  # closed meanwhile, or the process has ended; the next look sees the others
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            links.append(os.readlink(path))
+    return links
 
 
 def is_running(pid: int) -> bool:

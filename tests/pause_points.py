@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from launching import TINY, Job, children, wait_for
+from launching import TINY, Job, open_files, wait_for
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
@@ -98,11 +98,8 @@ class Held:
 
 def worker(job: Job, rank: int) -> int:
     """The process of a rank."""
-    ranks = {}
-    for pid in children(job.process.pid):
-        words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        ranks.update({word.removeprefix("RANK="): pid for word in words if word.startswith("RANK=")})
-    return ranks[str(rank)]
+    log = f"/main.rank{rank}.log"
+    return next(pid for pid in job.workers() if any(path.endswith(log) for path in open_files(pid)))
 
 
 def weights(run: Path, step: int = STEPS) -> bytes:

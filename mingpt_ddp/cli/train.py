@@ -18,8 +18,10 @@ from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, process_start_time, read_env
 from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
+from mingpt_ddp.distributed.fork_server import start_server
+from mingpt_ddp.distributed.launcher import train_on_workers
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
@@ -37,6 +39,8 @@ def main() -> None:
     sweep, exits = Sweep(), ProcessExit()
     try:
         _prepare(exits.env)
+        if exits.env.is_standalone and any(re.match(r"ddp\.nproc_per_node=[1-9]", word) for word in sys.argv):
+            start_server()  # its imports take longer than the composition of the configuration
         with sweep.active():
             directory = str(hydra_utils.config_directory())
             hydra.main(version_base="1.3", config_path=directory, config_name="config")(train)()
@@ -115,7 +119,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     config = hydra_utils.to_config(cfg, HydraConfig.get())
     _check_urls(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
-        return _run_on_local_workers(config, env, sweep)
+        return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
     from mingpt_ddp.distributed.runtime import Runtime  # torch: imported after a mistyped key was reported
     from mingpt_ddp.training.run import run
 
@@ -135,9 +139,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     return sweep.finish_job(run_directory(config), loss, signalled)
 
 
-def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
-    from mingpt_ddp.distributed.launcher import train_on_workers
-
+def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:
     overrides = hydra_utils.worker_overrides()
     config, known_loss = sweep.start_job(config, lambda work: work())
     if known_loss is not None:
@@ -147,7 +149,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep) -> float:
         overrides.append("run.resume=auto")
     directory = run_directory(config)
     overrides.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
-    code, signalled = train_on_workers(config, env, directory, overrides)
+    code, signalled = train_on_workers(config, env, directory, overrides, started_at)
     if code != 0 and not signalled:
         if not hydra_utils.is_multirun():
             exit_process(None, code)

@@ -162,7 +162,7 @@ class DDPConfig:
     """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
 
     strategy: Literal["ddp"]
-    launcher: Literal["elastic", "spawn"]  # what starts nproc_per_node workers: torch's elastic agent or mp.spawn
+    launcher: Literal["forkserver", "spawn"]  # how nproc_per_node workers start: forked, or as new interpreters
     backend: Literal["auto", "nccl", "gloo", "mpi"]  # auto: nccl on GPUs, else gloo, or shared memory on one machine
     timeout_s: Annotated[float, Bounds(ge=1, le=1e7)]  # seconds a rank waits for the others
     nproc_per_node: NonNegativeInt | None  # workers to start on this machine; 0 or null: none, this process trains

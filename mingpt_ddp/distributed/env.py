@@ -9,6 +9,7 @@ from typing import TypeVar
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
+STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,12 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
 
 
 def process_start_time() -> float:
-    """Return when this process began, in seconds since 1970; now, where there is no /proc."""
+    """Return when this process began, or the attempt whose worker it is, in seconds since 1970.
+
+    Where there is no /proc, return the time of now.
+    """
+    if STARTED_AT in os.environ:
+        return float(os.environ[STARTED_AT])
     try:
         return os.stat("/proc/self").st_ctime
     except OSError:

@@ -3,12 +3,15 @@
 import contextlib
 import ctypes
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import util
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
@@ -39,6 +42,8 @@ def exit_process(message: str | None, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
+        if multiprocessing.parent_process() is None:  # multiprocessing removes it only when the interpreter shuts down
+            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     finally:  # in a signal handler any of these may raise
         os._exit(code)
 
@@ -69,7 +74,8 @@ def die_with_parent() -> None:
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        if os.getppid() != parent:  # it died before the call
+        launcher = multiprocessing.parent_process()  # of a forked worker, whose parent is the server that forked it
+        if os.getppid() != parent or (launcher is not None and not launcher.is_alive()):  # it died before the call
             exit_process(None, FAILURE)
     else:
         threading.Thread(target=poll_parent, name="parent-watch", daemon=True).start()

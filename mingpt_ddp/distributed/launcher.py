@@ -1,6 +1,7 @@
 """Start the workers of `ddp.nproc_per_node`, wait for them, and restart them when one dies."""
 
 import contextlib
+import ctypes
 import logging
 import os
 import runpy
@@ -10,23 +11,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.device import choose_device
-from mingpt_ddp.distributed.env import DistEnv, worker_environ
-from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR, exit_process
-from mingpt_ddp.distributed.rendezvous import connect, loopback_store
+from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
+from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
+from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, blocked_signals, new_process, start_server
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
 log = logging.getLogger(__name__)
 
-FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 STORE_LINGER_S = 3.0  # for which the first parent keeps its store after a failure, so that others can read the reason
+EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,24 @@ class WorkerExit:
     signal: int = 0  # that this process received meanwhile
 
 
-def train_on_workers(config: Config, env: DistEnv, directory: Path, overrides: list[str]) -> tuple[int, bool]:
+def train_on_workers(
+    config: Config, env: DistEnv, directory: Path, overrides: list[str], started_at: float
+) -> tuple[int, bool]:
     """Start `ddp.nproc_per_node` workers and wait until they have trained.
 
     Args:
         env: the ranks of the first worker.
         directory: the run's.
         overrides: the command line that composes `config`.
+        started_at: when the work on this run began, in seconds since 1970.
 
     Returns:
         The exit code: 0 after a complete or preempted run, 128 + n where signal n ended it otherwise; and whether this
         process has received a signal, perhaps too late for the run.
 
     Raises:
-        ConfigError: this machine or this batch cannot have so many ranks.
+        ConfigError: WORLD_SIZE is too small for so many workers.
+        RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
     n = config.ddp.nproc_per_node or 0
     if not env.is_rank_zero:
@@ -60,25 +65,36 @@ def train_on_workers(config: Config, env: DistEnv, directory: Path, overrides: l
     world_size = n if env.is_standalone else env.world_size
     if env.rank + n > world_size:
         raise ConfigError(f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more")
-    choose_device(config.trainer, config.ddp, DistEnv(local_rank=n - 1, shares_devices=True))
-    plan_batches(config.trainer, world_size)
-    start = _run_agent if env.is_standalone and config.ddp.launcher != "spawn" else _spawn
-    with _environment(n, local=env.is_standalone):
-        code, interrupted = _run_with_restarts(
-            partial(start, config, replace(env, world_size=world_size), overrides), config.ddp.max_restarts, directory
-        )
-        if code and env.is_rank_zero and not env.is_standalone:
-            time.sleep(STORE_LINGER_S)
+    start_server()
+    from mingpt_ddp.distributed.rendezvous import connect, loopback_store  # torch, which the server imports meanwhile
+
+    first = replace(env, world_size=world_size, has_agent=True)
+    if env.is_standalone:
+        store = loopback_store()  # until this function returns
+        first = replace(first, master_address=("localhost", store.port))
+    elif env.is_rank_zero:
+        connect(env, 0, config.ddp.timeout_s)  # hosts a store that lasts as long as this process
+    attempt = partial(_run_attempt, config, first, overrides)
+    code, interrupted = _run_with_restarts(attempt, started_at, config.ddp.max_restarts, directory)
+    if code and env.is_rank_zero and not env.is_standalone:
+        time.sleep(STORE_LINGER_S)
     return code, interrupted
 
 
-def _run_with_restarts(attempt: Callable[[], WorkerExit], max_restarts: int, directory: Path) -> tuple[int, bool]:
-    """Call `attempt` until it succeeds or a restart cannot help; return as `train_on_workers` does."""
+def _run_with_restarts(
+    attempt: Callable[[float], WorkerExit], started_at: float, max_restarts: int, directory: Path
+) -> tuple[int, bool]:
+    """Call `attempt`, with the time when it began, until it succeeds or a restart cannot help.
+
+    Returns:
+        The same as `train_on_workers`.
+    """
     before = read_result(directory)
     for restart in range(max_restarts + 1):
         if restart:
             log.warning("restart %d of %d", restart, max_restarts)
-        workers = attempt()
+        workers = attempt(started_at)
+        started_at = time.time()
         if workers.signal:
             result = read_result(directory)
             saved = result.get("status") == RunStatus.PREEMPTED or (result and result != before)
@@ -90,110 +106,100 @@ def _run_with_restarts(attempt: Callable[[], WorkerExit], max_restarts: int, dir
     return USER_ERROR if workers.code == EX_TEMPFAIL else FAILURE, False
 
 
-@contextlib.contextmanager
-def _environment(workers: int, local: bool) -> Iterator[None]:
-    """Set the environment variables that workers inherit; afterwards restore them and the signal handlers.
+def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_at: float) -> WorkerExit:
+    """Start the workers once and wait for all of them; other parents may start further ranks.
 
     Args:
-        local: all ranks are on this machine.
+        first: the ranks of the first worker.
+        started_at: when the work on this attempt began, in seconds since 1970.
     """
-    before = dict(os.environ)
-    if local:  # by default gloo and NCCL listen on the address of the host name, which other machines can reach
+    n = config.ddp.nproc_per_node or 0
+    shared = _shared_environ(n, first.is_standalone)
+    environs = [{**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)} for index in range(n)]
+    workers = [new_process(config.ddp.launcher, _worker, environ, overrides) for environ in environs]
+    with _started(workers) as received:
+        code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S)
+    number = received[-1] if received and (code or first.is_standalone) else 0  # not every machine reads result.json
+    return WorkerExit(code, first.rank + index, number)
+
+
+def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
+    """Return the environment variables that are the same for all workers.
+
+    Args:
+        is_local: all ranks are on this machine.
+    """
+    shared = dict(os.environ)
+    if is_local:  # by default gloo and NCCL listen on the address of the host name, which other machines can reach
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store is gone
-    package_parent = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
-    handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+            shared.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    return shared
+
+
+@contextlib.contextmanager
+def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
+    """Start the workers and send them the signals that this process receives; yield the list of those."""
+    received: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for worker in workers:
+            with contextlib.suppress(ProcessLookupError):
+                if worker.pid is not None:
+                    os.kill(worker.pid, number)
+
+    handlers = {number: signal.signal(number, forward) for number in BLOCKED_SIGNALS}
     try:
-        yield
+        with blocked_signals():
+            for worker in workers:
+                worker.start()
+        yield received
     finally:
-        os.environ.clear()
-        os.environ.update(before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _silence(prefix: str) -> None:
-    """Turn off the loggers of torch that repeat what workers have logged."""
-    for name in [prefix, *logging.root.manager.loggerDict]:
-        if name.startswith(prefix):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def _join(workers: list[BaseProcess], timeout_s: float) -> tuple[int, int]:
+    """Wait until all workers have exited. When one fails, end the others.
 
+    After a death by a signal they are killed: there is no failure to report, and no collective can complete.
 
-def _run_agent(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit:
-    """Run one attempt under torch's elastic agent, whose own restarts would repeat a user error as well.
+    Args:
+        timeout_s: for the others to exit before they are killed.
 
-    The rendezvous is torch's "static": "c10d" unpickles what is in the store. It opens a multi-tenant store at the
-    port of the loopback store, and so shares that one's server, which listens on loopback only.
+    Returns:
+        The exit code and the index of the worker that failed; 0, 0 if none has.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    _silence("torch.distributed.elastic")
-    store = loopback_store()
-    endpoint = f"localhost:{store.port}"
-    launch = LaunchConfig(1, 1, env.world_size, run_id="none", rdzv_backend="static", rdzv_endpoint=endpoint)
-    launch.rdzv_configs["rank"] = 0
-    launch.max_restarts = 0
-    launch.signals_to_handle = ",".join(number.name for number in FORWARDED_SIGNALS)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = launch.signals_to_handle
-    launch.shutdown_timeout = round(config.snapshot.grace_seconds) + 5  # seconds; torch 2.9 ignores it and waits 30
-    try:
-        elastic_launch(launch, sys.executable)("-m", "mingpt_ddp", *overrides)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return WorkerExit(failure.exitcode, rank)
-    except SignalException as error:
-        return WorkerExit(signal=error.sigval)
-    return WorkerExit()
+    while True:
+        codes = [worker.exitcode for worker in workers]  # read once: a worker may end at any moment
+        failed = {code: index for index, code in enumerate(codes) if code}
+        if failed or None not in codes:
+            break
+        connection.wait([worker.sentinel for worker, code in zip(workers, codes, strict=True) if code is None])
+    if not failed:
+        return 0, 0
+    code = min(failed, key=lambda code: (code > 0, -code))  # a signal causes others' errors, 2 and 75 others' 1
+    deadline = time.monotonic() + timeout_s
+    for worker in workers:
+        worker.kill() if code < 0 else worker.terminate()
+    for worker in workers:
+        worker.join(max(0, deadline - time.monotonic()))
+        worker.kill()
+        worker.join()
+    return code, failed[code]
 
 
-def _spawn(config: Config, env: DistEnv, overrides: list[str]) -> WorkerExit:
-    """Run one attempt by torch.multiprocessing; other parents may start further ranks.
-
-    A single parent has a store for each attempt. Of several, whose attempts end at different times, the first hosts a
-    store that lasts as long as its process.
-    """
-    from torch import multiprocessing
-
-    _silence("torch.multiprocessing")
-    first = replace(env, has_agent=True)
-    if env.is_standalone:
-        store = loopback_store()  # until this function returns
-        first = replace(first, master_address=("localhost", store.port))
-    elif env.is_rank_zero:
-        connect(env, 0, config.ddp.timeout_s)
-    received = 0
-
-    def forward_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        received = number
-        for process in multiprocessing.active_children():
-            if process.pid is not None:
-                os.kill(process.pid, number)
-
-    for number in FORWARDED_SIGNALS:
-        signal.signal(number, forward_signal)
-    n = config.ddp.nproc_per_node or 0
-    arguments = (os.getpid(), [worker_environ(first, index, n) for index in range(n)], overrides)
-    started = multiprocessing.start_processes(_worker, arguments, nprocs=n, join=False, start_method="spawn")
-    if received:  # before all workers were there
-        forward_signal(received, None)
-    try:
-        while not started.join():
-            pass
-    except (multiprocessing.ProcessExitedException, multiprocessing.ProcessRaisedException) as error:
-        return WorkerExit(getattr(error, "exit_code", FAILURE), env.rank + error.error_index, received)
-    return WorkerExit(signal=received if env.is_standalone else 0)  # not every machine can read result.json
-
-
-def _worker(index: int, parent: int, variables: list[dict[str, str]], overrides: list[str]) -> None:
-    if os.getppid() != parent:  # it died during the imports
-        exit_process(None, FAILURE)
+def _worker(environ: dict[str, str], overrides: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent
-    os.environ.update(variables[index])
+    os.environ.clear()
+    os.environ.update(environ)
+    import torch
+
+    with contextlib.suppress(ValueError):  # a list, one number for each level of parallel regions
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch has read it when the server imported it
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(15, f"rank {environ['RANK']}".encode())  # PR_SET_NAME of <sys/prctl.h>, for ps and top
     sys.argv[1:] = overrides
     runpy.run_module("mingpt_ddp", run_name="__main__")

@@ -72,14 +72,13 @@ def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
 def loopback_store() -> TCPStore:
     """Host a store for local workers: on a free port, reachable from this machine only.
 
-    By itself a TCPStore listens on all interfaces. Another `TCPStore(..., is_master=True, multi_tenant=True)` of this
-    process with the same port shares its server.
+    By itself a TCPStore listens on all interfaces.
     """
     family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]  # as a client resolves it
     listener = socket.create_server((str(address[0]), 0), family=family)
     port = listener.getsockname()[1]
     fd = listener.detach()
-    return TCPStore("localhost", port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd)
+    return TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:

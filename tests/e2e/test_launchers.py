@@ -7,11 +7,12 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, committed, is_running, python_main, torchrun, wait_for
+from launching import ROOT, TINY, Job, call, children, committed, is_running, python_main, torchrun, wait_for
 from multiprocess.ranks import configure, free_port, run_ranks
 from pause_points import train, weights
 
@@ -49,7 +50,7 @@ def old_launcher(*options: str) -> list[str]:
 
 ONE_MACHINE = {
     "torchrun": torchrun(2),
-    "elastic": [*python_main(), TWO],
+    "forkserver": [*python_main(), TWO],
     "spawn": [*python_main(), TWO, "ddp.launcher=spawn"],
     "launch": old_launcher(),
     "launch --use-env": old_launcher("--use-env"),
@@ -154,7 +155,7 @@ def test_a_user_error_on_two_machines_is_reported_once_on_each(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize("launcher", ["elastic", "spawn"])
+@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
 def test_killed_restarted_and_interrupted(launcher, tmp_path):
     """run.resume=never makes one new directory, not another at every restart. Ctrl-C goes to the whole terminal."""
     runs = tmp_path / "outputs"
@@ -170,3 +171,47 @@ def test_killed_restarted_and_interrupted(launcher, tmp_path):
     assert {path.name for path in runs.iterdir()} == {"run", "run-2"}
     assert result(runs / "run-2")["status"] == "preempted"
     assert "the same command goes on from there" in job.text().splitlines()[-1]
+
+
+def family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    return [pid, *(member for child in children(pid) for member in family(child))]
+
+
+@pytest.fixture
+def slow_run(tmp_path):
+    """Two forked workers in the middle of a run, with its own directory for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    job = Job([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=str(tmp_path / "tmp"))
+    wait_for(lambda: committed(tmp_path / "outputs" / "run"), what="a snapshot")
+    return job
+
+
+def test_the_server_that_forks_the_workers_is_killed(slow_run):
+    """The workers die with it, and another one forks new ones."""
+    workers = slow_run.workers()
+    server = next(pid for pid in children(slow_run.process.pid) if workers[0] in children(pid))
+    os.kill(server, signal.SIGKILL)
+    wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")
+    wait_for(lambda: "\nstep " in slow_run.text().partition("resuming from the snapshot")[2], what="the resumption")
+    slow_run.process.send_signal(signal.SIGTERM)
+    assert slow_run.wait() == 0, slow_run.text()
+
+
+def test_a_signal_for_all_processes(slow_run, tmp_path):
+    """A scheduler may send it to every process of a job; nothing is left of them."""
+    for pid in family(slow_run.process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert slow_run.wait() == 0, slow_run.text()
+    assert result(tmp_path / "outputs" / "run")["status"] == "preempted"
+    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith(("pymp", "torchelastic"))]
+
+
+def test_without_shared_memory(tmp_path):
+    """A container may have no /dev/shm that can be written: no semaphores, and gloo between the ranks."""
+    read_only = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    if subprocess.run([*read_only, "true"], capture_output=True).returncode != 0:
+        pytest.skip("only root can mount")
+    done = call([*read_only, *ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert result(tmp_path / "outputs" / "run")["step"] == STEPS

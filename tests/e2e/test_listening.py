@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import TINY, Job, last_step, python_main, wait_for
+from launching import TINY, Job, last_step, open_files, python_main, read, wait_for
 from multiprocess.ranks import free_port
 from netns_hosts import NoHosts, TwoHosts
 
@@ -26,7 +26,8 @@ def process_tree(pid: int) -> list[int]:
     pids = [pid]
     for parent in pids:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
-            pids += [int(child) for child in read(path).split() if int(child) not in pids]
+            found = read(parent, path.relative_to(f"/proc/{parent}")).split()
+            pids += [int(child) for child in found if int(child) not in pids]
     return pids
 
 
@@ -34,31 +35,14 @@ def listening(pid: int) -> set[tuple[int, str, int]]:
     """The process id, address and port of every listening TCP socket in a process tree."""
     found = set()
     for process in process_tree(pid):
-        inodes = {inode for link in descriptors(process) for inode in re.findall(r"^socket:\[(\d+)\]$", link)}
+        inodes = {inode for link in open_files(process) for inode in re.findall(r"^socket:\[(\d+)\]$", link)}
         for table in ("tcp", "tcp6"):
-            for line in read(Path(f"/proc/{process}/net/{table}")).splitlines()[1:]:
+            for line in read(process, f"net/{table}").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == LISTEN and fields[9] in inodes:
                     address, port = fields[1].split(":")
                     found.add((process, decode(address), int(port, 16)))
     return found
-
-
-def descriptors(pid: int) -> list[str]:
-    links = []
-    try:
-        for path in Path(f"/proc/{pid}/fd").iterdir():
-            links.append(os.readlink(path))
-    except OSError:  # closed meanwhile, or the process has ended; the next look sees the others
-        pass
-    return links
-
-
-def read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # the process has ended
-        return ""
 
 
 def decode(address: str) -> str:
@@ -91,7 +75,7 @@ def watch(job: Job, cwd: Path) -> None:
     assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, "gloo was not seen"
 
 
-@pytest.mark.parametrize("launcher", ["elastic", "spawn"])
+@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
 def test_local_workers(launcher, tmp_path):
     watch(Job([*python_main(), "ddp.nproc_per_node=2", f"ddp.launcher={launcher}", *LONG], tmp_path), tmp_path)
 

@@ -1,16 +1,25 @@
-"""The exit code after attempts of local workers, whether a signal came, and the workers' environment."""
+"""How attempts of local workers end, which exit code that makes, and the workers' environment."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import time
 
 import pytest
 
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
-from mingpt_ddp.distributed.launcher import WorkerExit, _environment, _run_with_restarts
+from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
+from mingpt_ddp.distributed.launcher import (
+    WorkerExit,
+    _join,
+    _run_with_restarts,
+    _shared_environ,
+    _started,
+)
 
 
 @pytest.fixture
@@ -24,13 +33,13 @@ def attempts(tmp_path):
             if result is not None:
                 (tmp_path / "result.json").write_text(json.dumps(result))
 
-        def attempt() -> WorkerExit:
+        def attempt(started_at: float) -> WorkerExit:
             ending, result = next(waiting)
             leave(result)
             return ending
 
         leave(before)
-        done = _run_with_restarts(attempt, 1, tmp_path)
+        done = _run_with_restarts(attempt, time.time(), 1, tmp_path)
         assert next(waiting, None) is None, "there was one attempt too few"
         return done
 
@@ -69,9 +78,83 @@ def test_all_restarts_used_up(attempts):
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
     monkeypatch.delenv(name, raising=False)
-    with _environment(2, local):
-        assert os.environ.get(name) == (("lo0" if sys.platform == "darwin" else "lo") if local else None)
-    assert name not in os.environ
+    assert _shared_environ(2, local).get(name) == (("lo0" if sys.platform == "darwin" else "lo") if local else None)
     monkeypatch.setenv(name, "eth0")
-    with _environment(2, local):
-        assert os.environ[name] == "eth0", "the user has chosen another one"
+    assert _shared_environ(2, local)[name] == "eth0", "the user has chosen another one"
+
+
+def test_workers_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [_shared_environ(n, True)["OMP_NUM_THREADS"] for n in (1, 3, 9)] == ["8", "2", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert _shared_environ(2, True)["OMP_NUM_THREADS"] == "5"
+
+
+def finish(ending: str, seconds: float) -> None:
+    """A worker: end in this way after so many seconds."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a fork of this process has its handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    if ending == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif ending == "exits at SIGTERM":
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    time.sleep(seconds)
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(int(ending) if ending.isdecimal() else 0)
+
+
+@pytest.fixture
+def ends():
+    """How workers that end like this end, and the exit code of each."""
+
+    def join(*endings: tuple[str, float], timeout_s: float = 60) -> tuple[tuple[int, int], list[int | None]]:
+        context = multiprocessing.get_context("fork")
+        workers = [context.Process(target=finish, args=ending) for ending in endings]
+        with _started(workers) as received:
+            ended = _join(workers, timeout_s)
+        assert not received
+        return ended, [worker.exitcode for worker in workers]
+
+    return join
+
+
+def test_all_workers_succeed(ends):
+    assert ends(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
+
+
+def test_after_a_failure_the_others_are_asked_to_exit(ends):
+    assert ends(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, 1), [0, 1])
+
+
+def test_a_worker_that_stays_is_killed(ends):
+    assert ends(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == ((2, 1), [-signal.SIGKILL, 2])
+
+
+def test_after_a_death_by_a_signal_the_others_are_killed_at_once(ends):
+    assert ends(("ignores SIGTERM", 60), ("killed", 0.5)) == ((-signal.SIGKILL, 1), [-signal.SIGKILL] * 2)
+
+
+@pytest.mark.parametrize(
+    ("endings", "cause"),
+    [(["1", "killed"], (-signal.SIGKILL, 1)), (["1", "2"], (2, 1)), (["75", "1"], (75, 0)), (["0", "1"], (1, 1))],
+)
+def test_the_root_cause_of_several_failures(endings, cause):
+    """A death by a signal; then an error that a restart would not mend, or a storage that is unavailable."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=finish, args=(ending, 0)) for ending in endings]
+    with _started(workers):
+        for worker in workers:
+            worker.join()
+        assert _join(workers, 60) == cause
+
+
+def test_signals_are_sent_on(ends):
+    before = signal.getsignal(signal.SIGUSR1)
+    worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
+    with _started([worker]) as received:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert _join([worker], 60) == (-signal.SIGUSR1, 0)
+    assert received == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) is before

@@ -1,0 +1,49 @@
+"""Processes forked from a server that has imported torch once: `multiprocessing`'s forkserver.
+
+The server dies with the process that has started it, and what it has forked dies with the server.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Literal
+
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo"]
+
+
+def start_server() -> None:
+    """Start the server unless it runs; its imports take seconds, and this process goes on meanwhile."""
+    before = dict(os.environ)
+    package_parent = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store is gone
+    try:
+        forkserver.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def new_process(method: Literal["forkserver", "spawn"], target: Callable[..., None], *arguments: object) -> BaseProcess:
+    """Return a process that will call `target`, with BLOCKED_SIGNALS blocked."""
+    if method == "spawn":
+        return multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    start_server()
+    return multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
+
+
+@contextlib.contextmanager
+def blocked_signals() -> Iterator[None]:
+    """Block the signals in this process, and in those that it starts meanwhile."""
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
