@@ -2,16 +2,18 @@
 
 A gloo collective between two processes of one machine goes through the kernel's TCP stack and a thread on each side:
 ten times the CPU time of copying and adding for a few megabytes, and a thousand times for a few bytes. Memory is
-anonymous and the names of the sockets are removed once all ranks are connected, so ranks that are killed leave nothing
-behind. A rank that dies closes its sockets, which the others notice at once.
+anonymous, and so are the sockets' names, so ranks that are killed leave nothing behind. A rank that dies closes its
+sockets, which the others notice at once.
 """
 
 import contextlib
 import mmap
 import os
 import socket
-import tempfile
+import struct
+import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 
-SOCKET_DIRECTORY = "/dev/shm"  # on Linux no two machines share it
 ALIGNMENT = 64  # bytes
 
 
@@ -112,40 +113,46 @@ def connect_local_ranks(
 ) -> SharedMemoryGroup | None:
     """Connect all ranks; None if they are not all on this machine. A collective.
 
+    The sockets have abstract names, which end with their process and need no file system.
+
     Args:
         all_gather: returns the JSON value of every rank, in rank order.
     """
-    with contextlib.ExitStack() as stack:
-        directory = None
-        if rank == 0 and hasattr(os, "memfd_create"):
-            with contextlib.suppress(OSError):
-                directory = stack.enter_context(  # only this user may enter it
-                    tempfile.TemporaryDirectory(prefix="ranks-", dir=SOCKET_DIRECTORY, ignore_cleanup_errors=True)
-                )
-        directory = all_gather(directory)[0]
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listening = False
-        if directory is not None:
-            with contextlib.suppress(OSError):  # rank 0 is on another machine
-                listener.bind(f"{directory}/{rank}")
-                listener.listen(4096)
-                listening = True
-        ranks = all_gather(listening)
-        if not all(ranks):
+    machine = _machine()
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        name = f"\0mingpt_ddp/{uuid.uuid4().hex}"
+        if machine is not None:
+            listener.bind(name)
+            listener.listen(4096)
+        ranks = all_gather([machine, name])
+        if machine is None or any(other != machine for other, _ in ranks):
             return None
         listener.settimeout(timeout_s)
         sockets: dict[int, socket.socket] = {}
-        for other in range(rank):
+        for other, (_, name) in enumerate(ranks[:rank]):
             sockets[other] = socket.socket(socket.AF_UNIX)
-            sockets[other].connect(f"{directory}/{other}")
+            sockets[other].connect(name)
             sockets[other].settimeout(timeout_s)
             sockets[other].sendall(rank.to_bytes(4, "little"))
-        for _ in range(rank + 1, len(ranks)):
+        while len(sockets) < len(ranks) - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
-            sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
-        all_gather(None)  # the names are removed when all ranks are connected
+            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():  # /proc/net/unix shows the names to every user
+                sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
         return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
+
+
+def _machine() -> list[str] | None:
+    """Return what tells this machine and network namespace from others; None where there are no abstract names."""
+    try:
+        return [
+            socket.gethostname(),
+            Path("/proc/sys/kernel/random/boot_id").read_text(),
+            os.readlink("/proc/self/ns/net"),
+        ]
+    except OSError:
+        return None
 
 
 class SharedMemoryAllReduce:

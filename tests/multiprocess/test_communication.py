@@ -5,8 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,7 +24,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.device import choose_device
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.shared_memory import connect_local_ranks
+from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training.run import run
@@ -259,10 +263,37 @@ def test_a_rank_that_is_silent_or_gone_is_named(tmp_path):
     assert told == ["rank 2 has been silent for 1 s; rank 2 has closed its connection"] * 2 + [""]
 
 
-def test_ranks_on_different_machines_do_not_meet():
-    """A directory of another machine is not here."""
-    answers = iter([["/tmp/on-another-machine", None], [True, False]])
-    assert connect_local_ranks(1, lambda value: next(answers), timeout_s=1.0) is None
+def test_ranks_on_different_machines_are_not_connected():
+    def all_gather(value: Any) -> list[Any]:
+        (host, *rest), name = value
+        return [[[f"not-{host}", *rest], name], value]
+
+    assert connect_local_ranks(1, all_gather, timeout_s=1.0) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_take_the_place_of_a_rank():
+    """Every user of the machine sees the names of the sockets."""
+    names, everybody = {}, threading.Barrier(2)
+    stranger = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1]);"
+        "s.sendall((1).to_bytes(4, 'little'))"
+    )
+
+    def connect(rank: int) -> SharedMemoryGroup | None:
+        def all_gather(value: Any) -> list[Any]:
+            names[rank] = value
+            everybody.wait()
+            if rank == 1:
+                subprocess.run([sys.executable, "-c", stranger, names[0][1].removeprefix("\0")], check=True)
+            return [names[0], names[1]]
+
+        return connect_local_ranks(rank, all_gather, timeout_s=30)
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(connect, range(2))
+    first.send_all(b"x")
+    assert second.recv_all(1) == {0: b"x"}
 
 
 @pytest.mark.parametrize(
