@@ -19,9 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from mingpt_ddp.cli.arguments import parse_arguments, run_command
-from mingpt_ddp.config.schema import NonNegativeFloat, NonNegativeInt, PositiveInt
-from mingpt_ddp.config.validation import Bounds, check, refuse_credentials
+from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
+from mingpt_ddp.config.validation import check, refuse_credentials
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 
 
@@ -34,9 +36,9 @@ class SampleConfig:
     max_new_tokens: PositiveInt = 500
     temperature: NonNegativeFloat = 0.8
     top_k: PositiveInt | None = None
-    top_p: Annotated[float, Bounds(gt=0, le=1)] | None = None
+    top_p: UnitInterval | None = None
     seed: NonNegativeInt = 1
-    samples: Annotated[PositiveInt, Bounds(le=10_000)] = 1
+    samples: Annotated[PositiveInt, Field(le=10_000)] = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     code: str | None = None

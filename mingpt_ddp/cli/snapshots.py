@@ -27,7 +27,8 @@ from typing import Any
 from tqdm import tqdm
 
 from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
-from mingpt_ddp.config.schema import MODELS, PositiveInt
+from mingpt_ddp.config.fields import PositiveInt
+from mingpt_ddp.config.schema import MODELS
 from mingpt_ddp.config.validation import check, hint_at, refuse_credentials
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name

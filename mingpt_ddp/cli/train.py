@@ -38,6 +38,9 @@ def main() -> None:
         die_with_parent()
     sweep, exits = Sweep(), ProcessExit()
     try:
+        if text := hydra_utils.answer(sys.argv[1:]):
+            print(text)
+            exit_process(None, 0)
         _prepare(exits.env)
         if exits.env.is_standalone and any(re.match(r"ddp\.nproc_per_node=[1-9]", word) for word in sys.argv):
             start_server()  # its imports take longer than the composition of the configuration

@@ -11,16 +11,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config import schema
+from mingpt_ddp.config.fields import changes_numbers
+from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.config.validation import build, check, did_you_mean
+from mingpt_ddp.config.validation import build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
 OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
-DISPLAY_KEYS = ("log_every", "eval_every", "sample_every")
-# Add a new key of trainer that changes no number of the run, or every unnamed run gets another name.
-NON_HASHED_TRAINER_KEYS = (*LIMITS, *DISPLAY_KEYS, "prune", "prune_after", "activation_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,8 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as YAML and JSON can hold them."""
-        plain = json.loads(json.dumps(dataclasses.asdict(self)))
-        return {
-            group: {key: value for key, value in values.items() if not (value is None and key in OMITTED_IF_NULL)}
-            for group, values in plain.items()
-        }
+        values = _plain(dataclasses.asdict(self))
+        return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def run_name(self, extra: dict[str, Any] | None = None) -> str:
         """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
@@ -49,49 +45,65 @@ class Config:
         Args:
             extra: see `digest`.
         """
-        return self.run.name or f"{_slug(self.data.name)}-{_slug(self.model.name)}-{self.digest(extra)}"
+        return self.run.name or f"{_slug(self.data.label)}-{_slug(self.model.name)}-{self.digest(extra)}"
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
-        """Return 8 hexadecimal digits of the SHA-256 of the fields that determine the numerics.
+        """Return 8 hexadecimal digits of the SHA-256 of `numeric_values`.
 
         Args:
-            extra: JSON values to hash with them, by keys that no group has.
+            extra: JSON values to hash with them, by names that are no keys.
         """
-        text = json.dumps({**hashed_fields(self.to_dict()), **(extra or {})}, sort_keys=True)
+        text = json.dumps({**numeric_values(self.to_dict()), **(extra or {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def hashed_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration that determine the training, as the input of the run name's hash.
+def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that change the numbers, by the schema's word, with their defaults; None where there is none.
 
-    Left out is where the run is stored, how long it lasts, how it is distributed or saved, what it displays and when it
-    is pruned. The seed is included, so that two seeds are two runs. The SHA-256 of a user's file is not, so that a run
-    resumes after a bug in the file has been fixed.
+    Args:
+        values: a configuration as plain values; which model, optimizer and reader it has decides which keys there are.
     """
-    excluded = {"data": ("cache_dir",), "trainer": NON_HASHED_TRAINER_KEYS}
-    hashed: dict[str, Any] = {"seed": values["run"]["seed"]}
-    for group in ("model", "optimizer", "data", "trainer"):
-        skip = (*excluded.get(group, ()), *CODE_LOCATION_KEYS)
-        hashed[group] = {key: value for key, value in values[group].items() if key not in skip}
-    return hashed
+    defaults: dict[str, Any] = {}
+    for group, (selector, classes) in GROUPS.items():
+        cls = classes[values[group].get(selector)]
+        for field in filter(changes_numbers, fields(cls)):
+            default = None if field.default is dataclasses.MISSING else _plain(field.default)
+            defaults[f"{group}.{field.name}"] = default
+    return defaults
+
+
+def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that determine the numbers of a run, as the input of its name's hash.
+
+    A key at its default is left out, so that a key that is added later renames no run. Where the run is stored, how
+    long it lasts, how it is distributed or saved and what it displays do not count. The seed does, so that two seeds
+    are two runs. The SHA-256 of a user's file does not, so that a run resumes after a bug in the file has been fixed.
+    """
+    flat = flatten(values)
+    return {key: flat[key] for key, default in numeric_keys(values).items() if flat.get(key, default) != default}
+
+
+def flatten(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by dotted key, `group.key`."""
+    return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _without_optional_nulls(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in keys.items() if not (value is None and key in OMITTED_IF_NULL)}
+
+
+def default_values(cls: type) -> dict[str, Any]:
+    """Return the keys of a group that have a default, as a YAML file would give them."""
+    defaults = {field.name: _plain(field.default) for field in fields(cls) if field.default is not dataclasses.MISSING}
+    return _without_optional_nulls(defaults)
 
 
 def _slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
-
-
-def suggest(key: str) -> str:
-    """Return a hint at what an unknown dotted key was meant to be: within its group if that is known, else anywhere."""
-    known = {f"{group}.{f.name}" for group, (_, classes) in GROUPS.items() for c in classes.values() for f in fields(c)}
-    if key in known:
-        return f" of the chosen {key.split('.')[0]}"
-    group, _, name = key.partition(".")
-    if group in GROUPS:
-        meant = did_you_mean(name, [other.split(".")[1] for other in known if other.startswith(f"{group}.")])
-        return f"; did you mean {group}.{meant}?" if meant else f"; the keys of {group} are in conf/{group}"
-    same_name = [other for other in sorted(known) if other.endswith(f".{key}")]
-    meant = same_name[0] if same_name else did_you_mean(key, [*GROUPS, *known])
-    return f"; did you mean {meant}?" if meant else ""
 
 
 class NotRegisteredError(ConfigError):
@@ -143,4 +155,7 @@ def build_group(group: str, values: Any) -> Any:
     if not (choice is None or isinstance(choice, str)) or choice not in classes:
         known = ", ".join("null" if name is None else name for name in classes)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
+    for key in values:
+        if key not in field_types(classes[choice]):
+            raise ConfigError(f"{group}.{key} is not a key{suggest(f'{group}.{key}', field_types(classes[choice]))}")
     return build(classes[choice], values, group)

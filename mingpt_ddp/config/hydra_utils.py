@@ -4,19 +4,41 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mingpt_ddp.config.config import Config, from_mapping, suggest, to_plain
+from mingpt_ddp import __version__
+from mingpt_ddp.config.config import Config, default_values, from_mapping, to_plain
+from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
-from mingpt_ddp.config.validation import did_you_mean
+from mingpt_ddp.config.schema import GROUPS
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+
+
+def _store_defaults() -> None:
+    """Give Hydra the defaults of the schema, so that YAML files say only what differs.
+
+    conf/config.yaml begins with `schema`, the groups that have one dataclass. A preset of a model or an optimizer
+    begins with its own, as in `defaults: [/schema/model/gpt]`.
+    """
+    store = ConfigStore.instance().store
+    one_class = {group: default_values(classes[None]) for group, (_, classes) in GROUPS.items() if None in classes}
+    store(name="schema", node=one_class)
+    for group, (selector, classes) in GROUPS.items():
+        for name, cls in classes.items():
+            if name is not None:
+                node = {str(selector): name, **default_values(cls)}
+                store(group=f"schema/{group}", name=name, package=f"_global_.{group}", node=node)
+
+
+_store_defaults()
 
 
 def config_directory() -> Path:
@@ -24,6 +46,13 @@ def config_directory() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
+
+
+def answer(argv: list[str]) -> str | None:
+    """Return what to print for a command line that asks for help or the version, not for a run."""
+    if {"-h", "--help"} & {*argv}:
+        return Path(__file__).with_name("help.txt").read_text()
+    return f"mingpt_ddp {__version__}" if "--version" in argv else None
 
 
 def reorder_argv(argv: list[str]) -> list[str]:
@@ -122,7 +151,12 @@ def explain(error: Exception) -> str:
         return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
     elif override := re.search(r"Could not override '([^']+)'", text):
         key = override[1].split("@")[0]
-        return f"{key} is not a key{_suggest(key, error.__cause__)}"
+        cause: Any = error.__cause__  # it knows the keys of the group, which may be a user's own
+        in_group = "." in key and getattr(cause, "full_key", None) == key and isinstance(cause.parent_node, DictConfig)
+        return f"{key} is not a key{suggest(key, map(str, cause.parent_node) if in_group else None)}"
+    elif added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
+        preset = f"{added[1]}={added[2]}, without the + (in a YAML file: override /{added[1]}: {added[2]})"
+        return f"{added[1]} is in the defaults list already; write {preset}"
     elif several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text):
         return f"{several[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
     if isinstance(error, OverrideParseException):
@@ -131,11 +165,3 @@ def explain(error: Exception) -> str:
         text = f"cannot read the command line or a configuration file ({type(error).__name__}: {text})"
     text = re.sub(r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
     return " ".join(re.sub(r"//[^/\s]*@", "//...", text).split())[:400]
-
-
-def _suggest(key: str, cause: BaseException | None) -> str:
-    """Return a hint at the key that was meant; of a user's own group, among the keys of the chosen YAML file."""
-    group, _, name = key.rpartition(".")
-    node = getattr(cause, "parent_node", None)
-    meant = did_you_mean(name, map(str, node)) if group and isinstance(node, DictConfig) else None
-    return f"; did you mean {group}.{meant}?" if meant else suggest(key)

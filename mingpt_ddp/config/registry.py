@@ -9,14 +9,13 @@ import hashlib
 import sys
 import traceback
 import types
-import typing
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import GROUPS, DataConfig, ModelConfig, OptimizerConfig, UserCodeConfig
-from mingpt_ddp.config.validation import check, is_supported
+from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
 __all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register"]
@@ -48,7 +47,7 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
     label = getattr(config, "__name__", repr(config))
     if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
         raise TypeError(f"{label} must be a class below {BASES[group].__name__} with @dataclass(frozen=True)")
-    for field, hint in typing.get_type_hints(config).items():
+    for field, hint in field_types(config).items():
         if not is_supported(hint):
             raise TypeError(f"{label}.{field} has a type that YAML does not have; use numbers, text, lists or null")
 

@@ -1,90 +1,94 @@
-"""Every key of the configuration: type, unit, limits and default, one frozen dataclass per group."""
+"""Every key of the configuration, once: type, unit, bounds, default, meaning, and whether it changes the numbers.
 
+One frozen dataclass per group; pydantic checks the values (mingpt_ddp/config/validation.py). docs/configuration.md and
+`main.py --help` are made from this file.
+"""
+
+# ruff: noqa: RUF009  key() makes a field of a dataclass
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-from mingpt_ddp.config.validation import Bounds, check, refuse_credentials
+from pydantic import Field
 
-PositiveInt = Annotated[int, Bounds(ge=1)]
-NonNegativeInt = Annotated[int, Bounds(ge=0)]
-PositiveFloat = Annotated[float, Bounds(gt=0)]
-NonNegativeFloat = Annotated[float, Bounds(ge=0)]
-DecayFactor = Annotated[float, Bounds(ge=0, lt=1)]  # of a moving average, per step
-LearningRate = Annotated[PositiveFloat, Bounds(ge=1e-30, le=1e30)]  # fp32 holds its products
+from mingpt_ddp.config.fields import (
+    DecayFactor,
+    LearningRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+    check_directory,
+    check_url,
+    key,
+    neutral,
+)
+from mingpt_ddp.config.validation import check
+
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
+BUILTIN_PREFIX = "builtin:"  # of a text that comes with Python
 
 
-def _check_directory(key: str, path: str) -> None:
-    """Require the path of a local directory."""
-    refuse_credentials(key, path)
-    check(bool(path.strip()) and "://" not in path, f"{key}={path} must be a local directory")
-
-
-def _check_url(key: str, url: str) -> None:
-    """Require a path or URL without credentials."""
-    refuse_credentials(key, url)
-    check(bool(url.strip()), f"{key} is empty; give it a path or URL")
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Which run this is, and where its directory is."""
 
-    name: str | None  # a directory below root, or two: group/name; null: derived from the configuration
-    root: str  # local directory of all runs
-    resume: str  # auto | never | path or URL of a snapshot to start from
-    seed: NonNegativeInt  # determines every random number of the run
+    name: str | None = neutral(None, "a directory below root, or two: group/name; null: derived from the configuration")
+    root: str = neutral("outputs", "local directory of all runs")
+    resume: str = neutral("auto", "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL")
+    seed: NonNegativeInt = key(1337, "determines every random number of the run")
 
     def __post_init__(self) -> None:
         fits = self.name is None or re.fullmatch(rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?", self.name)
         check(bool(fits), f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -")
-        _check_directory("run.root", self.root)
-        _check_url("run.resume", self.resume)
+        check_directory("run.root", self.root)
+        check_url("run.resume", self.resume)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UserCodeConfig:
     """A group that users can extend with their own Python file (mingpt_ddp/config/registry.py)."""
 
-    code: str | None = field(default=None, kw_only=True)  # Python file, relative to the YAML file that names it
-    code_sha256: str | None = field(default=None, kw_only=True)  # of that file; null: any content
+    code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
+    code_sha256: str | None = neutral(None, "SHA-256 of that file; null: any content")
 
     def __post_init__(self) -> None:
         """Check what several keys must satisfy together; subclasses override this."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(UserCodeConfig):
     """The keys of every model."""
 
-    name: str  # a label for directories and logs
-    architecture: str  # the registered model to build
+    name: str = neutral(..., "a label for directories and logs")
+    architecture: str = key(..., "the registered model to build: gpt, modern or your own")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
     """The keys of the built-in decoders."""
 
-    n_layer: Annotated[PositiveInt, Bounds(le=10_000)]  # blocks
-    n_head: Annotated[PositiveInt, Bounds(le=1_000_000)]  # attention heads per block
-    n_embd: Annotated[PositiveInt, Bounds(le=1_000_000)]  # width of the residual stream
-    dropout: Annotated[float, Bounds(ge=0, lt=1)]  # probability
+    n_layer: Annotated[PositiveInt, Field(le=10_000)] = key(..., "blocks")
+    n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "attention heads per block; a divisor of n_embd")
+    n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "width of the residual stream", "features")
+    dropout: DecayFactor = key(0.0, "how much of the activations dropout sets to 0", "probability")
 
     def __post_init__(self) -> None:
         divides = self.n_embd % self.n_head == 0
         check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig(TransformerConfig):
     """A GPT-2 style decoder (mingpt_ddp/models/gpt.py)."""
 
-    bias: bool  # in linear layers and layer norms, as in GPT-2
-    activation: Literal["gelu", "gelu_tanh"]  # exact, or GPT-2's approximation, which is slower on a CPU
+    bias: bool = key(False, "biases in linear layers and layer norms, as in GPT-2")
+    activation: Literal["gelu", "gelu_tanh"] = key("gelu", "exact, or GPT-2's approximation, which is slower on a CPU")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModernConfig(TransformerConfig):
     """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models/modern.py)."""
 
@@ -94,85 +98,94 @@ class ModernConfig(TransformerConfig):
         check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(UserCodeConfig):
     """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
 
-    name: str  # the registered optimizer to build
-    lr: LearningRate  # the peak of the schedule
-    weight_decay: Annotated[NonNegativeFloat, Bounds(le=1e6)]  # of matrices; vectors are not decayed
-    schedule: Literal["cosine", "linear", "wsd", "constant"]
-    schedule_steps: PositiveInt | None  # null: the steps of the run
-    warmup_steps: NonNegativeInt  # of linear growth from 0
-    min_lr_ratio: Annotated[float, Bounds(ge=0, le=1)]  # final learning rate over the peak
-    decay_ratio: Annotated[float, Bounds(gt=0, le=1)]  # wsd: the last fraction of the schedule, in which lr decays
+    name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
+    lr: LearningRate = key(1e-3, "learning rate at the peak of the schedule; muon's is for matrices")
+    weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(0.1, "of matrices; vectors are not decayed")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "how the learning rate falls")
+    schedule_steps: PositiveInt | None = key(None, "length of the schedule; null: the run's", "steps")
+    warmup_steps: NonNegativeInt = key(100, "linear growth of the learning rate from 0", "steps")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(0.1, "final learning rate over the peak")
+    decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimizerConfig):
-    betas: tuple[DecayFactor, DecayFactor]  # of the first and second moment
-    eps: PositiveFloat
+    """AdamW for all parameters."""
+
+    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.99), "decay per step of both moments")
+    eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SGDConfig(OptimizerConfig):
-    momentum: DecayFactor
-    nesterov: bool
+    """Stochastic gradient descent with momentum for all parameters."""
+
+    momentum: DecayFactor = key(0.9, "decay per step of the moving average")
+    nesterov: bool = key(True, "Nesterov's momentum")
 
     def __post_init__(self) -> None:
         check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MuonConfig(OptimizerConfig):
     """Muon for the matrices of the hidden layers, AdamW for everything else (mingpt_ddp/optim/muon.py)."""
 
-    momentum: DecayFactor  # Muon's, as `lr` is
-    embedding_lr: LearningRate  # AdamW's for embeddings, at the peak of the schedule
-    head_lr: LearningRate  # AdamW's for a matrix in the model's `head`
-    vector_lr: LearningRate  # AdamW's for parameters that are not matrices
-    betas: tuple[DecayFactor, DecayFactor]  # AdamW's, of the first and second moment
-    eps: PositiveFloat  # AdamW's
+    momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
+    embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
+    head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
+    vector_lr: LearningRate = key(0.1, "AdamW's peak for parameters that are not matrices")
+    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.95), "AdamW's decay per step of both moments")
+    eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig(UserCodeConfig):
     """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py and dataloader.py)."""
 
-    name: str  # a label for directories and logs
-    path: str  # a file, any fsspec URL, or builtin:python_docs; `reader` may give it another meaning
-    sha256: str | None  # of the file's bytes, or of the text that a reader yields, as UTF-8; null: any content
-    block_size: PositiveInt  # context length in characters
-    stride: PositiveInt | None  # characters between the starts of two windows; null: block_size
-    train_split: Annotated[float, Bounds(gt=0, lt=1)]  # fraction of the text, from its start, to train on
-    truncate: Annotated[float, Bounds(gt=0, le=1)]  # fraction of the text, from its start, to use at all
-    cache_dir: str | None  # local directory of downloads and encoded texts; null: the user's cache directory
-    reader: str | None = field(default=None, kw_only=True)  # a registered function from `path` to text; null: UTF-8
+    name: str | None = neutral(None, "a label for directories and logs; null: the file name of path")
+    path: str = key(..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise")
+    sha256: str | None = key(None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content")
+    block_size: PositiveInt = key(64, "context length", "characters")
+    stride: PositiveInt | None = key(None, "between the starts of windows; null: block_size", "characters")
+    train_split: Annotated[float, Field(gt=0, lt=1)] = key(0.9, "share of the text to train on, from its start")
+    truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
+    cache_dir: str | None = neutral(None, "local directory of encoded texts; null: the user's cache directory")
+    reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
 
     def __post_init__(self) -> None:
-        _check_url("data.path", self.path)
+        check_url("data.path", self.path)
         if self.cache_dir is not None:
-            _check_directory("data.cache_dir", self.cache_dir)
+            check_directory("data.cache_dir", self.cache_dir)
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
         check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
 
+    @property
+    def label(self) -> str:
+        """What directories and logs call the text."""
+        return self.name or PurePosixPath(self.path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem or "text"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class DDPConfig:
     """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
 
-    strategy: Literal["ddp"]
-    launcher: Literal["forkserver", "spawn"]  # how nproc_per_node workers start: forked, or as new interpreters
-    backend: Literal["auto", "nccl", "gloo", "mpi"]  # auto: nccl on GPUs, else gloo, or shared memory on one machine
-    timeout_s: Annotated[float, Bounds(ge=1, le=1e7)]  # seconds a rank waits for the others
-    nproc_per_node: NonNegativeInt | None  # workers to start on this machine; 0 or null: none, this process trains
-    max_restarts: NonNegativeInt  # of the workers that nproc_per_node starts
-    bucket_cap_mb: PositiveFloat  # MiB of gradients per all-reduce
-    gradient_as_bucket_view: bool
-    static_graph: bool
-    find_unused_parameters: bool
-    comm_hook: Literal["none", "fp16", "bf16"]  # type that gradients are cast to for the all-reduce
-    sync_batchnorm: bool
+    strategy: Literal["ddp"] = neutral("ddp", "DistributedDataParallel")
+    launcher: Literal["forkserver", "spawn"] = neutral("forkserver", "how workers start: forked, or new interpreters")
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral("auto", "auto: nccl on GPUs, else gloo or shared memory")
+    timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(600.0, "how long a rank waits for the others", "seconds")
+    nproc_per_node: NonNegativeInt | None = neutral(None, "local workers to start; null or 0: this process trains")
+    max_restarts: NonNegativeInt = neutral(3, "of the nproc_per_node workers")
+    bucket_cap_mb: PositiveFloat = neutral(25.0, "gradients per all-reduce", "MiB")
+    gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
+    static_graph: bool = neutral(False, "the same parameters are used in every step")
+    find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
+    comm_hook: Literal["none", "fp16", "bf16"] = neutral("none", "type that gradients are cast to for the all-reduce")
+    sync_batchnorm: bool = neutral(False, "batch normalisation over all ranks")
 
     def __post_init__(self) -> None:
         both = self.static_graph and self.find_unused_parameters
@@ -181,27 +194,31 @@ class DDPConfig:
         check(not half, f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The training loop: limits, batch sizes, precision, reports (mingpt_ddp/training/trainer.py)."""
 
-    max_epochs: PositiveInt | None  # passes over the training characters
-    max_steps: PositiveInt | None  # optimizer steps; the smaller of the two limits ends the run
-    batch_size: PositiveInt  # sequences per optimizer step over all ranks
-    micro_batch_size: PositiveInt | None  # sequences per rank per forward; null: the largest that fits the first start
-    device: Literal["auto", "cpu", "cuda"]
-    precision: Literal["auto", "fp32", "bf16", "fp16"]  # auto: bf16 on a GPU that supports it, else fp32
-    compile: bool | Literal["auto", "cuda_graphs"]  # torch.compile; auto: on a GPU (mingpt_ddp/distributed/ddp.py)
-    grad_norm_clip: PositiveFloat | None  # largest global gradient norm; null: no clipping
-    log_every: PositiveInt  # steps
-    eval_every: PositiveInt | None  # steps; there is always a final evaluation
-    sample_every: PositiveInt | None  # steps
-    on_nonfinite: Literal["stop", "skip", "rollback"]  # after a step with a non-finite or spiking loss or gradient
-    spike_factor: Annotated[float, Bounds(gt=1)] | None  # a spike is a loss above this times its average; null: none
-    deterministic: bool  # bit-identical results on a GPU too, slower there
-    prune: Literal["none", "median"] = "none"  # median: stop a sweep's jobs that do worse than most
-    prune_after: NonNegativeInt = 500  # steps that every job gets
-    activation_checkpointing: bool = False  # recompute activations: less memory, a third more time, same numbers
+    max_epochs: PositiveInt | None = neutral(4, "limit of passes over the training characters", "epochs")
+    max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; the smaller limit ends the run", "steps")
+    batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
+    micro_batch_size: PositiveInt | None = key(None, "per rank per forward; null: the largest that fits", "sequences")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "auto: bf16 on a GPU that supports it, else fp32")
+    compile: bool | Literal["auto", "cuda_graphs"] = key(
+        "auto", "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models on one GPU"
+    )
+    grad_norm_clip: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no clipping")
+    log_every: PositiveInt = neutral(10, "between two lines of the log", "steps")
+    eval_every: PositiveInt | None = neutral(250, "between evaluations; there is always a final one", "steps")
+    sample_every: PositiveInt | None = neutral(None, "between two samples in the log; null: none", "steps")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = key(
+        "stop", "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, then skip the batch"
+    )
+    spike_factor: Annotated[float, Field(gt=1)] | None = key(None, "a spike is a loss above this times its average")
+    deterministic: bool = key(False, "bit-identical results on a GPU too, slower there")
+    prune: Literal["none", "median"] = neutral("none", "median: stop a sweep's jobs that do worse than most")
+    prune_after: NonNegativeInt = neutral(500, "that every job of a sweep gets", "steps")
+    activation_checkpointing: bool = neutral(False, "recompute activations: less memory, a third more time")
 
     def __post_init__(self) -> None:
         limits = (self.max_epochs, self.max_steps)
@@ -211,27 +228,27 @@ class TrainerConfig:
         check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
     """When snapshots are saved, where, and how many are kept (mingpt_ddp/snapshots)."""
 
-    path: str | None  # a directory or any fsspec URL, to which the run's name is appended; null: in the run directory
-    every_steps: PositiveInt | Literal["auto"] | None  # auto: loses least time (mingpt_ddp/training/save_schedule.py)
-    mtbf_hours: PositiveFloat  # auto: mean time between failures of the whole run
-    every_epochs: PositiveInt | None
-    every_minutes: PositiveFloat | None  # by rank 0's clock
-    keep_last: PositiveInt  # how many of the newest snapshots to keep
-    keep_best: bool  # also keep the one with the lowest validation loss
-    background: bool  # write from a thread; training waits only for the copy in memory
-    max_failures: NonNegativeInt  # consecutive failed saves that training survives
-    fallback_path: str | None  # where to write when `path` fails: a directory or URL, the run's name is appended
-    grace_seconds: NonNegativeFloat  # between SIGTERM and SIGKILL
+    path: str | None = neutral(None, "a directory or URL; the run's name is appended; null: in the run directory")
+    every_steps: PositiveInt | Literal["auto"] | None = neutral(250, "between snapshots; auto: by mtbf_hours", "steps")
+    mtbf_hours: PositiveFloat = neutral(24.0, "mean time between failures of the whole run", "hours")
+    every_epochs: PositiveInt | None = neutral(None, "between snapshots", "epochs")
+    every_minutes: PositiveFloat | None = neutral(None, "between snapshots, by rank 0's clock", "minutes")
+    keep_last: PositiveInt = neutral(2, "how many of the newest snapshots to keep")
+    keep_best: bool = neutral(True, "also keep the one with the lowest validation loss")
+    background: bool = neutral(True, "write from a thread; training waits only for the copy in memory")
+    max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
+    fallback_path: str | None = neutral(None, "where to write when path fails; the run's name is appended")
+    grace_seconds: NonNegativeFloat = neutral(25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds")
 
     def __post_init__(self) -> None:
-        for key, url in (("path", self.path), ("fallback_path", self.fallback_path)):
+        for name, url in (("path", self.path), ("fallback_path", self.fallback_path)):
             if url is not None:
-                _check_url(f"snapshot.{key}", url)
-                check("::" not in url, f"snapshot.{key}={url} must be one URL, not a chain of them")
+                check_url(f"snapshot.{name}", url)
+                check("::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them")
         same = self.path is not None and self.path.rstrip("/") == (self.fallback_path or "").rstrip("/")
         check(not same, f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
 

@@ -1,49 +1,41 @@
-"""Convert plain mappings to typed frozen dataclasses; a value that does not fit is one line that names its key."""
+"""Validate plain values by pydantic; a value that does not fit is one line that names its key."""
 
 import dataclasses
 import difflib
+import functools
+import json
 import operator
 import re
-import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic.fields import FieldInfo
 
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
-SCALARS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+SCALARS = (bool, int, float, str, type(None))  # what YAML has, and of what
+NESTED = (list, tuple, types.UnionType, typing.Union)
+# What pydantic's types of errors ask for.
+WANTED = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "list_type": "a list",
+}
+COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 
 def check(ok: bool, message: str) -> None:
     """Raise ConfigError with `message`, which begins `group.key=value` and says what to do, unless `ok`."""
     if not ok:
         raise ConfigError(message)
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of a number, as in `Annotated[int, Bounds(ge=1)]`; the keywords are those of pydantic's Field."""
-
-    ge: float | None = None  # greater than or equal to
-    gt: float | None = None  # greater than
-    le: float | None = None  # less than or equal to
-    lt: float | None = None  # less than
-
-    def check(self, value: float, key: str) -> None:
-        """Raise ConfigError unless `value` is within the limits."""
-        limits = {name: limit for name, limit in vars(self).items() if limit is not None}
-        text = {name: re.sub(r"e\+0*", "e", f"{limit:,g}") for name, limit in limits.items()}  # 10,000 and 1e6
-        if len(limits) == 2:
-            low, high = text.values()
-            must = f"lie in {'[' if 'ge' in limits else '('}{low}, {high}{']' if 'le' in limits else ')'}"
-        else:
-            words = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
-            must = " and ".join(f"be {words[name]} {text[name]}" for name in limits)
-        inside = all(getattr(operator, name)(value, limit) for name, limit in limits.items())
-        check(inside, f"{key}={value} must {must}")
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str | None:
@@ -57,8 +49,20 @@ def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:
     return f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(known)}"
 
 
+def field_types(cls: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields by name, with what `Annotated` adds to them."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def adapter(cls: Any) -> TypeAdapter[Any]:
+    """Return pydantic's validator of a dataclass."""
+    return TypeAdapter(with_config(STRICT)(cls))
+
+
 def build(cls: type[T], values: Any, where: str) -> T:
-    """Make an instance of the dataclass `cls` from a mapping with exactly its fields.
+    """Make an instance of the dataclass `cls` from a mapping with its fields.
 
     Args:
         values: plain Python values, with interpolations resolved.
@@ -67,92 +71,101 @@ def build(cls: type[T], values: Any, where: str) -> T:
     Raises:
         ConfigError: an unknown key, a missing key, or a value of another type or outside its bounds.
     """
-    prefix = f"{where}." if where else ""
     check(isinstance(values, Mapping), f"{where}={values!r} must be a group of keys")
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in fields:
-            raise ConfigError(f"{prefix}{key} is not a key; {hint_at(str(key), fields, prefix)}")
-    for name, f in fields.items():
-        if name not in values and f.default is f.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"{prefix}{name} is missing; give it a value")
-    return cls(**{key: convert(value, hints[key], prefix + key) for key, value in values.items()})
-
-
-def convert(value: Any, hint: Any, where: str) -> Any:
-    """Return `value` as the type `hint`, accepting only lossless conversions (1000.0 is a whole number, "7" is not).
-
-    Args:
-        where: the dotted key, for messages.
-
-    Raises:
-        ConfigError: it is of another type, or outside the `Bounds` of the type.
-    """
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        value = convert(value, args[0], where)
-        for bounds in args[1:]:
-            if isinstance(bounds, Bounds):
-                bounds.check(value, where)
-        return value
-    if origin in (types.UnionType, typing.Union):
-        return _convert_union(value, args, where)
-    if origin is Literal:
-        if value in args and type(value) in {type(choice) for choice in args}:
-            return value
-        raise ConfigError(f"{where}={_shown(value)} must be one of {', '.join(map(str, args))}")
-    if origin in (tuple, list):
-        if not isinstance(value, (list, tuple)) or (origin is tuple and len(value) != len(args)):
-            size = f" of {len(args)} values" if origin is tuple else ""
-            raise ConfigError(f"{where}={value!r} must be a list{size}")
-        items = args if origin is tuple else args * len(value)
-        return origin(convert(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(zip(value, items, strict=True)))
-    if dataclasses.is_dataclass(hint):
-        return build(typing.cast(type, hint), value, where)
-    return _convert_scalar(value, hint, where)
+    hints = field_types(cls)
+    plain = {key: _without_loss(value, hints.get(key)) for key, value in values.items()}
+    prefix = f"{where}." if where else ""
+    garbled = [key for key, value in plain.items() if isinstance(value, str) and re.search("[\ud800-\udfff]", value)]
+    check(not garbled, f"{prefix}{', '.join(garbled)} holds bytes that are not UTF-8; use other characters")
+    try:
+        validator: TypeAdapter[T] = adapter(typing.cast(Any, cls))
+        return validator.validate_json(json.dumps(plain, default=str))
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+        cause = errors[0].get("ctx", {}).get("error")
+        if isinstance(cause, Exception):  # an AssertionError or ValueError of a user's __post_init__
+            raise cause from None
+        raise ConfigError(_message(errors, hints, prefix)) from error
 
 
 def is_supported(hint: Any) -> bool:
-    """Return whether `convert` can make a value of this type, which has no `Annotated` in it."""
+    """Return whether YAML has values of this type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return True
-    if origin in (types.UnionType, typing.Union):
-        kinds = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]
-        return len(kinds) <= 1 and all(map(is_supported, kinds))
-    if origin in (tuple, list):
-        return Ellipsis not in args and all(map(is_supported, args))
-    return dataclasses.is_dataclass(hint) or hint in SCALARS
+    if origin is Annotated:
+        return is_supported(args[0])
+    return origin is Literal or (all(map(is_supported, args)) if origin in NESTED else hint in SCALARS)
 
 
-def _convert_union(value: Any, args: tuple[Any, ...], where: str) -> Any:
-    if value is None and type(None) in args:
-        return None
-    literals = [v for a in args if typing.get_origin(a) is Literal for v in typing.get_args(a)]
-    if value in literals and isinstance(value, str):
-        return value
-    (kind,) = [a for a in args if a is not type(None) and typing.get_origin(a) is not Literal]  # see is_supported
-    try:
-        return convert(value, kind, where)
-    except ConfigError as error:
-        raise ConfigError(" or ".join([error.args[0], *literals])) from error
+def parts(hint: Any) -> Iterator[Any]:
+    """Yield a type and all that it consists of, from the inside out."""
+    for part in typing.get_args(hint):
+        yield from parts(part)
+    yield hint
 
 
-def _convert_scalar(value: Any, hint: Any, where: str) -> Any:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is bool and isinstance(value, bool):
-        return value
-    if hint is int and number and abs(value) < 2**63 and value == int(value):
-        return int(value)
-    if hint is float and number and abs(value) < sys.float_info.max:  # neither infinite nor nan, nor a giant integer
-        return float(value)
-    if hint is str and isinstance(value, (str, int)) and not isinstance(value, bool):
+def _without_loss(value: Any, hint: Any) -> Any:
+    """Return 1e3 as a whole number where one fits, and 7 as text where only text fits: so they are typed."""
+    if isinstance(value, (list, tuple)) and {list, tuple}.intersection(map(typing.get_origin, parts(hint))):
+        return [_without_loss(item, hint) for item in value]
+    kinds = {int, float, str}.intersection(part for part in parts(hint) if isinstance(part, type))
+    if type(value) is int and (kinds == {str} or (int in kinds and abs(value) >= 2**63)):  # which torch does not hold
         return str(value)
-    raise ConfigError(f"{where}={_shown(value)} must be {SCALARS[hint]}")
+    whole = int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63
+    return int(value) if whole else value
 
 
-def _shown(value: Any) -> str:
+def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
+    """Return what is wrong with the first key that has an error; an unknown key comes before all others."""
+    first = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
+    key = first["loc"][0]
+    if first["type"] == "unexpected_keyword_argument":
+        return f"{prefix}{key} is not a key; {hint_at(key, hints, prefix)}"
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return f"{prefix}{key} is missing; give it a value"
+    of_key = [error for error in errors if error["loc"][0] == key]
+    index = min(map(_index, of_key))  # a list that is too short comes before its values
+    errors, hint = [error for error in of_key if _index(error) == index], hints[key]
+    wanted = dict.fromkeys(_wanted(error, hint) for error in errors if error["type"] != "literal_error")
+    literals = [str(v) for part in parts(hint) if typing.get_origin(part) is Literal for v in typing.get_args(part)]
+    must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"  # all that a union takes
+    return f"{prefix}{key}{index}={_shown(errors[0])} must {must}"
+
+
+def _index(error: Any) -> str:
+    """Return where in a list an error is, as [1]; the other parts of a location name members of unions."""
+    return "" if error["type"] == "missing" else "".join(f"[{i}]" for i in error["loc"] if isinstance(i, int))
+
+
+def _wanted(error: Any, hint: Any) -> str:
+    """Return what a value must be instead."""
+    if error["type"] in WANTED:
+        return f"be {WANTED[error['type']]}"
+    for field in (part for part in parts(hint) if isinstance(part, FieldInfo)):
+        limits = {name: getattr(m, name) for m in field.metadata for name in COMPARISONS if hasattr(m, name)}
+        if error["type"].startswith(("greater_", "less_")) and not all(
+            getattr(operator, name)(error["input"], limit) for name, limit in limits.items()
+        ):
+            return _interval(limits)
+    sizes = [len(typing.get_args(part)) for part in parts(hint) if typing.get_origin(part) is tuple]
+    return f"be a list of {sizes[0]} values" if sizes else f"satisfy: {error['msg']}"
+
+
+def _interval(limits: dict[str, float]) -> str:
+    texts = [show_number(limit) for limit in limits.values()]
+    if len(limits) == 2:
+        return f"lie in {'[' if 'ge' in limits else '('}{', '.join(texts)}{']' if 'le' in limits else ')'}"
+    return " and ".join(f"be {COMPARISONS[name]} {text}" for name, text in zip(limits, texts, strict=True))
+
+
+def show_number(value: float) -> str:
+    """Return 10,000 and 1e6."""
+    return re.sub(r"e\+0*", "e", f"{value:,g}")
+
+
+def _shown(error: Any) -> str:
+    """Return the value that was refused: that of a float as 0.0, even if it was given as 0."""
+    limit = next(iter(error.get("ctx", {}).values()), None)
+    value = float(error["input"]) if isinstance(limit, float) else error["input"]
     return "null" if value is None else repr(value)
 
 

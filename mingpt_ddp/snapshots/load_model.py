@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from mingpt_ddp.config.config import NotRegisteredError, build_group
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.schema import GPTConfig, ModelConfig
-from mingpt_ddp.config.validation import convert
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
@@ -63,10 +62,10 @@ def read_model_spec(state: Any) -> ModelSpec:
     """
     try:
         vocabulary, config = state["vocabulary"], state["config"]
-        if not isinstance(vocabulary, str) or len(json.dumps(config)) > MAX_CONFIG_CHARS:
+        architecture, block_size = config["model"]["architecture"], config["data"]["block_size"]
+        texts = isinstance(vocabulary, str) and isinstance(architecture, str)
+        if not (texts and type(block_size) is int) or len(json.dumps(config)) > MAX_CONFIG_CHARS:
             raise ValueError("expected a vocabulary and a configuration")
-        block_size = convert(config["data"]["block_size"], int, "data.block_size")
-        convert(config["model"]["architecture"], str, "model.architecture")
         return ModelSpec(dict(config["model"]), max(1, block_size), vocabulary)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error

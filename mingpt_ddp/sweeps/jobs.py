@@ -5,7 +5,7 @@ import math
 import re
 from pathlib import Path
 
-from mingpt_ddp.config.config import LIMITS, Config, flatten, hashed_fields
+from mingpt_ddp.config.config import LIMITS, Config, flatten, numeric_keys, numeric_values
 from mingpt_ddp.snapshots.field_names import SWEPT_OVERRIDES
 from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
@@ -28,8 +28,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     """
     plain = config.to_dict()
     values = flatten(plain)
-    covered = {f"{group}.{key}" for group, keys in hashed_fields(plain).items() if group != "seed" for key in keys}
-    covered |= {"model", "optimizer", "data", "run.seed"}  # presets, and the seed
+    covered = {*numeric_keys(plain), "model", "optimizer", "data"}  # presets too
     # Parsed values, not their spelling: 100 and 1e2 are the same job.
     extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in covered}
     hashed = {SWEPT_OVERRIDES: extra} if extra else {}
@@ -53,7 +52,7 @@ def _validation_loss(directory: Path, config: Config) -> float | None:
         # A limit of null was no limit: the other one was reached. A smaller limit was reached on the way.
         limits = [(recorded["trainer"][key], getattr(config.trainer, key)) for key in LIMITS]
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
-        same = hashed_fields(recorded) == hashed_fields(config.to_dict())
+        same = numeric_values(recorded) == numeric_values(config.to_dict())
         valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
         return float(result["val_loss"]) if ended and reached and same and valid else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # files of another origin

@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from mingpt_ddp.config.validation import Bounds
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError, RunError
 
@@ -30,8 +30,10 @@ def check_search(config: DictConfig) -> None:
         ConfigError: a setting that cannot work.
     """
     sweeper = config.hydra.sweeper
-    for key, bounds in (("n_trials", Bounds(ge=1)), ("n_jobs", Bounds(ge=1)), ("max_failure_rate", Bounds(ge=0, le=1))):
-        bounds.check(sweeper[key], f"hydra.sweeper.{key}")
+    share = sweeper.max_failure_rate
+    for key in ("n_trials", "n_jobs"):
+        check(sweeper[key] >= 1, f"hydra.sweeper.{key}={sweeper[key]} must be at least 1")
+    check(0 <= share <= 1, f"hydra.sweeper.max_failure_rate={share} must lie in [0, 1]")
     if getattr(sweeper.direction, "name", sweeper.direction) != "minimize":
         raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:

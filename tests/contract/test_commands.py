@@ -93,8 +93,8 @@ def test_help(command: list[str], tmp_path: Path) -> None:
 
 # The names of runs that are already on users' disks: a change makes these begin again at step 0.
 PINNED = {
-    "gpt": "text_file-gpt_nano-fa5ceb55",
-    "modern": "text_file-modern_nano-9a1f2b3f",
+    "gpt": "text_file-gpt_nano-2b486a81",
+    "modern": "text_file-modern_nano-1a5ea9f7",
 }
 
 

@@ -180,6 +180,12 @@ CASES = [
     ("+trainer.epochs=1", "config error: trainer.epochs is not a key; did you mean trainer.max_epochs?"),
     ("optimizer=sgd optimizer.betas=[0.9,0.95]", "config error: optimizer.betas is not a key of the chosen optimizer"),
     ("+nosuch=1", "config error: nosuch is not a key"),
+    # What other programs call it
+    ("learning_rate=1e-3", "config error: learning_rate is not a key; did you mean optimizer.lr (learning rate at the"),
+    ("trainer.eval_interval=9", "config error: trainer.eval_interval is not a key; did you mean trainer.eval_every ("),
+    ("+model.hidden_size=9", "config error: model.hidden_size is not a key; did you mean model.n_embd (features:"),
+    # A habit from other templates
+    ("+experiment=demo", "config error: experiment is in the defaults list already; write experiment=demo, without"),
     # Values of another type
     ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a finite number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
@@ -301,7 +307,6 @@ CASES = [
     ("model=null", "config error: "),
     ("~model", "config error: the group model is missing"),
     ("~model.n_head", "config error: model.n_head is missing; give it a value"),
-    ("trainer=[]", "config error: the group trainer is missing"),
     ("optimizer.lr='${nowhere}'", "config error: optimizer.lr: Interpolation key 'nowhere' not found"),
     ("optimizer.lr='${optimizer.lr}'", "config error: optimizer.lr: Recursive interpolation"),
     ("--config-name nowhere", "config error: Cannot find primary config 'nowhere'"),

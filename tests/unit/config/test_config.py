@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, to_plain
+from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, numeric_keys, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.config.schema import (
     GROUPS,
@@ -77,7 +77,7 @@ def test_model_with_optimizer(model, optimizer):
 @pytest.mark.parametrize("name", choices("data"))
 def test_data(name):
     config = typed(f"data={name}", *(["data.path=x.txt"] if name == "text_file" else []))
-    assert config.data.name == name
+    assert config.data.label == name
     assert type(config.data) is DataConfig
 
 
@@ -120,7 +120,7 @@ def picked(config: Config, *keys: str) -> dict[str, object]:
 
 
 def test_demo():
-    expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 600, "data.name": "python_docs"}
+    expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 600, "data.label": "python_docs"}
     assert picked(typed("experiment=demo"), *expected) == expected
 
 
@@ -207,6 +207,8 @@ NOT_IN_THE_NAME = {
     "trainer.eval_every": 7,
     "trainer.sample_every": 7,
     "data.cache_dir": "elsewhere",
+    "trainer.prune_after": 7,
+    "trainer.activation_checkpointing": True,
     "snapshot.path": "memory://snapshots",
     "snapshot.every_steps": 7,
     "snapshot.keep_last": 7,
@@ -214,6 +216,55 @@ NOT_IN_THE_NAME = {
     "ddp.nproc_per_node": 7,
     "ddp.timeout_s": 7.0,
 }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "label"),
+    [
+        (["data.path=texts/my.book.txt"], "my.book"),
+        (["data.path='https://host/a/input.txt?x=1'"], "input"),
+        (["data.path='simplecache::s3://bucket/b.gz'"], "b"),
+        (["data.path=/"], "text"),
+        (["data.path=my.txt", "data.name=label"], "label"),
+        (["data=text_file", "data.path=my.txt"], "text_file"),
+        ([], "python_docs"),
+    ],
+)
+def test_a_text_is_labelled_by_its_file(overrides, label):
+    assert typed(*overrides).data.label == label
+
+
+def test_a_path_alone_is_not_labelled_as_the_preset():
+    assert typed("data.path=my.txt").run_name().startswith("my-gpt_micro-")
+
+
+@dataclasses.dataclass(frozen=True)
+class Later(TrainerConfig):
+    """The group with a key that a later version adds."""
+
+    newer: int = 3
+
+
+def test_a_key_at_its_default_or_added_later_renames_no_run(default, monkeypatch):
+    explicit = changed(default, "trainer.batch_size", TrainerConfig().batch_size)
+    assert explicit.run_name() == default.run_name()
+    monkeypatch.setitem(GROUPS, "trainer", (None, {None: Later}))
+    later = from_mapping(default.to_dict())
+    assert later.to_dict()["trainer"]["newer"] == 3
+    assert later.run_name() == default.run_name()
+    assert changed(later, "trainer.newer", 4).run_name() != default.run_name()
+
+
+def test_each_key_says_whether_it_changes_the_numbers(default):
+    """Apart from a user's own keys, which do."""
+    assert {*IN_THE_NAME} <= numeric_keys(default.to_dict()).keys()
+    assert not {*NOT_IN_THE_NAME} & numeric_keys(default.to_dict()).keys()
+    for _, classes in GROUPS.values():
+        for cls in classes.values():
+            described = [
+                {"unit", "numerics"} == field.metadata["json_schema_extra"].keys() for field in dataclasses.fields(cls)
+            ]
+            assert all(described), cls
 
 
 @pytest.mark.parametrize(("key", "value"), IN_THE_NAME.items())
@@ -250,16 +301,52 @@ def test_a_configuration_cannot_be_changed(default):
         default.trainer.max_steps = 1
 
 
+@pytest.mark.parametrize("word", ["~trainer", "trainer=[]", "~trainer.max_steps"])
+def test_what_the_configuration_leaves_out_has_its_default(word):
+    assert typed(word) == typed()
+
+
+def composed(*overrides: str) -> dict:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return to_plain(compose("config", list(overrides)))
+
+
 @pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
-def test_every_file_of_a_group_gives_every_key(group):
-    """Users look up keys in conf/; defaults in the dataclasses are only for snapshots that are older than a key."""
-    for path in (CONF / group).glob("*.yaml"):
-        values = yaml.safe_load(path.read_text())
-        for base in values.pop("defaults", []):  # a file in the same folder that this one overrides
-            values = {**yaml.safe_load(path.with_name(f"{base}.yaml").read_text()), **values}
+def test_every_key_stands_in_the_composed_configuration(group):
+    """A preset says what differs; Hydra has the rest from the schema, so that the command line can change every key."""
+    for preset in choices(group):
+        values = composed(f"{group}={preset}", "data.path=x.txt")[group]
         selector, classes = GROUPS[group]
         cls = classes[values.get(selector)]
-        assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OMITTED_IF_NULL}, path
+        assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OMITTED_IF_NULL}, preset
+
+
+@pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
+def test_no_preset_repeats_a_default(group):
+    """A new key touches the schema and the presets that differ; `backend` alone is the whole of a preset of ddp."""
+    for path in (CONF / group).glob("*.yaml"):
+        values = yaml.safe_load(path.read_text())
+        (node,) = values.pop("defaults", ["/schema"])
+        selector, classes = GROUPS[group]
+        fields = {
+            field.name: field.default
+            for field in dataclasses.fields(classes[node.split("/")[-1] if selector and "/schema/" in node else None])
+        }
+        repeated = [key for key, value in values.items() if fields[key] == value and (group, key) != ("ddp", "backend")]
+        assert not repeated, path
+
+
+def test_a_preset_of_ones_own_that_builds_on_ours(tmp_path):
+    for group, base in (("optimizer", "muon"), ("model", "gpt_mini"), ("trainer", "default")):
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_text(f"defaults: [{base}]\n")
+    (tmp_path / "trainer" / "mine.yaml").write_text("batch_size: 24\n")
+    search = f"hydra.searchpath=[{tmp_path}]"
+    mine = typed(search, "optimizer=mine", "model=mine", "trainer=mine", "optimizer.eps=1e-9", "trainer.log_every=7")
+    ours = typed(
+        "optimizer=muon", "model=gpt_mini", "trainer.batch_size=24", "optimizer.eps=1e-9", "trainer.log_every=7"
+    )
+    assert mine == ours
 
 
 def test_interpolation_is_resolved():

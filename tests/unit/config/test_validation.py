@@ -1,15 +1,28 @@
-"""Conversion of single values: lossless, or refused in one line that names the key."""
+"""Validation of single values: lossless, or refused in one line that names the key."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
-from mingpt_ddp.config.validation import Bounds, build, convert
+from mingpt_ddp.config.fields import LearningRate, PositiveInt
+from mingpt_ddp.config.validation import build, is_supported
 from mingpt_ddp.errors import ConfigError
+
+
+def convert(value: object, hint: Any) -> object:
+    """The value as the type of a key."""
+    return build(dataclasses.make_dataclass("Group", [("key", hint)]), {"key": value}, "").key
+
+
+def refusal(value: object, hint: Any) -> str:
+    with pytest.raises(ConfigError) as refused:
+        convert(value, hint)
+    return str(refused.value).removeprefix("config error: ")
 
 
 def same(got: object, expected: object) -> bool:
@@ -24,18 +37,25 @@ def same(got: object, expected: object) -> bool:
         (-0.0, int, 0),
         (7, float, 7.0),
         (1.5, float, 1.5),
+        (10**30, float, 1e30),
         (True, bool, True),
         ("text", str, "text"),
         (7, str, "7"),
+        (7, str | None, "7"),
         (None, int | None, None),
         (1e3, int | None, 1000),
+        (1e3, PositiveInt | Literal["auto"] | None, 1000),
         (None, str | None, None),
         ([0.9, 1], tuple[float, float], (0.9, 1.0)),
+        ([1e3, 2], list[int], [1000, 2]),
+        ([7, "x"], list[str], ["7", "x"]),
         ("a", Literal["a", "b"], "a"),
+        ("auto", bool | Literal["auto"], "auto"),
+        (True, bool | Literal["auto"], True),
     ],
 )
 def test_accepted(value, hint, expected):
-    assert same(convert(value, hint, "key"), expected)
+    assert same(convert(value, hint), expected)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +66,7 @@ def test_accepted(value, hint, expected):
         (1.5, int, "key=1.5 must be a whole number"),
         (None, int, "key=null must be a whole number"),
         (math.inf, int, "key=inf must be a whole number"),
+        (2**63, int, "key='9223372036854775808' must be a whole number"),
         (math.nan, float, "key=nan must be a finite number"),
         (math.inf, float, "key=inf must be a finite number"),
         (True, float, "key=True must be a finite number"),
@@ -54,22 +75,31 @@ def test_accepted(value, hint, expected):
         ("true", bool, "key='true' must be true or false"),
         (True, str, "key=True must be text"),
         (1.5, str, "key=1.5 must be text"),
+        (1e3, str, "key=1000.0 must be text"),
         (None, str, "key=null must be text"),
         ([], str, "key=[] must be text"),
+        ([7], str, "key=[7] must be text"),
         ("x", int | None, "key='x' must be a whole number"),
         ([1.0], tuple[float, float], "key=[1.0] must be a list of 2 values"),
         ([1.0, 2.0, 3.0], tuple[float, float], "key=[1.0, 2.0, 3.0] must be a list of 2 values"),
         ("ab", tuple[float, float], "key='ab' must be a list of 2 values"),
         ([1.0, "x"], tuple[float, float], "key[1]='x' must be a finite number"),
+        (["x"], tuple[float, float], "key=['x'] must be a list of 2 values"),
+        ("ab", list[int], "key='ab' must be a list"),
         ("c", Literal["a", "b"], "key='c' must be one of a, b"),
         (None, Literal["a", "b"], "key=null must be one of a, b"),
         (["a"], Literal["a", "b"], "key=['a'] must be one of a, b"),
+        (1, bool | Literal["auto", "on"], "key=1 must be true or false or auto or on"),
     ],
 )
 def test_refused(value, hint, message):
-    with pytest.raises(ConfigError) as refused:
-        convert(value, hint, "key")
-    assert str(refused.value) == f"config error: {message}"
+    assert refusal(value, hint) == message
+
+
+def test_what_is_not_unicode():
+    """Python's stand-in for a byte on the command line that is not UTF-8."""
+    assert refusal("caf\udce9", str) == "key holds bytes that are not UTF-8; use other characters"
+    assert convert("\U0001f600", str) == "\U0001f600"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,55 +111,90 @@ class Cup:
 @pytest.mark.parametrize(
     ("bounds", "inside", "outside", "message"),
     [
-        (Bounds(ge=1), [1, 2], [0, 0.5], "must be at least 1"),
-        (Bounds(gt=0), [1e-9], [0, -1], "must be greater than 0"),
-        (Bounds(le=1e6), [1e6], [1e6 + 1], "must be at most 1e6"),
-        (Bounds(le=10_000), [10_000], [10_001], "must be at most 10,000"),
-        (Bounds(lt=2), [1], [2], "must be less than 2"),
-        (Bounds(ge=0, lt=1), [0, 0.5], [-1, 1], "must lie in [0, 1)"),
-        (Bounds(gt=0, le=1), [0.5, 1], [0, 2], "must lie in (0, 1]"),
-        (Bounds(ge=1e-30, le=1e30), [1], [1e-31, 1e31], "must lie in [1e-30, 1e30]"),
+        (Field(ge=1), [1, 2], [0, 0.5], "must be at least 1"),
+        (Field(gt=0), [1e-9], [0, -1], "must be greater than 0"),
+        (Field(le=1e6), [1e6], [1e6 + 1], "must be at most 1e6"),
+        (Field(le=10_000), [10_000], [10_001], "must be at most 10,000"),
+        (Field(lt=2), [1], [2], "must be less than 2"),
+        (Field(ge=0, lt=1), [0, 0.5], [-1, 1], "must lie in [0, 1)"),
+        (Field(gt=0, le=1), [0.5, 1], [0, 2], "must lie in (0, 1]"),
+        (Field(ge=1e-30, le=1e30), [1], [1e-31, 1e31], "must lie in [1e-30, 1e30]"),
     ],
 )
 def test_bounds(bounds, inside, outside, message):
     for value in inside:
-        assert convert(value, Annotated[float, bounds], "key") == value
+        assert convert(value, Annotated[float, bounds]) == value
     for value in outside:
-        with pytest.raises(ConfigError) as refused:
-            convert(value, Annotated[float, bounds], "key")
-        assert str(refused.value) == f"config error: key={float(value)} {message}"
+        assert refusal(value, Annotated[float, bounds]) == f"key={float(value)} {message}"
 
 
-def test_bounds_inside_other_types():
-    positive = Annotated[int, Bounds(ge=1)]
-    small = Annotated[positive, Bounds(le=9)]
-    assert convert(None, positive | None, "key") is None
-    assert convert("auto", positive | Literal["auto"], "key") == "auto"
-    assert convert([1, 2], tuple[positive, positive], "key") == (1, 2)
-    for value, hint, message in (
-        (0, positive | None, "key=0 must be at least 1"),
-        (0, positive | Literal["auto"] | None, "key=0 must be at least 1 or auto"),
-        ([1, 0], tuple[positive, positive], "key[1]=0 must be at least 1"),
-        ([1, 0], list[positive], "key[1]=0 must be at least 1"),
-        (0, small, "key=0 must be at least 1"),
-        (10, small, "key=10 must be at most 9"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            convert(value, hint, "key")
-        assert str(refused.value) == f"config error: {message}"
+@pytest.mark.parametrize(
+    ("value", "hint", "message"),
+    [
+        (0, PositiveInt | None, "key=0 must be at least 1"),
+        (0, PositiveInt | Literal["auto"] | None, "key=0 must be at least 1 or auto"),
+        ([1, 0], tuple[PositiveInt, PositiveInt], "key[1]=0 must be at least 1"),
+        ([1, 0], list[PositiveInt], "key[1]=0 must be at least 1"),
+        (0, Annotated[PositiveInt, Field(le=9)], "key=0 must be at least 1"),
+        (10, Annotated[PositiveInt, Field(le=9)], "key=10 must be at most 9"),
+        (-1, LearningRate, "key=-1.0 must be greater than 0"),
+        (1e-31, LearningRate, "key=1e-31 must lie in [1e-30, 1e30]"),
+    ],
+)
+def test_bounds_inside_other_types(value, hint, message):
+    """The innermost bound that is violated is the one that is named."""
+    assert refusal(value, hint) == message
 
 
-def test_a_group_has_exactly_its_keys():
-    assert build(Cup, {"size": 3}, "cup") == Cup(3, "none")
-    for values, message in (
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
         ({"size": 3, "lable": "x"}, "cup.lable is not a key; did you mean cup.label?"),
         ({"size": 3, "qqq": "x"}, "cup.qqq is not a key; there are size, label"),
+        ({"size": "x", "qqq": "x"}, "cup.qqq is not a key; there are size, label"),
         ({"label": "x"}, "cup.size is missing; give it a value"),
         ([1], "cup=[1] must be a group of keys"),
-    ):
-        with pytest.raises(ConfigError) as refused:
-            build(Cup, values, "cup")
-        assert str(refused.value) == f"config error: {message}"
+    ],
+)
+def test_a_group_has_exactly_its_keys(values, message):
+    assert build(Cup, {"size": 3}, "cup") == Cup(3, "none")
+    with pytest.raises(ConfigError) as refused:
+        build(Cup, values, "cup")
+    assert str(refused.value) == f"config error: {message}"
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError, KeyError])
+def test_an_exception_of_a_users_check_stays_what_it_is(error):
+    """It is told with the line that raised it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Mine:
+        size: int
+
+        def __post_init__(self):
+            raise error("mine")
+
+    with pytest.raises(error, match="mine") as raised:
+        build(Mine, {"size": 3}, "mine")
+    assert raised.traceback[-1].name == "__post_init__"
+
+
+@pytest.mark.parametrize(
+    ("hint", "supported"),
+    [
+        (int, True),
+        (tuple[float, float], True),
+        (list[str] | None, True),
+        (Annotated[int, Field(ge=1)], True),
+        (Literal["a", 1], True),
+        (dict[str, int], False),
+        (set[int], False),
+        (complex, False),
+        (tuple[int, ...], False),
+    ],
+)
+def test_types_that_yaml_has(hint, supported):
+    assert is_supported(hint) == supported
 
 
 def test_a_message_is_always_one_line():

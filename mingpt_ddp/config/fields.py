@@ -1,0 +1,55 @@
+"""What the keys of the configuration are made of: types with bounds, and what the schema says of a key."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from mingpt_ddp.config.validation import check, refuse_credentials
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+UnitInterval = Annotated[float, Field(gt=0, le=1)]
+DecayFactor = Annotated[float, Field(ge=0, lt=1)]  # of a moving average, per step
+LearningRate = Annotated[PositiveFloat, Field(ge=1e-30, le=1e30)]  # fp32 holds its products
+
+
+def key(default: Any, description: str, unit: str = "", *, numerics: bool = True) -> Any:
+    """Describe a key, as in `log_every: PositiveInt = key(10, "between two lines of the log", "steps")`.
+
+    Args:
+        default: ... where there is none.
+        numerics: whether it changes the numbers, so that a run whose value is not the default has another name.
+    """
+    metadata = {"description": description, "json_schema_extra": {"unit": unit, "numerics": numerics}}
+    return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=metadata)
+
+
+neutral = partial(key, numerics=False)
+
+
+def changes_numbers(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a key changes the numbers, as one that a user has added does."""
+    return bool(field.metadata.get("json_schema_extra", {"numerics": True})["numerics"])
+
+
+def describe(metadata: Mapping[str, Any]) -> str:
+    """Return the first clause of a key's meaning, after its unit."""
+    unit, meaning = metadata["json_schema_extra"]["unit"], metadata["description"].partition(";")[0]
+    return f"{unit}: {meaning}" if unit else meaning
+
+
+def check_directory(name: str, path: str) -> None:
+    """Require the path of a local directory."""
+    refuse_credentials(name, path)
+    check(bool(path.strip()) and "://" not in path, f"{name}={path} must be a local directory")
+
+
+def check_url(name: str, url: str) -> None:
+    """Require a path or URL without credentials."""
+    refuse_credentials(name, url)
+    check(bool(url.strip()), f"{name} is empty; give it a path or URL")

@@ -1,0 +1,74 @@
+"""Which key was meant by one that there is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.hints import other_names, suggest
+from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.errors import ConfigError
+
+NAMES = [(theirs, ours) for ours, words in other_names().items() for theirs in words.split()]
+KEYS = {
+    f"{group}.{field.name}"
+    for group, (_, classes) in GROUPS.items()
+    for cls in classes.values()
+    for field in dataclasses.fields(cls)
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("learning_rate", "; did you mean optimizer.lr (learning rate at the peak of the schedule"),
+        ("optimizer.learning_rate", "; did you mean optimizer.lr ("),
+        ("trainer.learning_rate", "; did you mean optimizer.lr ("),
+        ("gradient_accumulation_steps", "; did you mean trainer.micro_batch_size (sequences: per rank per forward)?"),
+        ("accumulate_grad_batches", "; did you mean trainer.micro_batch_size (sequences: per rank per forward)?"),
+        ("trainer.per_device_train_batch_size", "; did you mean trainer.micro_batch_size ("),
+        ("eval_interval", "; did you mean trainer.eval_every (steps: between evaluations)?"),
+        ("log_interval", "; did you mean trainer.log_every (steps: "),
+        ("max_iters", "; did you mean trainer.max_steps (steps: "),
+        ("min_lr", "; did you mean optimizer.min_lr_ratio (final learning rate over the peak)?"),
+        ("model.hidden_size", "; did you mean model.n_embd ("),
+        ("dataset", "; did you mean data?"),
+        ("modle.n_head", "; did you mean model.n_head?"),
+        ("seed", "; did you mean run.seed?"),
+        ("trainer.lr", "; did you mean optimizer.lr?"),
+        ("trainer.max_epoch", "; did you mean trainer.max_epochs?"),
+        ("model.activation", " of the chosen model"),
+        ("nosuch", ""),
+        ("init_from", ""),
+        ("wandb_log", ""),
+        ("tokenizer", ""),
+    ],
+)
+def test_hints(key, hint):
+    assert suggest(key) == hint or (hint.endswith(("(", " ", "schedule")) and suggest(key).startswith(hint))
+
+
+def test_a_group_has_the_keys_of_the_chosen_class():
+    assert suggest("model.hidden_size", ["n_hidden", "width"]) == "; did you mean model.n_hidden?"
+    assert suggest("model.qqq", ["n_hidden", "width"]) == "; there are n_hidden, width"
+    assert suggest("trainer.qqq").startswith("; there are max_epochs, max_steps, ")
+
+
+@pytest.mark.parametrize(("theirs", "ours"), NAMES)
+def test_a_name_of_another_program_has_one_key_of_ours(theirs, ours):
+    assert ours in KEYS | GROUPS.keys()
+    assert [name for name, _ in NAMES].count(theirs) == 1
+    assert theirs not in {key.split(".")[1] for key in KEYS}, "a key of ours needs no hint"
+    assert f"did you mean {ours}" in suggest(theirs)
+
+
+def test_a_key_that_was_added_to_a_group():
+    with pytest.raises(ConfigError, match=r"trainer.grad_clip is not a key; did you mean trainer.grad_norm_clip \("):
+        from_mapping({"run": {}, "model": {}, "trainer": {"grad_clip": 1}} | _rest())
+
+
+def _rest() -> dict:
+    model = {"name": "x", "architecture": "gpt", "n_layer": 1, "n_head": 1, "n_embd": 1}
+    return {"model": model, "optimizer": {"name": "adamw"}, "data": {"path": "x"}, "ddp": {}, "snapshot": {}}
