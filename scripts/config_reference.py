@@ -1,0 +1,121 @@
+"""Write docs/configuration.md and what --help prints, the references of all keys, from the schema."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from mingpt_ddp.config.hints import other_names  # noqa: E402
+from mingpt_ddp.config.schema import GROUPS  # noqa: E402
+from mingpt_ddp.config.validation import adapter, show_number  # noqa: E402
+
+TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true | false", "null": "null"}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+Keys = dict[str, dict[str, Any]]  # the JSON schemas of keys by name
+HELP = """mingpt_ddp trains a small GPT: main.py [group=preset ...] [group.key=value ...]
+For example: main.py experiment=demo ddp.nproc_per_node=2 trainer.max_steps=500
+
+Flags: -m sweeps over values, as in optimizer.lr=1e-3,3e-4; --cfg job shows the configuration; --config-dir=DIR adds
+presets of your own; --version; --hydra-help shows what else Hydra takes.
+
+Presets"""
+PAGE = """# Look up a configuration key
+
+```
+python main.py --help                       # this list, and the presets
+python main.py model=gpt2 --cfg job         # the values of a command line, without a run
+```
+
+Made from `mingpt_ddp/config/schema.py` by `python scripts/config_reference.py`. A key is a word on the command line,
+`group.key=value`, and a line in a YAML file. The presets in `conf/` say only what differs from the defaults here; ???
+stands for what every preset says itself.
+
+**Numbers:** whether another value trains other numbers. Such a key is part of the hash in the name of a run without
+`run.name`, unless it has its default: a key that a later version adds renames no run. No key of `ddp` counts, so that
+a run can go on on other machines: they change the order of sums, and `ddp.comm_hook` their precision.
+"""
+OTHERS = """## Coming from nanoGPT, Lightning or Hugging Face
+
+These names on the command line are answered with ours; some count in another unit.
+
+| ours | theirs |
+| --- | --- |
+"""
+
+
+def sections() -> Iterator[tuple[str, str, Keys]]:
+    """Yield heading, meaning and keys: of each group what all its dataclasses have, then what each has besides."""
+    for group, (selector, classes) in GROUPS.items():
+        keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
+        first, *others = keys
+        common = {k: schema for k, schema in keys[first].items() if all(keys[o].get(k) == schema for o in others)}
+        shared = next(base for base in first.__mro__ if all(issubclass(other, base) for other in others))
+        yield group, meaning(shared), common
+        for name, cls in classes.items() if others else ():
+            own = {k: schema for k, schema in keys[cls].items() if k not in common}
+            yield f"{group}, {selector}={name}", meaning(cls), own
+
+
+def meaning(cls: type) -> str:
+    """Return the first line of a docstring without the module that it names."""
+    return str(cls.__doc__).partition(" (mingpt_ddp")[0].rstrip(".") + "."
+
+
+def type_of(schema: dict[str, Any]) -> str:
+    """Return type and bounds of a key."""
+    if "anyOf" in schema:
+        return " | ".join(map(type_of, schema["anyOf"]))
+    if literals := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return " | ".join(literals)
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])}: {type_of(schema['prefixItems'][0])}"
+    bounds = (f"{sign} {show_number(schema[name])}" for name, sign in BOUNDS.items() if name in schema)
+    return f"{TYPES[schema['type']]} {', '.join(bounds)}".strip()
+
+
+def default_of(schema: dict[str, Any]) -> str:
+    """Return a key's default as one types it."""
+    return json.dumps(schema["default"]).strip('"') if "default" in schema else "???"
+
+
+def help_text() -> str:
+    """Return what --help prints."""
+    lines = [HELP]
+    for directory in sorted(path for path in (ROOT / "conf").iterdir() if any(path.glob("*.yaml"))):
+        lines.append(f"  {directory.name:<10} {' '.join(sorted(path.stem for path in directory.glob('*.yaml')))}")
+    lines += ["", "Keys with their defaults; ??? stands for a value of the preset"]
+    for heading, text, keys in sections():
+        lines += ["", f"{heading}: {text}"]
+        for key, schema in keys.items():
+            assignment = f"{heading.partition(',')[0]}.{key}={default_of(schema)}"
+            unit = f"{schema['unit']}: " if schema["unit"] else ""
+            lines.append(f"  {assignment:<38} {unit}{schema['description']} ({type_of(schema)})")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return the text of docs/configuration.md."""
+    lines = [PAGE]
+    for heading, text, keys in sections():
+        lines += [f"## {heading}", "", text, ""]
+        if keys:
+            lines += ["| key | type | unit | default | meaning | numbers |", "| --- | --- | --- | --- | --- | --- |"]
+        for key, schema in keys.items():
+            cells = [type_of(schema).replace("|", "\\|"), schema["unit"], f"`{default_of(schema)}`"]
+            cells += [schema["description"], "yes" if schema["numerics"] else ""]
+            lines.append(f"| `{key}` | {' | '.join(cells)} |")
+        lines += [""] if keys else []
+    rows = (
+        f"| `{ours}` | {', '.join(f'`{name}`' for name in names.split())} |" for ours, names in other_names().items()
+    )
+    return "\n".join(lines) + "\n" + OTHERS + "\n".join(rows) + "\n"
+
+
+FILES = {ROOT / "docs" / "configuration.md": page, ROOT / "mingpt_ddp" / "config" / "help.txt": help_text}
+
+if __name__ == "__main__":
+    for path, text in FILES.items():
+        path.write_text(text())
