@@ -96,7 +96,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="data-loading-") as scratch:
         for setting in (SETTINGS[key] for key in ON["cpu"]):
             context, batch = setting.context, setting.batch
-            config = DataConfig("text", str(corpus_path()), None, context, None, 0.9, 1.0, scratch)
+            config = DataConfig(
+                name="text",
+                path=str(corpus_path()),
+                sha256=None,
+                block_size=context,
+                stride=None,
+                train_split=0.9,
+                truncate=1.0,
+                cache_dir=scratch,
+            )
             corpus = TextDataset(prepare(config), config)
             text = CharTokenizer(corpus.vocabulary).decode(corpus.train.tolist())
             measure = partial(batches_per_s, shape=(batch, context), seconds=chosen.seconds)

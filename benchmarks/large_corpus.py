@@ -65,7 +65,16 @@ def data_config(text: Path) -> Any:
     import mingpt_ddp.training.run  # noqa: F401  (torch and all the rest, as a training process has them)
     from mingpt_ddp.config.schema import DataConfig
 
-    return DataConfig("large", str(text), None, CONTEXT, None, 0.9, 1.0, str(text.parent / "cache"))
+    return DataConfig(
+        name="large",
+        path=str(text),
+        sha256=None,
+        block_size=CONTEXT,
+        stride=None,
+        train_split=0.9,
+        truncate=1.0,
+        cache_dir=str(text.parent / "cache"),
+    )
 
 
 def imports(text: Path) -> dict[str, float]:

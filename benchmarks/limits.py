@@ -59,7 +59,16 @@ def needed(point: Point) -> Needed:
     layer and width. The weights are read forward and backward and their gradients written; clipping reads those, AdamW
     reads weights, gradients and two moments and writes all but the gradients.
     """
-    config = GPTConfig("gpt", "gpt", point.layers, point.width // HEAD, point.width, 0.0, False, "gelu")
+    config = GPTConfig(
+        name="gpt",
+        architecture="gpt",
+        n_layer=point.layers,
+        n_head=point.width // HEAD,
+        n_embd=point.width,
+        dropout=0.0,
+        bias=False,
+        activation="gelu",
+    )
     model = GPT(config, CHARACTERS, point.context)
     weights, characters = count_parameters(model), math.ceil(point.batch / point.ranks) * point.context
     activations = 4 * 10 * characters * point.layers * point.width

@@ -115,7 +115,13 @@ def test_one_rank_per_gpu(tmp_path: Path) -> None:
 
 def some_gpt(device: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = build_model(GPTConfig("test", "gpt", 2, 2, 32, 0.0, True, "gelu"), 17, 12)
+    model = build_model(
+        GPTConfig(
+            name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=True, activation="gelu"
+        ),
+        17,
+        12,
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.to(device)

@@ -21,8 +21,8 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.hydra_utils import config_directory
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
     ["mingpt_ddp.training.run", "torch._inductor.config"]
@@ -32,7 +32,7 @@ processes.set_forkserver_preload(
 def configure(*overrides: str) -> dict[str, Any]:
     """The whole configuration as plain values, which `config.from_mapping` reads."""
     cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
 
 

@@ -20,7 +20,16 @@ def settings(tmp_path):
             path.write_text(content, encoding="utf-8", newline="")
         elif isinstance(content, bytes):
             path.write_bytes(content)
-        config = DataConfig("text", str(path), None, 8, None, 0.9, 1.0, str(tmp_path / "cache"))
+        config = DataConfig(
+            name="text",
+            path=str(path),
+            sha256=None,
+            block_size=8,
+            stride=None,
+            train_split=0.9,
+            truncate=1.0,
+            cache_dir=str(tmp_path / "cache"),
+        )
         return replace(config, **changes)
 
     return make

@@ -167,7 +167,16 @@ def test_no_window_crosses_the_split(tmp_path):
     """The last character that is trained on, as x or as y, is the last one before the split."""
     TOKENS.tofile(tmp_path / "tokens.bin")
     encoded = EncodedText(str(tmp_path), "", LENGTH, "".join(map(chr, range(LENGTH))), "uint16", "")
-    config = DataConfig("text", "text.txt", None, BLOCK, 1, 0.7, 1.0, "cache")
+    config = DataConfig(
+        name="text",
+        path="text.txt",
+        sha256=None,
+        block_size=BLOCK,
+        stride=1,
+        train_split=0.7,
+        truncate=1.0,
+        cache_dir="cache",
+    )
     data = TextDataset(encoded, config)
     loader = make(data.train, stride=1, batch=2)
     seen = [int(batch_of(loader, step)[1].max()) for step in range(1, loader.steps_per_epoch + 1)]
@@ -181,7 +190,22 @@ def test_no_window_crosses_the_split(tmp_path):
 
 @pytest.fixture
 def trainer() -> TrainerConfig:
-    return TrainerConfig(1, None, BATCH, None, "cpu", "fp32", False, None, 10, None, None, "stop", None, False)
+    return TrainerConfig(
+        max_epochs=1,
+        max_steps=None,
+        batch_size=BATCH,
+        micro_batch_size=None,
+        device="cpu",
+        precision="fp32",
+        compile=False,
+        grad_norm_clip=None,
+        log_every=10,
+        eval_every=None,
+        sample_every=None,
+        on_nonfinite="stop",
+        spike_factor=None,
+        deterministic=False,
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,12 @@ torch.set_num_threads(1)
 
 T, V = 12, 17
 F32 = ("fp32", "fp32")
-CONFIGS = {bias: GPTConfig("test", "gpt", 2, 2, 16, 0.0, bias, "gelu") for bias in (True, False)}
+CONFIGS = {
+    bias: GPTConfig(
+        name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.0, bias=bias, activation="gelu"
+    )
+    for bias in (True, False)
+}
 
 
 def drawn(bias: bool) -> GPT:

@@ -22,7 +22,13 @@ TOKENIZER = CharTokenizer("\nabcdefghijklmnop")
 @pytest.fixture
 def model() -> GPT:
     """Weights so far from zero that all tokens together decide the next one."""
-    model = build_model(GPTConfig("test", "gpt", 2, 2, 16, 0.2, True, "gelu"), V, T)
+    model = build_model(
+        GPTConfig(
+            name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.2, bias=True, activation="gelu"
+        ),
+        V,
+        T,
+    )
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -116,7 +122,13 @@ def test_a_whole_window_is_read_only_where_it_begins(model):
 
 def test_a_context_of_one_token(model):
     """Its window is always the newest."""
-    small = build_model(GPTConfig("test", "gpt", 1, 1, 4, 0.0, True, "gelu"), V, 1)
+    small = build_model(
+        GPTConfig(
+            name="test", architecture="gpt", n_layer=1, n_head=1, n_embd=4, dropout=0.0, bias=True, activation="gelu"
+        ),
+        V,
+        1,
+    )
     watched = Watched(small)
     text = torch.cat([prompt(1, 1), drawn(watched, prompt(1, 1), 5)], dim=1)
     assert torch.equal(torch.cat(watched.windows, dim=1), text[:, :-1])

@@ -23,7 +23,16 @@ CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
 def config(n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float = 0.0, bias: bool = True) -> GPTConfig:
-    return GPTConfig("test", "gpt", n_layer, n_head, n_embd, dropout, bias, "gelu_tanh")
+    return GPTConfig(
+        name="test",
+        architecture="gpt",
+        n_layer=n_layer,
+        n_head=n_head,
+        n_embd=n_embd,
+        dropout=dropout,
+        bias=bias,
+        activation="gelu_tanh",
+    )
 
 
 def lively(model: M, seed: int = 0) -> M:
@@ -39,7 +48,7 @@ def some_tokens(batch: int = 2, length: int = T) -> Tensor:
     return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
-MODERN = ModernConfig("test", "modern", 2, 2, 16, 0.0)
+MODERN = ModernConfig(name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 
 
 @pytest.fixture(params=[config(), MODERN], ids=["gpt", "modern"])
@@ -194,7 +203,9 @@ def test_embedding_and_head_are_one_tensor(model):
 
 
 def preset(name: str) -> GPTConfig:
-    return GPTConfig(**yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()))
+    values = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
+    del values["defaults"]  # those of the dataclass
+    return GPTConfig(architecture="gpt", **values)
 
 
 @pytest.mark.parametrize(("name", "vocabulary", "count"), [("gpt2", 50257, 124_439_808), ("gpt2", 65, 85_892_352)])

@@ -15,7 +15,7 @@ from mingpt_ddp.models import Modern, build_model
 from mingpt_ddp.models.modern import rotary_table, rotate
 from mingpt_ddp.models.ops import causal_attention, relu_squared, rms_norm
 
-CONFIG = ModernConfig("test", "modern", 2, 2, 16, 0.0)
+CONFIG = ModernConfig(name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_all_parameters_learn():
 
 def test_a_head_of_odd_width_is_refused():
     with pytest.raises(ConfigError, match=r"model.n_embd=15 over model.n_head=3 must be even"):
-        ModernConfig("test", "modern", 1, 3, 15, 0.0)
+        ModernConfig(name="test", architecture="modern", n_layer=1, n_head=3, n_embd=15, dropout=0.0)
 
 
 def test_flops_are_those_of_the_matrices():

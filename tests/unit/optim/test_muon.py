@@ -15,10 +15,27 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import MIN_SINGULAR_VALUE, Muon, polar_express
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
 
-MUON = MuonConfig("muon", 0.02, 0.1, "constant", None, 0, 0.0, 0.5, 0.9, 0.3, 0.05, 0.01, (0.9, 0.95), 1e-10)
+MUON = MuonConfig(
+    name="muon",
+    lr=0.02,
+    weight_decay=0.1,
+    schedule="constant",
+    schedule_steps=None,
+    warmup_steps=0,
+    min_lr_ratio=0.0,
+    decay_ratio=0.5,
+    momentum=0.9,
+    embedding_lr=0.3,
+    head_lr=0.05,
+    vector_lr=0.01,
+    betas=(0.9, 0.95),
+    eps=1e-10,
+)
 MODELS = {
-    "gpt": GPTConfig("g", "gpt", 2, 2, 16, 0.0, True, "gelu"),
-    "modern": ModernConfig("m", "modern", 2, 2, 16, 0.0),
+    "gpt": GPTConfig(
+        name="g", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.0, bias=True, activation="gelu"
+    ),
+    "modern": ModernConfig(name="m", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0),
 }
 
 

@@ -15,8 +15,30 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
-ADAMW = AdamWConfig("adamw", 2.0, 0.5, "cosine", None, 10, 0.1, 0.2, (0.9, 0.99), 1e-8)
-SGD = SGDConfig("sgd", 2.0, 0.5, "cosine", None, 10, 0.1, 0.2, 0.9, True)
+ADAMW = AdamWConfig(
+    name="adamw",
+    lr=2.0,
+    weight_decay=0.5,
+    schedule="cosine",
+    schedule_steps=None,
+    warmup_steps=10,
+    min_lr_ratio=0.1,
+    decay_ratio=0.2,
+    betas=(0.9, 0.99),
+    eps=1e-8,
+)
+SGD = SGDConfig(
+    name="sgd",
+    lr=2.0,
+    weight_decay=0.5,
+    schedule="cosine",
+    schedule_steps=None,
+    warmup_steps=10,
+    min_lr_ratio=0.1,
+    decay_ratio=0.2,
+    momentum=0.9,
+    nesterov=True,
+)
 STEPS = 110
 
 
@@ -82,7 +104,13 @@ def test_a_ratio_of_1_keeps_the_peak():
 
 @pytest.fixture
 def model() -> nn.Module:
-    return build_model(GPTConfig("test", "gpt", 2, 2, 8, 0.0, True, "gelu"), vocab_size=11, block_size=4)
+    return build_model(
+        GPTConfig(
+            name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=8, dropout=0.0, bias=True, activation="gelu"
+        ),
+        vocab_size=11,
+        block_size=4,
+    )
 
 
 @pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])

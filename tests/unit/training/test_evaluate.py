@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -22,13 +21,12 @@ from mingpt_ddp.training.evaluate import Evaluator
 torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
 
 T, V = 8, 11
-CONF = Path(__file__).resolve().parents[3] / "conf"
 LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest behind the whole windows is 0, 1, ...
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_mapping(to_plain(compose("config", ["trainer.device=cpu", "trainer.precision=fp32"])))
     return Runtime(config, DistEnv())
 
@@ -67,7 +65,13 @@ def test_the_loss_is_that_of_a_plain_slow_loop(runtime, monkeypatch, length, per
     """One character after the other, each from those before it in its window."""
     monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
     torch.manual_seed(0)
-    model = build_model(GPTConfig("test", "gpt", 1, 2, 16, 0.5, False, "gelu"), V, T)
+    model = build_model(
+        GPTConfig(
+            name="test", architecture="gpt", n_layer=1, n_head=2, n_embd=16, dropout=0.5, bias=False, activation="gelu"
+        ),
+        V,
+        T,
+    )
     with torch.no_grad():
         model.token_embedding.weight.mul_(30)
     model.eval()
@@ -83,7 +87,13 @@ def test_the_loss_is_that_of_a_plain_slow_loop(runtime, monkeypatch, length, per
 
 
 def test_the_model_is_evaluated_without_dropout_and_handed_back(runtime):
-    model = build_model(GPTConfig("test", "gpt", 1, 2, 16, 0.5, False, "gelu"), V, T).train()
+    model = build_model(
+        GPTConfig(
+            name="test", architecture="gpt", n_layer=1, n_head=2, n_embd=16, dropout=0.5, bias=False, activation="gelu"
+        ),
+        V,
+        T,
+    ).train()
     evaluator = Evaluator(text(103), T, runtime)
     before = torch.get_rng_state()
     assert evaluator.run(model) == evaluator.run(model)

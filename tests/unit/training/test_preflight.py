@@ -48,7 +48,7 @@ def try_out(config, runtime, monkeypatch):
                 del names["own"]
         chosen = config
         register("model", "own", ModelConfig)(model or Plain)
-        chosen = replace(chosen, model=ModelConfig("own", "own"))
+        chosen = replace(chosen, model=ModelConfig(name="own", architecture="own"))
         if optimizer is not None:
             register("optimizer", "own", AdamWConfig)(lambda model, config: optimizer(model.parameters(), {"lr": 0.1}))
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
