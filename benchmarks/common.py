@@ -108,8 +108,9 @@ def composed(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.config import from_mapping, to_plain
+    from mingpt_ddp.config.hydra_utils import config_directory
 
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", list(overrides))))
 
 
