@@ -67,6 +67,22 @@ def encode(tensors: Mapping[str, Tensor]) -> memoryview:
     return buffer.content
 
 
+def fits_header(start: bytes, size: int) -> bool:
+    """Return whether a safetensors file that begins with these bytes has `size` bytes by its header.
+
+    A header that goes on behind `start` is not looked at.
+    """
+    length = int.from_bytes(start[:8], "little")
+    if len(start) - 8 < length <= MAX_HEADER_BYTES:
+        return True
+    try:
+        header = json.loads(start[8 : 8 + length])
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        return bool(8 + length + max(ends, default=0) == size)
+    except Exception:  # whoever wrote it, it is no header
+        return False
+
+
 def decode(content: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, none of them larger than the file.
 

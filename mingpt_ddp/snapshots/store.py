@@ -19,7 +19,7 @@ from mingpt_ddp.distributed.device import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
-from mingpt_ddp.snapshots.staging_buffer import decode
+from mingpt_ddp.snapshots.staging_buffer import decode, fits_header
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
@@ -201,7 +201,10 @@ class SnapshotStore:
         for name, file in files.items():
             digest = hashlib.sha256()
             with _unreadable_is_corrupt(name):
-                for chunk in self.storage.chunks(f"{layout.directory_name(step)}/{name}", expected_size=file["bytes"]):
+                path = f"{layout.directory_name(step)}/{name}"
+                for number, chunk in enumerate(self.storage.chunks(path, expected_size=file["bytes"])):
+                    if number == 0 and name != layout.STATE and not fits_header(chunk, file["bytes"]):
+                        raise CorruptSnapshotError(f"{name} has another size than its header says")
                     digest.update(chunk)
                     progress(len(chunk))
             _check_digest(name, digest.hexdigest(), file)

@@ -58,6 +58,9 @@ class S3Storage(RemoteStorage):
         path = self._path(name)
         for file in self._request("delete", path, "find", path):
             self._request("delete", file, "rm_file", file)
+        bucket, key, _ = self.fs.split_path(path)
+        # SeaweedFS would go on listing an empty directory.
+        self._request("delete", path, "call_s3", "delete_object", Bucket=bucket, Key=f"{key}/")
         self._abort_uploads(path)
 
     def _abort_uploads(self, path: str) -> None:

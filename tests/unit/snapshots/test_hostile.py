@@ -312,6 +312,20 @@ def test_giant_files_are_not_read(tmp_path, genuine):
         assert part in line
 
 
+@pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
+@pytest.mark.parametrize("begins", ["with zeros", "as written"])
+def test_a_giant_file_is_not_verified_to_its_end(name, begins, tmp_path, genuine):
+    """Its size is the one in the manifest; the header has another."""
+    url = lay(tmp_path, genuine)
+    if begins == "with zeros":
+        (Path(url) / name).write_bytes(b"")
+    os.truncate(Path(url) / name, 1 << 40)
+    listed = json.loads((Path(url) / MANIFEST).read_bytes())["files"]
+    listed[name]["bytes"] = 1 << 40
+    (Path(url) / MANIFEST).write_bytes(encode_manifest(8, listed))
+    assert str(verify_step(SnapshotStore(str(tmp_path)), 8)) == f"{name} has another size than its header says"
+
+
 def test_json_of_many_small_things_is_limited(tmp_path, genuine):
     """A list of a million empty lists takes thirty times its text."""
     many = b"[" + b"[]," * (MAX_STATE_BYTES // 3 - 2) + b"[]]"

@@ -1,0 +1,38 @@
+"""`python -m mingpt_ddp.snapshots` on a real S3 server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from launching import call
+from snapshot_helpers import commit, small_snapshot
+
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+
+@pytest.fixture
+def tool(seaweed, monkeypatch, tmp_path):
+    """Calls the tool with words, as a user of the server."""
+    for name, value in seaweed.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def run(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        return call([sys.executable, "-m", "mingpt_ddp.snapshots", *words], tmp_path, **extra)
+
+    return run
+
+
+def test_prune_reports_what_is_left(tool, seaweed):
+    """This server lists a directory that has been emptied, unless it is deleted as well."""
+    url = f"s3://{seaweed.make_bucket('pruned')}/run"
+    store = SnapshotStore(f"{url}/snapshots")
+    for step in (1, 2, 3, 4):
+        commit(store, small_snapshot(step))
+    done = tool("prune", url, "keep_last=1", "keep_best=false")
+    assert done.returncode == 0 and done.stdout.endswith(f"{url}/snapshots: 3 deleted, 1 kept\n"), done.stdout
+    assert store.steps() == [4]
+    listed = tool("list", url).stdout.splitlines()
+    assert [line.split()[:2] for line in listed[2:]] == [["4", "whole"]]
+    assert tool("verify", url).stdout == f"{url}/snapshots/step_00000004: whole\n"
