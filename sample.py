@@ -1,4 +1,4 @@
-"""Generate text. For example: python sample.py snapshot=outputs/demo prompt=The"""
+"""Generate text. For example: python sample.py outputs/demo prompt=The"""
 
 import sys
 

@@ -1,47 +1,96 @@
-"""What the small commands share: `key=value` words into a typed config, help, errors in one line."""
+"""The grammar of all commands but train: URLs by position, then `key=value`, `--key value` or `--key=value`."""
 
+import contextlib
+import dataclasses
+import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.validation import build, check
+from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors
 from mingpt_ddp.errors import printable
+from mingpt_ddp.storage.urls import check_url
 
 T = TypeVar("T")
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
+FREE_TEXT = {"free_text": True}  # metadata of a field whose text may look like a URL with a password
 
 
 def run_command(usage: str, command: Callable[[list[str]], int]) -> None:
     """Call a command with the words of the command line and exit with its code; without words print the usage."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
-        print(usage)
-        return
+    words, code = sys.argv[1:], 0
     if sys.stdout:  # None where it is closed
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
-        sys.exit(command(words))
+        if not words or {"-h", "--help"} & set(words):
+            echo(usage)
+        else:
+            code = command(words)
+        sys.exit(code)
+
+
+def choose(name: str, commands: Mapping[str, T]) -> T:
+    """Return what belongs to the command of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    refuse_credentials("the name of the command", name)
+    check(name in commands, f"{name} is not a command; {hint_at(name, commands)}")
+    return commands[name]
 
 
 def parse_arguments(config_class: type[T], words: list[str]) -> T:
-    """Build a config from `key=value` words; the text of a field of type str is taken literally.
+    """Build a config from the words of the command line; the text of a field of type str is taken literally.
+
+    The class's first field takes the words without a key: one URL, or a list of directories.
 
     Raises:
-        ConfigError: a word has another form, or a key or a value does not fit.
+        ConfigError: a word has another form, a key is repeated, or a key or a value does not fit.
     """
     hints = typing.get_type_hints(config_class)
-    values = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        check(bool(equals), f"{word} is not of the form key=value")
-        is_text = str in (hints.get(key), *typing.get_args(hints.get(key)))
-        values[key] = text if is_text else _parse_value(text)
+    fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
+    first, *_ = fields
+    values: dict[str, Any] = {}
+    for word, key, text in _split(words, fields):
+        name = key or first
+        if not (name in fields and fields[name].metadata.get("free_text")):
+            refuse_credentials(name, text)
+        check(name != first or bool(text.strip()), f"{name} is empty; name a run directory")
+        if hints.get(name) == list[str]:
+            text = [*values.pop(name, []), text]
+        elif name == first:
+            check_url(text, name)
+        twice = f"{name} is given twice; give it one value"
+        check(name not in values, twice if key else f"{word} is not of the form key=value")
+        is_text = str in (hints.get(name), *typing.get_args(hints.get(name)))
+        values[name] = text if is_text else _parse_value(text)
     return build(config_class, values, "")
+
+
+def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str | None, Any]]:
+    """Yield each word with its key, None for a URL, and its text.
+
+    A word with a slash or a colon before its first = is a URL: the directories of a sweep's jobs have a = in them.
+    """
+    rest = iter(words)
+    for word in rest:
+        key, equals, text = word.partition("=")
+        if word.startswith("--"):
+            key = key[2:].replace("-", "_")
+            text = text if equals else next(rest, "--")
+            check(bool(equals) or key not in known or text[:2] != "--", f"{word} has no value; write {word}=VALUE")
+            yield word, key, text
+        elif equals and not re.search("[/:]", key):
+            yield word, key, text
+        else:
+            check(word[:1] != "-", f"{word} is not an option; write key=value or --key value")
+            yield word, None, word
 
 
 def echo(text: str) -> None:
@@ -51,8 +100,6 @@ def echo(text: str) -> None:
 
 def _parse_value(text: str) -> Any:
     for number in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return number(text)
-        except ValueError:
-            pass
     return CONSTANTS.get(text, text)

@@ -1,8 +1,9 @@
 """Generate text from a snapshot.
 
-    python sample.py snapshot=outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
+    python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL
+step            newest (the default), best (of the lowest validation loss) or a number
 prompt          what the text starts with; - reads it from standard input
 max_new_tokens  how many characters to generate
 temperature     below 1 is cautious, above 1 is bold, 0 always takes the likeliest character
@@ -15,15 +16,14 @@ code            your Python file that registers the model, if the model is not b
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mingpt_ddp.cli.arguments import parse_arguments, run_command
+from mingpt_ddp.cli.arguments import FREE_TEXT, parse_arguments, run_command
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
-from mingpt_ddp.config.validation import check, refuse_credentials
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 
 
@@ -32,7 +32,7 @@ class SampleConfig:
     """The keys of the command line, as the usage above describes them."""
 
     snapshot: str
-    prompt: str = ""
+    prompt: str = field(default="", metadata=FREE_TEXT)
     max_new_tokens: PositiveInt = 500
     temperature: NonNegativeFloat = 0.8
     top_k: PositiveInt | None = None
@@ -42,14 +42,11 @@ class SampleConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     code: str | None = None
-
-    def __post_init__(self) -> None:
-        check(bool(self.snapshot.strip()), "snapshot is empty; name a run directory")
-        refuse_credentials("snapshot", self.snapshot)
+    step: int | Literal["newest", "best"] = "newest"
 
 
 def main() -> None:
-    """The entry point of sample.py and of `python -m mingpt_ddp.sample`."""
+    """Run sample.py and `python -m mingpt_ddp.sample`."""
     run_command(__doc__, _command)
 
 
@@ -78,13 +75,11 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.models.ops import choose_device
     from mingpt_ddp.snapshots.load_model import load_model
-    from mingpt_ddp.storage.urls import check_url
 
-    check_url(config.snapshot, "snapshot")
     if config.code is not None:
         run_file(Path(config.code), "code")
     device = choose_device(config.device, "device")
-    model, tokenizer = load_model(config.snapshot)
+    model, tokenizer = load_model(config.snapshot, config.step)
     sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
     try:
         with attribute_errors_to_user_code():

@@ -3,13 +3,15 @@
     python -m mingpt_ddp.snapshots list   URL
     python -m mingpt_ddp.snapshots verify URL
     python -m mingpt_ddp.snapshots prune  URL keep_last=2 keep_best=true
-    python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=1000
+    python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=best format=safetensors
 
-URL        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
+url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show what is there; reads manifests and sizes only, so it is quick
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss
-export     write the weights as one model.safetensors and a config.json to a new local directory; the newest, or step
+follow     true: list, verify or prune also what the run keeps elsewhere, where its config.yaml says or a link leads
+export     write the weights as one model.safetensors and a config.json to a new local directory
+step       which one to export: newest (the default), best (of the lowest validation loss) or a number
 """
 
 import contextlib
@@ -22,24 +24,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
-from mingpt_ddp.cli.arguments import echo, parse_arguments, run_command
+from mingpt_ddp.cli.arguments import choose, echo, parse_arguments, run_command
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.schema import MODELS
-from mingpt_ddp.config.validation import check, hint_at, refuse_credentials
+from mingpt_ddp.config.validation import check, refuse_credentials
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name
-from mingpt_ddp.snapshots.load import find_steps, load, step_in
+from mingpt_ddp.snapshots.load import Step, find_steps, load, recorded_train_state, step_in
 from mingpt_ddp.snapshots.load_model import read_model_spec
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.run_dir import RunDirectory
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
-from mingpt_ddp.storage.urls import check_url, open_storage
+from mingpt_ddp.storage.urls import open_storage
 
 HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
 
@@ -47,11 +49,11 @@ HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val 
 @dataclass(frozen=True)
 class ListConfig:
     url: str
+    follow: bool = False
 
 
-@dataclass(frozen=True)
-class PruneConfig:
-    url: str
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig(ListConfig):
     keep_last: PositiveInt
     keep_best: bool = True
 
@@ -60,7 +62,8 @@ class PruneConfig:
 class ExportConfig:
     url: str
     to: str  # a local directory that does not exist yet
-    step: int | None = None  # null: the newest
+    step: Step = "newest"
+    format: Literal["safetensors"] = "safetensors"
 
     def __post_init__(self) -> None:
         refuse_credentials("to", self.to)
@@ -68,7 +71,7 @@ class ExportConfig:
 
 
 def main() -> None:
-    """The entry point of `python -m mingpt_ddp.snapshots`."""
+    """Run `python -m mingpt_ddp.snapshots`."""
     run_command(__doc__, _command)
 
 
@@ -79,15 +82,8 @@ def _command(words: list[str]) -> int:
         "prune": (PruneConfig, prune),
         "export": (ExportConfig, export),
     }
-    name, *arguments = words
-    if name not in commands:
-        raise ConfigError(f"{name} is not a command; {hint_at(name, commands)}")
-    url, *options = arguments or [""]
-    check(bool(url.strip()), f"{name} needs a URL; name a run directory, its snapshots or one of them")
-    refuse_credentials("URL", url)
-    check_url(url, "URL")
-    config_class, command = commands[name]
-    return command(parse_arguments(config_class, [*options, f"url={url}"]))
+    config_class, command = choose(words[0], commands)
+    return command(parse_arguments(config_class, words[1:]))
 
 
 # list
@@ -106,7 +102,7 @@ class Entry:
 
 def list_snapshots(config: ListConfig) -> int:
     """Print a table for each store."""
-    for store, steps in find_steps(config.url):
+    for store, steps in find_steps(config.url, config.follow):
         entries = [inspect(store, step) for step in steps]
         best = next((e.train_state.get("best_step") for e in reversed(entries) if e.status == "whole"), None)
         rows = [HEADINGS, *(_row(entry, best) for entry in entries)]
@@ -129,9 +125,8 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
         status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
         names = open_storage(f"{store.url}/{directory_name(step)}").list()
         return Entry(step, status, sum(store.size(step, name) or 0 for name in names), len(names), {})
-    train_state = state.get("position") if isinstance(state, dict) else None
     size = sum(file["bytes"] for file in files.values())
-    return Entry(step, "whole", size, len(files) + 1, train_state if isinstance(train_state, dict) else {})
+    return Entry(step, "whole", size, len(files) + 1, recorded_train_state(state))
 
 
 def _row(entry: Entry, best: Any) -> tuple[str, ...]:
@@ -161,7 +156,7 @@ def human_size(size: int) -> str:
 def verify(config: ListConfig) -> int:
     """Print a line for each snapshot; the exit code is 1 if one is damaged."""
     damaged = False
-    for store, steps in find_steps(config.url):
+    for store, steps in find_steps(config.url, config.follow):
         for step in steps:
             problem = verify_step(store, step)
             is_damage = problem is not None and not isinstance(problem, IncompleteSnapshotError)
@@ -188,7 +183,7 @@ def prune(config: PruneConfig) -> int:
     """Delete old snapshots; the newest whole one of each store always stays."""
     if step_in(config.url) is not None:
         raise ConfigError(f"{config.url} is one snapshot; prune takes a run directory or its snapshots")
-    stores = [store for store, _ in find_steps(config.url)]
+    stores = [store for store, _ in find_steps(config.url, config.follow)]
     with _locked(config.url, stores):
         for store in stores:
             intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
@@ -240,7 +235,7 @@ def export(config: ExportConfig) -> int:
     """Write the weights and their description to a directory that appears complete or not at all."""
     target = Path(config.to)
     check(not os.path.lexists(target), f"to={config.to} is there already; name a new directory")
-    snapshot = load(config.url if config.step is None else _step_url(config.url, config.step), kinds=("model",))
+    snapshot = load(config.url, ("model",), config.step)
     files: dict[str, bytes | memoryview] = {MODEL: encode(snapshot.model), "config.json": describe(snapshot)}
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -256,13 +251,6 @@ def export(config: ExportConfig) -> int:
     return 0
 
 
-def _step_url(url: str, step: int) -> str:
-    for store, steps in find_steps(url):
-        if step in steps:
-            return f"{store.url}/{directory_name(step)}"
-    raise SnapshotError(f"there is no snapshot of step {step} at {url}")
-
-
 def describe(snapshot: Snapshot) -> bytes:
     """Return as JSON what a program needs to use the weights: the model's shape and the character of each token.
 
@@ -272,10 +260,9 @@ def describe(snapshot: Snapshot) -> bytes:
     spec = read_model_spec(snapshot.state)
     if spec.model["architecture"] in MODELS:  # what a user's file registers is copied unchecked: export runs no code
         spec.config()
-    train_state = snapshot.state.get("position")
     values = {
         "step": snapshot.step,
-        "val_loss": train_state.get("val_loss") if isinstance(train_state, dict) else None,  # nats per character
+        "val_loss": recorded_train_state(snapshot.state).get("val_loss"),  # nats per character
         "model": spec.model,
         "block_size": spec.block_size,
         "vocabulary": spec.vocabulary,

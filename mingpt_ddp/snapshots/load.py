@@ -1,68 +1,97 @@
 """Find snapshots by URL: of a run directory, of a directory of snapshots, or one snapshot."""
 
+import contextlib
 import logging
+import math
+import os
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
-from mingpt_ddp.snapshots.format import KINDS, MAX_CONFIG_CHARS, CorruptSnapshotError, Snapshot, step_of
+from mingpt_ddp.snapshots import format as layout
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.remote import redact
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.urls import check_url, open_storage
 
 log = logging.getLogger(__name__)
 
+Step: TypeAlias = int | Literal["newest", "best"]  # best: with the lowest validation loss
+ANSWER_TIMEOUT_S = 10.0  # in which a store has to list its snapshots for a command
 
-def candidate_stores(url: str) -> Iterator[SnapshotStore]:
+
+def candidate_stores(url: str, follow: bool = True) -> Iterator[SnapshotStore]:
     """Yield the stores that may hold the snapshots of a run directory or of a directory of snapshots.
+
+    Args:
+        follow: also those that the run directory names elsewhere.
 
     Raises:
         SnapshotError: one of their URLs cannot be opened here.
     """
-    for candidate in (f"{url}/snapshots", url, *_recorded_urls(url)):
-        try:
-            check_url(candidate, "URL")
-        except ConfigError as error:  # the run was on another machine
-            raise SnapshotError(f"cannot look for snapshots: {error.args[0]}") from error
-        yield SnapshotStore(candidate)
+    yield from map(_open_store, [url] if not follow and _linked_directory(url) else [f"{url}/snapshots", url])
+    if follow:
+        yield from map(_open_store, _recorded_urls(url))
+
+
+def _open_store(url: str) -> SnapshotStore:
+    try:
+        check_url(url, "URL")
+    except ConfigError as error:  # the run was on another machine
+        raise SnapshotError(f"cannot look for snapshots: {error.args[0]}") from error
+    return SnapshotStore(url)
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
     """Return the store and the step if the URL names one snapshot."""
     parent, _, last = url.rstrip("/").rpartition("/")
-    step = step_of(last)
+    step = layout.step_of(last)
     return None if step is None else (SnapshotStore(parent or "."), step)
 
 
-def find_steps(url: str) -> list[tuple[SnapshotStore, list[int]]]:
+def find_steps(url: str, follow: bool = True) -> list[tuple[SnapshotStore, list[int]]]:
     """List the stores at a URL that have snapshots, committed or not, with their steps.
+
+    Args:
+        follow: also those that the run directory names elsewhere; otherwise one line names them.
 
     Raises:
         SnapshotError: there are none.
+        StorageUnavailableError: a store does not answer within ANSWER_TIMEOUT_S.
     """
-    if named := step_in(url):
-        store, step = named
-        found = [(store, [step])] if step in store.steps() else []
-    else:
-        found = [(s, steps) for s in candidate_stores(url.rstrip("/") or url) if (steps := s.steps())]
+    named, found = step_in(url), []
+    url = url.rstrip("/") or url
+    for store in [named[0]] if named else candidate_stores(url, follow):
+        store.storage.set_deadline(ANSWER_TIMEOUT_S)
+        if steps := [step for step in store.steps() if named is None or step == named[1]]:
+            found.append((store, steps))
+        store.storage.set_deadline(math.inf)
+    elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
+    hint = f"its run also keeps some at {redact(', '.join(elsewhere))}: add follow=true to go there"
     if not found:
-        raise SnapshotError(f"there are no snapshots at {url}; name a run directory, its snapshots or one of them")
+        hint = hint if elsewhere else "name a run directory, its snapshots or one of them"
+        raise SnapshotError(f"there are no snapshots at {url}; {hint}")
+    if elsewhere:
+        log.warning("%s: %s", url, hint)
     return found
 
 
-def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
-    """Read the newest snapshot of a run directory or of a directory of snapshots, or the one that the URL names.
+def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -> Snapshot:
+    """Read a snapshot of a run directory or of a directory of snapshots, or the one that the URL names.
 
     Args:
         kinds: which tensors to read; the others are left empty.
+        step: which one; the newest is the newest that is undamaged.
 
     Raises:
-        SnapshotError: there is no undamaged snapshot.
+        SnapshotError: there is no such snapshot, or it is damaged.
     """
-    url = url.rstrip("/")
+    url = url.rstrip("/") if step == "newest" else _find_url(url, step)
     if named := step_in(url):
-        store, step = named
+        store, number = named
         try:
-            return store.read(step, kinds)
+            return store.read(number, kinds)
         except CorruptSnapshotError as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
     found: Snapshot | None = None
@@ -79,11 +108,41 @@ def load(url: str, kinds: Sequence[str] = KINDS) -> Snapshot:
     return found
 
 
+def _find_url(url: str, step: int | str) -> str:
+    """Return the URL of the snapshot of a step, or of the best one, as the newest that can be read records it.
+
+    Raises:
+        SnapshotError: there is none.
+    """
+    found = {number: store for store, steps in reversed(find_steps(url)) for number in steps}
+    wanted: Any = step
+    for number in sorted(found, reverse=True) if step == "best" else []:
+        with contextlib.suppress(CorruptSnapshotError):
+            best = recorded_train_state(found[number].read_metadata(number)[1]).get("best_step")
+            wanted = best if type(best) is int else step
+            break
+    if wanted not in found:
+        raise SnapshotError(f"there is no snapshot of step {wanted} at {url}; the newest is that of step {max(found)}")
+    return f"{found[wanted].url}/{layout.directory_name(wanted)}"
+
+
+def recorded_train_state(state: Any) -> dict[str, Any]:
+    """Return the train state as the content of a state.json has it, not checked; empty if it has none."""
+    train_state = state.get("position") if isinstance(state, dict) else None
+    return train_state if isinstance(train_state, dict) else {}
+
+
+def _linked_directory(run: str) -> list[str]:
+    """Return where the `snapshots` of a local run directory are if that is a symbolic link; otherwise nothing."""
+    storage = open_storage(f"{run}/snapshots")
+    return [os.path.realpath(storage.root)] if storage.local and os.path.islink(storage.root) else []
+
+
 def _recorded_urls(run: str) -> list[str]:
     """Read from the run's config.yaml where else it writes snapshots, if it does."""
     try:
         directory = open_storage(run)
-        recorded = load_yaml(directory.read("config.yaml", limit=MAX_CONFIG_CHARS))
+        recorded = load_yaml(directory.read("config.yaml", limit=layout.MAX_CONFIG_CHARS))
         paths = [recorded["snapshot"].get("path"), recorded["snapshot"].get("fallback_path")]
         depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
     except Exception:  # not a run directory

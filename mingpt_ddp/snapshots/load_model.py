@@ -14,17 +14,17 @@ from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS
-from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
 
 
-def load_model(url: str) -> tuple[nn.Module, CharTokenizer]:
-    """Load the newest snapshot at a URL, without its optimizer; the model is on the CPU.
+def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, CharTokenizer]:
+    """Load a snapshot at a URL, without its optimizer; the model is on the CPU.
 
     Raises:
         SnapshotError: there is no snapshot, or no model can be built from it.
     """
-    snapshot = load(url, kinds=("model",))
+    snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     return _build(spec, snapshot.model), CharTokenizer(spec.vocabulary)
 

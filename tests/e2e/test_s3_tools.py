@@ -1,7 +1,9 @@
-"""`python -m mingpt_ddp.snapshots` on a real S3 server."""
+"""`python -m mingpt_ddp.snapshots` on a real S3 server, and on one that does not answer."""
 
 from __future__ import annotations
 
+import re
+import socket
 import subprocess
 import sys
 
@@ -36,3 +38,12 @@ def test_prune_reports_what_is_left(tool, seaweed):
     listed = tool("list", url).stdout.splitlines()
     assert [line.split()[:2] for line in listed[2:]] == [["4", "whole"]]
     assert tool("verify", url).stdout == f"{url}/snapshots/step_00000004: whole\n"
+
+
+def test_a_server_that_does_not_answer(tool):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = tool("list", "s3://bucket/run", AWS_ENDPOINT_URL=endpoint)
+    assert done.returncode == 2
+    said = re.match(r"storage error: cannot look for snapshots at .* \(tried for (\d+) s\)$", done.stdout)
+    assert said and int(said[1]) <= 15, done.stdout

@@ -45,6 +45,17 @@ def test_every_precision_on_a_cpu_without_avx512(trained, precision):
     assert len(done.stdout) == len("The ") + 40 + len("\n")
 
 
+def test_one_grammar_and_any_step(trained):
+    """A URL by position, keys in three forms; by default the newest snapshot, which here is the best as well."""
+    words = ["prompt=The ", "max_new_tokens=40"]
+    newest = sample(trained, "snapshot=outputs/a", *words).stdout
+    assert len(newest) == len("The ") + 40 + len("\n")
+    assert sample(trained, "outputs/a", "--prompt", "The ", "--max-new-tokens=40").stdout == newest
+    assert sample(trained, *words, "--step=newest", "outputs/a").stdout == newest
+    assert sample(trained, "outputs/a", *words, "step=best").stdout == newest
+    assert sample(trained, "outputs/a", *words, "step=8").stdout not in (newest, "")
+
+
 def test_several_samples_of_a_prompt_from_standard_input(trained):
     words = ["snapshot=outputs/a/snapshots/step_00000012", "prompt=-", "samples=3", "max_new_tokens=9", "top_p=0.9"]
     done = sample(trained, *words, stdin="If the ")
@@ -88,7 +99,8 @@ def test_a_prompt_is_taken_literally(trained):
             "config error: precision='fp8' must be one of auto, fp32, bf16, fp16",
         ),
         (["prompt=x"], "config error: snapshot is missing"),
-        (["outputs/a"], "config error: outputs/a is not of the form key=value"),
+        (["outputs/a", "x"], "config error: x is not of the form key=value"),
+        (["outputs/a", "step=5"], "snapshot error: there is no snapshot of step 5 at outputs/a; the newest is"),
     ],
 )
 def test_a_mistake_is_one_line(trained, words, expected):

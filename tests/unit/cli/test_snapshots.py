@@ -179,6 +179,34 @@ def test_prune_keeps_the_last_and_the_best(run, config, call):
     assert store.steps() == [8]
 
 
+@pytest.mark.parametrize("run", ["file"], indirect=True)
+@pytest.mark.parametrize("kind", ["path", "link"])
+def test_nothing_is_done_elsewhere_unless_told(kind, run, config, call, tmp_path):
+    """The directory of a run may come from a stranger, and with it what its config.yaml names or a link leads to."""
+    victim = SnapshotStore(f"{tmp_path}/victim/run" if kind == "path" else f"{tmp_path}/victim")
+    for step in (4, 8):
+        commit(victim, snapshot(config, step))
+    (tmp_path / "run").mkdir()
+    if kind == "path":
+        recorded = {"run": {"name": "run"}, "snapshot": {"path": f"{tmp_path}/victim"}}
+        (tmp_path / "run" / "config.yaml").write_text(json.dumps(recorded))
+    else:
+        (tmp_path / "run" / "snapshots").symlink_to(tmp_path / "victim")
+    hint = f"its run also keeps some at {victim.url}: add follow=true to go there\n"
+    commands = [["list"], ["verify"], ["prune", "keep_last=1", "keep_best=false"]]
+    for name, *keys in commands:
+        assert call(name, run, *keys) == (2, "", f"snapshot error: there are no snapshots at {run}; {hint}")
+    commit(SnapshotStore(run), snapshot(config, 2))
+    for name, *keys in commands:
+        code, out, err = call(name, run, *keys)
+        assert (code, err) == (0, f"{run}: {hint}") and victim.url not in out
+        assert victim.steps() == [4, 8]
+    for name, *keys in commands:
+        code, out, err = call(name, run, *keys, "follow=true")
+        assert (code, err) == (0, "") and victim.url in out.replace(f"{run}/snapshots", victim.url)
+    assert victim.steps() == [8]
+
+
 def test_prune_never_deletes_the_newest_whole_one(run, config, call):
     """What is damaged does not count as kept, whatever its size says."""
     store = filled(run, config, 2, 6, 8, 10)
@@ -264,6 +292,17 @@ def test_export_of_a_step(run, config, call, tmp_path):
     assert not (tmp_path / "d").exists()
 
 
+def test_export_of_the_best(run, config, call, tmp_path):
+    """That is step 4 in all of them."""
+    store = filled(run, config, 2, 4, 8)
+    assert call("export", run, f"to={tmp_path}/a", "step=best")[1].startswith("step 4 is in")
+    assert call("export", run, f"to={tmp_path}/b", "--step", "newest")[1].startswith("step 8 is in")
+    store.clear(4)
+    code, _, err = call("export", run, f"to={tmp_path}/c", "step=best")
+    assert code == 2
+    assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is that of step 8\n"
+
+
 def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_path, monkeypatch):
     filled(run, config, 4)
     (tmp_path / "there").mkdir()
@@ -290,20 +329,23 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
     ("words", "expected"),
     [
         (["lst", "x"], "config error: lst is not a command; did you mean list?"),
-        (["list"], "config error: list needs a URL"),
-        (["list", ""], "config error: list needs a URL"),
+        (["list"], "config error: url is missing; give it a value"),
+        (["list", ""], "config error: url is empty; name a run directory"),
         (["list", "x", "keep_last=1"], "config error: keep_last is not a key"),
-        (["verify", "nosuch://x"], "config error: URL=nosuch://x: no such protocol"),
-        (["verify", "s3://a:b@c/d"], "config error: URL holds credentials"),
+        (["verify", "nosuch://x"], "config error: url=nosuch://x: no such protocol"),
+        (["verify", "s3://a:b@c/d"], "config error: url holds credentials"),
         (["export", "nowhere", "to=s3://a:b@c/d"], "config error: to holds credentials"),
-        (["list", "dir://x"], "config error: URL=dir://x: dir:// needs more than a URL"),
+        (["list", "dir://x"], "config error: url=dir://x: dir:// needs more than a URL"),
         (["prune", "x"], "config error: keep_last is missing"),
         (["prune", "x", "keep_last=0"], "config error: keep_last=0 must be at least 1"),
         (["prune", "x", "keep_last=1", "keep_best=1"], "config error: keep_best=1 must be true or false"),
         (["prune", "x/step_00000004", "keep_last=1"], "config error: x/step_00000004 is one snapshot"),
         (["export", "x"], "config error: to is missing"),
         (["export", "x", "to=s3://b/c"], "config error: to=s3://b/c must be a new local directory"),
+        (["export", "x", "to=s3://b:c@d/e"], "config error: to holds credentials"),
         (["export", "x", "somewhere"], "config error: somewhere is not of the form key=value"),
+        (["export", "x", "to=y", "step=last"], "config error: step='last' must be a whole number or newest or best"),
+        (["export", "x", "to=y", "format=hf"], "config error: format='hf' must be one of safetensors"),
         (["export", "\x1b[2J", "to=y"], r"snapshot error: there is no whole snapshot at \x1b[2J;"),
     ],
 )

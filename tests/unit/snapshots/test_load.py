@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.snapshots.format import MANIFEST, STATE, directory_name
+from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
 from mingpt_ddp.snapshots.load import find_steps, load
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -52,6 +53,31 @@ def test_load_finds_what_a_run_keeps_elsewhere(key, name, directory, tmp_path, m
         assert load(str(run)).step == 4
     monkeypatch.chdir(run)
     assert load(".").step == 4
+
+
+def with_best(step: int, best: object) -> Snapshot:
+    return replace(small_snapshot(step), state={"position": {"best_step": best}})
+
+
+def test_load_of_the_best(store, tmp_path):
+    """It is the one that the newest snapshot that can be read records, wherever it is."""
+    for step, best in ((2, None), (4, 4), (6, 4), (8, 6)):
+        commit(store, with_best(step, best))
+    run = store.url.removesuffix("/snapshots")
+    assert [load(run, step=step).step for step in ("newest", "best", 2, 4)] == [8, 6, 2, 4]
+    store.storage.write(f"{directory_name(8)}/{MANIFEST}", b"{}")
+    store.storage.delete(f"{directory_name(6)}/{MANIFEST}")
+    assert load(run, step="best").step == 4
+    assert load(f"{store.url}/step_00000004", step="best").step == 4
+    with pytest.raises(SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is that of step 8"):
+        load(run, step=5)
+
+
+@pytest.mark.parametrize("best", [None, [4], 4.0, "4", {}])
+def test_load_of_the_best_where_there_is_none(best, store):
+    commit(store, with_best(4, best))
+    with pytest.raises(SnapshotError, match=r"there is no snapshot of step best at .*; the newest is that of step 4"):
+        load(store.url, step="best")
 
 
 def test_load_without_a_snapshot(store):

@@ -548,16 +548,16 @@ def test_it_says_where_the_page_is(tmp_path, call):
     ("word", "message"),
     [
         ("nothing", "nothing is not a directory"),
-        ("--open", "--open is not an option"),
+        ("--open", "open is not a key; there are runs"),
         ("s3://bucket/run", "s3://bucket/run is not a local directory"),
-        ("s3://key:hunter2@bucket/run", "URL holds credentials"),
+        ("s3://key:hunter2@bucket/run", "runs holds credentials"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, call, word, message):
     monkeypatch.chdir(tmp_path)
     code, out, error = call(word)
     assert (code, out) == (2, "")
-    kind = "config" if "credentials" in message else "run"
+    kind = "config" if "credentials" in message or word == "--open" else "run"
     assert error.startswith(f"{kind} error: {message}; " if word == "nothing" else f"{kind} error: {message}")
     assert "hunter2" not in error
     assert error.count("\n") == 1

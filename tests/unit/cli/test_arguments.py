@@ -1,0 +1,107 @@
+"""One grammar for all commands: URLs by position, then key=value, --key value or --key=value."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from launching import ROOT, environment
+
+from mingpt_ddp.cli.arguments import FREE_TEXT, parse_arguments
+from mingpt_ddp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Config:
+    url: str
+    keep_last: int = 3
+    step: int | Literal["newest"] = "newest"
+    rate: float = 0.5
+    follow: bool = False
+    text: str = field(default="", metadata=FREE_TEXT)
+
+
+@dataclass(frozen=True)
+class Several:
+    runs: list[str]
+    follow: bool = False
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a"], Config("a")),
+        (["url=a"], Config("a")),
+        (["--url", "a"], Config("a")),
+        (["a", "keep_last=2"], Config("a", keep_last=2)),
+        (["keep_last=2", "a"], Config("a", keep_last=2)),
+        (["--keep_last", "2", "a"], Config("a", keep_last=2)),
+        (["--keep-last=2", "a"], Config("a", keep_last=2)),
+        (["a", "--step=newest", "--rate", "1e-3"], Config("a", rate=1e-3)),
+        (["a", "step=7", "follow=true"], Config("a", step=7, follow=True)),
+        (["a", "--text", "-"], Config("a", text="-")),
+        (["a", "--text", "b=c: [null]"], Config("a", text="b=c: [null]")),
+        (["a", "text=--b=1"], Config("a", text="--b=1")),
+        (["a", "text="], Config("a")),
+        (["a", "text=see https://user:word@host"], Config("a", text="see https://user:word@host")),
+        (["outputs/sweep/lr=1"], Config("outputs/sweep/lr=1")),
+        (["./lr=1", "step=7"], Config("./lr=1", step=7)),
+        (["url=lr=1"], Config("lr=1")),
+        (["memory://runs/lr=1"], Config("memory://runs/lr=1")),
+    ],
+)
+def test_words(words, expected):
+    assert parse_arguments(Config, words) == expected
+
+
+def test_a_list_takes_all_words_without_a_key():
+    assert parse_arguments(Several, ["a", "follow=true", "b/c=1", "runs=d"]) == Several(["a", "b/c=1", "d"], True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "url is missing; give it a value"),
+        (["keep_last=2"], "url is missing; give it a value"),
+        ([" "], "url is empty; name a run directory"),
+        (["a", "b"], "b is not of the form key=value"),
+        (["a", "url=b"], "url is given twice; give it one value"),
+        (["a", "step=1", "--step", "1"], "step is given twice; give it one value"),
+        (["a", "keep=1"], "keep is not a key; did you mean keep_last?"),
+        (["a", "--keep_lst", "1"], "keep_lst is not a key; did you mean keep_last?"),
+        (["a", "--keep-lst=1"], "keep_lst is not a key; did you mean keep_last?"),
+        (["a", "--follow"], "--follow has no value; write --follow=VALUE"),
+        (["a", "--follow", "--step=1"], "--follow has no value; write --follow=VALUE"),
+        (["a", "-s"], "-s is not an option; write key=value or --key value"),
+        (["a", "keep_last=many"], "keep_last='many' must be a whole number"),
+        (["a", "step="], "step='' must be a whole number or newest"),
+        (["nosuch://a"], "url=nosuch://a: no such protocol as nosuch://"),
+    ],
+)
+def test_a_mistake_is_one_line(words, expected):
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(Config, words)
+    assert str(error.value) == f"config error: {expected}"
+
+
+@pytest.mark.parametrize("config", [Config, Several])
+@pytest.mark.parametrize(
+    "words", [["{}"], ["--step", "{}"], ["a", "step={}"], ["a", "b", "{}"], ["a", "to={}"], ["a", "--follow={}"]]
+)
+@pytest.mark.parametrize("url", ["s3://name:hunter2@bucket/run", "https://host/run?token=hunter2"])
+def test_credentials_are_refused_and_not_repeated(words, url, config):
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(config, [word.format(url) for word in words])
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"], ["mingpt_ddp.snapshots"]])
+def test_a_reader_that_is_gone(words, tmp_path):
+    """`... | head -1` may end before the first line is printed."""
+    command = [sys.executable, "-c", "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv("]
+    command[2] += f"sys.executable, [sys.executable, '-m', *{words!r}])"
+    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
