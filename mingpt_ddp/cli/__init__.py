@@ -1,1 +1,19 @@
 """Commands: one module each. Arguments in, exit code out."""
+
+import re
+import sys
+
+COMMANDS = ("train", "sample", "snapshots", "report")  # mingpt_ddp.X runs X, and mingpt_ddp itself trains
+
+
+def refuse_other_modules() -> None:
+    """Exit with code 2 if `python -m` is about to run a module of this package that is not a command.
+
+    Called while `python -m` imports the packages above the module: its words are then sys.argv[1:], and the word before
+    them in sys.orig_argv is the module's name, or -mNAME.
+    """
+    module = re.fullmatch(r"(?:-\w*?m)?(mingpt_ddp(?:\..*)?)", sys.orig_argv[-len(sys.argv)])
+    doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
+    if module and module[1].removesuffix(".__main__") not in doors:
+        print(f"config error: {module[1]} is not a command; there are {', '.join(doors)}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,93 @@
+"""`mingpt-ddp COMMAND`, and what `python -m` does with each module of the package."""
+
+from __future__ import annotations
+
+import configparser
+import runpy
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+from launching import ROOT, call
+from tools import call_tool
+
+from mingpt_ddp.cli import COMMANDS, main
+
+PACKAGE = ROOT / "mingpt_ddp"
+MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
+RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_ddp"}
+OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
+REFUSAL = "is not a command; there are mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.snapshots, mingpt_ddp.report\n"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    return call_tool(main, monkeypatch, capsys)
+
+
+def python_m(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_no_other_module_runs():
+    """Every module, by `python -m`: one line, exit code 2."""
+    assert {"mingpt_ddp.training.run", "mingpt_ddp.registry", "mingpt_ddp.cli.sample"} < set(OTHERS)
+    for name in [*OTHERS, "mingpt_ddp.training", "mingpt_ddp.nowhere"]:
+        done = python_m("-m", name, "outputs/x", "step=1")
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"config error: {name} {REFUSAL}")
+    assert python_m("-Wignore", "-mmingpt_ddp.errors").stderr == f"config error: mingpt_ddp.errors {REFUSAL}"
+
+
+@pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
+def test_commands_run(name):
+    spelled = [["-m", name, "--help"], [f"-m{name}"], ["-Wignore", "-m", name]]
+    for words in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
+        done = python_m(*words)
+        assert (done.returncode, done.stderr) == (0, "") and f"python -m {name} " in done.stdout
+
+
+def test_a_module_of_the_package_as_a_word(tmp_path):
+    """Only what `python -m` runs counts: not its words, and not what another program imports while it is found."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("import mingpt_ddp.registry")
+    (tmp_path / "mine" / "__main__.py").write_text("print('it runs')")
+    done = call([sys.executable, "-m", "mine", "mingpt_ddp.errors"], tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert (done.returncode, done.stdout) == (0, "it runs\n")
+
+
+def test_train_is_main_py(monkeypatch):
+    seen = []
+    monkeypatch.setattr("mingpt_ddp.cli.train.main", lambda: seen.append(sys.argv[1:]))
+    for words in (["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], []):
+        monkeypatch.setattr(sys, "argv", ["mingpt-ddp", "train", *words])
+        main.main()
+    runpy.run_path(str(ROOT / "main.py"), run_name="__main__")
+    assert seen == [["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], [], []]
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train"}))
+def test_a_command_gets_its_words(name, run):
+    code, out, _ = run(name, "--help")
+    assert (code, out) == (0, import_module(f"mingpt_ddp.cli.{name}").__doc__ + "\n")
+    code, out, err = run(name, "list" if name == "snapshots" else "nowhere", "stepp=1")
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("config error: stepp is not a key")
+
+
+def test_help_lists_the_commands(run):
+    for words in ([], ["--help"], ["-h"]):
+        code, out, err = run(*words)
+        assert (code, err) == (0, "") and len(out.splitlines()) < 15
+        assert [line.split()[0] for line in out.splitlines() if line[:1].islower()] == list(COMMANDS)
+
+
+def test_an_unknown_command(run):
+    assert run("smaple", "x") == (2, "", "config error: smaple is not a command; did you mean sample?\n")
+    code, out, err = run("s3://name:hunter2@bucket/run")
+    assert (code, out, err.count("\n")) == (2, "", 1) and "hunter2" not in err
+
+
+def test_setup_names_the_console_command():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["options.entry_points"]["console_scripts"].split() == ["mingpt-ddp", "=", "mingpt_ddp.cli.main:main"]
