@@ -171,7 +171,8 @@ def _shown(error: Any) -> str:
 
 def refuse_credentials(key: str, text: str) -> None:
     """Refuse a URL that contains a secret, in an error that does not show it: configurations are logged and saved."""
-    password = re.search(r"(?<!github:)//[^/\s,:@]*:[^/\s,@]*@|https?://[^/?#\s,@]*@", text)  # a token needs no colon
+    # A password may have slashes in it, but host:8080/path has none; http takes a token as the name of the user.
+    password = re.search(r"(?<!github:)//[^/\s,:@]*:(?!\d+/)[^\s,@]*@|https?://[^/?#\s,@]*@", text)
     secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
     if "://" in text and (password or secret):
         raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")

@@ -87,11 +87,25 @@ def test_a_mistake_is_one_line(words, expected):
     assert str(error.value) == f"config error: {expected}"
 
 
+URLS_WITH_SECRETS = [
+    "s3://name:hunter2@bucket/run",
+    "s3://name:a/hunter2@bucket/run",
+    "http://hunter2@host/run",
+    "https://host/run?token=hunter2",
+    "simplecache::s3://name:hunter2@bucket/run",
+]
+
+
+@pytest.mark.parametrize("url", ["http://host:8080/a@b", "github://org:repo@main/run", "ftp://name@host/run"])
+def test_no_credentials(url):
+    assert parse_arguments(Config, [url]).url == url
+
+
 @pytest.mark.parametrize("config", [Config, Several])
 @pytest.mark.parametrize(
     "words", [["{}"], ["--step", "{}"], ["a", "step={}"], ["a", "b", "{}"], ["a", "to={}"], ["a", "--follow={}"]]
 )
-@pytest.mark.parametrize("url", ["s3://name:hunter2@bucket/run", "https://host/run?token=hunter2"])
+@pytest.mark.parametrize("url", URLS_WITH_SECRETS)
 def test_credentials_are_refused_and_not_repeated(words, url, config):
     with pytest.raises(ConfigError) as error:
         parse_arguments(config, [word.format(url) for word in words])

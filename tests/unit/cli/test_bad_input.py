@@ -356,6 +356,7 @@ def test_one_line(words, expected, program, cwd):
 
 URLS_WITH_SECRETS = [
     ("data.path", "https://user:hunter2@example.com/text.txt"),
+    ("data.path", "https://hunter2@example.com/text.txt"),
     ("data.path", '"https://example.com/text.txt?token=hunter2"'),
     ("snapshot.path", "s3://key:hunter2@bucket/snapshots"),
     ("run.resume", "https://user:hunter2@example.com/run"),
