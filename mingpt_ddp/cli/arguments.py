@@ -6,7 +6,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
@@ -16,12 +16,18 @@ from mingpt_ddp.errors import printable
 from mingpt_ddp.storage.urls import check_url
 
 T = TypeVar("T")
+Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
 FREE_TEXT = {"free_text": True}  # metadata of a field whose text may look like a URL with a password
 
 
-def run_command(usage: str, command: Callable[[list[str]], int]) -> None:
-    """Call a command with the words of the command line and exit with its code; without words print the usage."""
+def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
+    """Call a command with the words of the command line and exit with its code; without words print the usage.
+
+    Args:
+        command: one, or several by name, of which the first word names one. The type of its argument `config` says
+            which keys it has.
+    """
     words, code = sys.argv[1:], 0
     if sys.stdout:  # None where it is closed
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
@@ -30,19 +36,13 @@ def run_command(usage: str, command: Callable[[list[str]], int]) -> None:
         if not words or {"-h", "--help"} & set(words):
             echo(usage)
         else:
-            code = command(words)
+            if isinstance(command, Mapping):
+                name = words.pop(0)
+                refuse_credentials("the name of the command", name)
+                check(name in command, f"{name} is not a command; {hint_at(name, command)}")
+                command = command[name]
+            code = command(parse_arguments(typing.get_type_hints(command)["config"], words))
         sys.exit(code)
-
-
-def choose(name: str, commands: Mapping[str, T]) -> T:
-    """Return what belongs to the command of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    refuse_credentials("the name of the command", name)
-    check(name in commands, f"{name} is not a command; {hint_at(name, commands)}")
-    return commands[name]
 
 
 def parse_arguments(config_class: type[T], words: list[str]) -> T:

@@ -14,7 +14,7 @@ import sys
 from importlib import import_module
 
 from mingpt_ddp.cli import COMMANDS
-from mingpt_ddp.cli.arguments import choose, run_command
+from mingpt_ddp.cli.arguments import run_command
 
 
 def main() -> None:
@@ -22,4 +22,4 @@ def main() -> None:
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         import_module(f"mingpt_ddp.cli.{sys.argv.pop(1)}").main()
     else:
-        run_command(__doc__, lambda words: choose(words[0], dict.fromkeys(COMMANDS, 0)))
+        run_command(__doc__, dict.fromkeys(COMMANDS, len))  # it refuses the word

@@ -10,7 +10,7 @@ Prints a table of the jobs, the best first, and writes a page with their curves 
 from dataclasses import dataclass
 from pathlib import Path
 
-from mingpt_ddp.cli.arguments import parse_arguments, run_command
+from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.report import PAGE, report
 
@@ -27,8 +27,7 @@ def main() -> None:
     run_command(__doc__, _command)
 
 
-def _command(words: list[str]) -> int:
-    config = parse_arguments(ReportConfig, words)
+def _command(config: ReportConfig) -> int:
     for url in config.runs:
         if "://" in url:
             raise RunError(f"{url} is not a local directory; only snapshots may be elsewhere, not runs' directories")

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mingpt_ddp.cli.arguments import FREE_TEXT, parse_arguments, run_command
+from mingpt_ddp.cli.arguments import FREE_TEXT, run_command
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 
@@ -50,8 +50,7 @@ def main() -> None:
     run_command(__doc__, _command)
 
 
-def _command(words: list[str]) -> int:
-    config = parse_arguments(SampleConfig, words)
+def _command(config: SampleConfig) -> int:
     try:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     except UnicodeDecodeError as error:

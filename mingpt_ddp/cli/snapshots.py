@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from mingpt_ddp.cli.arguments import choose, echo, parse_arguments, run_command
+from mingpt_ddp.cli.arguments import echo, run_command
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.schema import MODELS
-from mingpt_ddp.config.validation import check, refuse_credentials
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name
 from mingpt_ddp.snapshots.load import Step, find_steps, load, recorded_train_state, step_in
@@ -72,18 +72,7 @@ class ExportConfig:
 
 def main() -> None:
     """Run `python -m mingpt_ddp.snapshots`."""
-    run_command(__doc__, _command)
-
-
-def _command(words: list[str]) -> int:
-    commands: dict[str, tuple[type, Callable[[Any], int]]] = {
-        "list": (ListConfig, list_snapshots),
-        "verify": (ListConfig, verify),
-        "prune": (PruneConfig, prune),
-        "export": (ExportConfig, export),
-    }
-    config_class, command = choose(words[0], commands)
-    return command(parse_arguments(config_class, words[1:]))
+    run_command(__doc__, {"list": list_snapshots, "verify": verify, "prune": prune, "export": export})
 
 
 # list

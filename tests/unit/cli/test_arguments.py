@@ -117,5 +117,7 @@ def test_a_reader_that_is_gone(words, tmp_path):
     """`... | head -1` may end before the first line is printed."""
     command = [sys.executable, "-c", "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv("]
     command[2] += f"sys.executable, [sys.executable, '-m', *{words!r}])"
-    done = subprocess.run(command, cwd=ROOT, env=environment(tmp_path), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(tmp_path, PYTHONUNBUFFERED=""), capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
