@@ -276,7 +276,12 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
     done = call(command, tmp_path, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stdout
     assert result(tmp_path / "outputs" / "wheel")["step"] == 12
-    report = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
+    console = [sys.executable, str(site / "bin" / "mingpt-ddp")]
+    again = call([*console, "train", *TINY, "run.name=wheel"], tmp_path, PYTHONPATH=str(site))
+    assert again.returncode == 0 and "the run is in outputs/wheel" in again.stdout, again.stdout
+    listed = call([*console, "snapshots", "list", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
+    assert listed.splitlines()[-1].split()[:2] == ["12", "whole"]
+    report = call([*console, "report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
     assert report.endswith(
         "python -m mingpt_ddp " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
     )
