@@ -117,7 +117,7 @@ def train(cfg: DictConfig) -> float:
 
 
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
-    started_at = time.time() if hydra_utils.job_number() > 0 else None  # None: with the process
+    started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: with the process
     env = read_env()
     config = hydra_utils.to_config(cfg, HydraConfig.get())
     _check_urls(config)

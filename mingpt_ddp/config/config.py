@@ -110,11 +110,6 @@ class NotRegisteredError(ConfigError):
     """The configuration selects a model, optimizer or reader that is not registered; `code` may be missing."""
 
 
-def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration by dotted key, `group.key`."""
-    return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}
-
-
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return the plain values that Hydra has composed, with interpolations resolved.
 

@@ -97,13 +97,16 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
 
 
 def process_start_time() -> float:
-    """Return when this process began, or the attempt whose worker it is, in seconds since 1970.
+    """Return when this process began, or the attempt whose worker it is, as time.monotonic() counts.
 
-    Where there is no /proc, return the time of now.
+    Where Linux does not say, return the time of now.
     """
     if STARTED_AT in os.environ:
         return float(os.environ[STARTED_AT])
     try:
-        return os.stat("/proc/self").st_ctime
-    except OSError:
-        return time.time()
+        with open("/proc/self/stat") as stat:
+            ticks = int(stat.read().rpartition(")")[2].split()[19])  # since the machine was started
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        age_s = 0.0
+    return time.monotonic() - max(0.0, age_s)

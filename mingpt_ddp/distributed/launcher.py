@@ -48,7 +48,7 @@ def train_on_workers(
         env: the ranks of the first worker.
         directory: the run's.
         overrides: the command line that composes `config`.
-        started_at: when the work on this run began, in seconds since 1970.
+        started_at: when the work on this run began, as time.monotonic() counts.
 
     Returns:
         The exit code: 0 after a complete or preempted run, 128 + n where signal n ended it otherwise; and whether this
@@ -94,7 +94,7 @@ def _run_with_restarts(
         if restart:
             log.warning("restart %d of %d", restart, max_restarts)
         workers = attempt(started_at)
-        started_at = time.time()
+        started_at = time.monotonic()
         if workers.signal:
             result = read_result(directory)
             saved = result.get("status") == RunStatus.PREEMPTED or (result and result != before)
@@ -111,7 +111,7 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
 
     Args:
         first: the ranks of the first worker.
-        started_at: when the work on this attempt began, in seconds since 1970.
+        started_at: when the work on this attempt began, as time.monotonic() counts.
     """
     n = config.ddp.nproc_per_node or 0
     shared = _shared_environ(n, first.is_standalone)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.storage.storage import read_regular
 
@@ -19,6 +20,7 @@ METRICS = "metrics.jsonl"
 MAX_SIZE = 1 << 28  # bytes: two million lines
 KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}  # of records, by tag
 KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/mfu": "mfu", "val/loss": "val_loss"}
+KEYS |= {"speed/matmul_utilization": "matmul_utilization"}
 
 
 class JSONLLogger:
@@ -37,7 +39,7 @@ class JSONLLogger:
         values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
         self._append({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}})
 
-    def complete(self, step: int, config: dict[str, Any], metrics: dict[str, float]) -> None:
+    def complete(self, step: int, config: Config) -> None:
         self._append({"complete": round(time.time(), 3), "step": step})
 
     def _append(self, record: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
 from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
+from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.models import flops_per_token
 
@@ -32,9 +33,9 @@ class MetricsProcessor:
         """
         Args:
             directory: of the run.
-            model: not wrapped; where it has `flops_per_token()`, MFU is logged.
+            model: not wrapped; where it has `flops_per_token()`, utilization is logged.
             steps: range(steps done so far, steps of the whole run).
-            started_at: when this start of the run began, in seconds since 1970.
+            started_at: when this start of the run began, as time.monotonic() counts.
         """
         self.config, self.runtime, self.steps = config, runtime, steps
         env = runtime.group.env
@@ -45,7 +46,8 @@ class MetricsProcessor:
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop)
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
-        self._flops_per_token, self._peak_flops = flops_per_token(model), 0.0
+        self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
+        self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
         self._is_set_up = False
         self._started_at: float | None = started_at  # None: the first step is done
         for logger in self.loggers:
@@ -55,7 +57,7 @@ class MetricsProcessor:
         """Advance the progress bar by one step."""
         self.progress.update()
         if self._started_at is not None:
-            log.info("the first step was done after %.2f s", time.time() - self._started_at)
+            log.info("the first step was done after %.2f s", time.monotonic() - self._started_at)
             self._started_at = None
 
     def _set_up(self) -> None:
@@ -67,7 +69,7 @@ class MetricsProcessor:
         step, config = self.steps.start + 1, yaml.safe_dump(self.config.to_dict(), sort_keys=False)
         self.runtime.group.env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
         if self._flops_per_token is not None:
-            self._peak_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
+            self._matmul_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
             if self.runtime.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.runtime.device)  # exclude the measurement's matrices
         self.meter.pause(time.perf_counter() - begin)
@@ -97,7 +99,10 @@ class MetricsProcessor:
         metrics = {"train/lr": lr, **measured, **times}
         if self._flops_per_token is not None:
             tokens_per_s = metrics["speed/tokens_per_s"] / self.runtime.group.world_size
-            metrics["speed/mfu"] = self._flops_per_token * tokens_per_s / self._peak_flops
+            flops = self._flops_per_token * tokens_per_s
+            metrics["speed/matmul_utilization"] = flops / self._matmul_flops
+            if self._peak_flops is not None:
+                metrics["speed/mfu"] = flops / self._peak_flops
         run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput}) or {}
         for logger in self.loggers:
             logger.log(step, {**metrics, **run_metrics})
@@ -128,10 +133,10 @@ class MetricsProcessor:
             self.tensorboard.log_text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)
 
-    def complete(self, step: int, val_loss: float | None) -> None:
+    def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
         for logger in self.run_loggers:
-            logger.complete(step, self.config.to_dict(), {"hparam/val_loss": val_loss or math.nan})
+            logger.complete(step, self.config)
 
     def close(self) -> None:
         self.progress.close()

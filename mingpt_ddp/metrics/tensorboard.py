@@ -2,14 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.config import Config, flatten
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 HPARAMS = ".hparams"  # suffix of the event file of the HParams tab
+OBJECTIVE = "val/loss"  # the tag that the HParams tab shows
 
 
 class TensorBoardLogger:
@@ -48,16 +49,23 @@ class TensorBoardLogger:
         """Write a text, indented, because Markdown would reflow it."""
         self.open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
-    def complete(self, step: int, config: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Fill the HParams tab, and replace what an earlier end of the same run has put there."""
-        writer = self.open()
+    def complete(self, step: int, config: Config) -> None:
+        """Fill the HParams tab, and replace what an earlier end of the same run has put there.
+
+        SummaryWriter.add_hparams would call the run by its directory, and add a card with the metric at step 0.
+        """
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
         for old in self._directory.glob(f"*{HPARAMS}"):
             old.unlink()
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in flatten(config).items()}
-        others = set(self._directory.iterdir())
-        writer.add_hparams(plain, metrics, run_name=".")  # the default would show as one more run, below this one
-        for new in set(self._directory.iterdir()) - others:
-            new.rename(f"{new}{HPARAMS}")
+        values = flatten(config.to_dict())
+        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+        experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # of the metric the tag alone is written
+        with SummaryWriter(str(self._directory), filename_suffix=HPARAMS) as writer:
+            for summary in (experiment, hparams_pb(plain, trial_id=config.run_name()), end):
+                writer.file_writer.add_summary(summary)
 
     def flush(self) -> None:
         if self._writer:

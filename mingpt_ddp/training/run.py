@@ -56,7 +56,7 @@ def run(
     Args:
         hydra_files: what goes to `.hydra/`, by file name.
         interrupt: the signals that may end the run early; None: there are none.
-        started_at: when this start began, in seconds since 1970; None: with the process.
+        started_at: when this start began, as time.monotonic() counts; None: with the process.
 
     Returns:
         The last validation loss in nats per character, or None where a signal has ended the run early.
@@ -99,7 +99,7 @@ def run(
             plan = plan_batches(config.trainer, runtime.group.world_size, micro_batch_size)
             state.world_size = runtime.group.world_size
             undone = max(0.0, last_log_time - state.saved_at) if state.saved_at else 0.0
-            state.wasted_seconds += undone + time.time() - started_at
+            state.wasted_seconds += undone + time.monotonic() - started_at
             train_step = TrainStep(config, runtime, loader, plan, model, optimizer)
             metrics = MetricsProcessor(config, runtime, directory, model, range(state.step, steps), started_at)
             context = Context(config, runtime, state, metrics, MedianPruner(config, runtime, directory), interrupt)

@@ -63,7 +63,7 @@ class Trainer:
             while self.state.step < self.steps and self._ended is None:
                 self._step(self.state.step + 1)
             if self._ended is not RunStatus.PREEMPTED:
-                self.metrics.complete(self.state.step, self.state.val_loss)
+                self.metrics.complete(self.state.step)
         finally:
             watchdog.stop()
             self.metrics.close()

@@ -200,9 +200,10 @@ def test_the_hparams_tab_shows_every_run_once(lower):
         assert start.hparams["trainer.precision"].string_value == precision
         assert start.hparams["optimizer.lr"].number_value == 1e-2
         experiment = hparams.parse_experiment_plugin_data(found[board][hparams.EXPERIMENT_TAG])
-        assert [info.name.tag for info in experiment.metric_infos] == ["hparam/val_loss"]
+        assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
+        assert start.group_name == precision
         result = json.loads((lower / precision / "result.json").read_text())
-        assert logged(lower / precision, "hparam/val_loss") == [pytest.approx(result["val_loss"])]
+        assert logged(lower / precision, "val/loss")[-1] == pytest.approx(result["val_loss"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -103,7 +103,7 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 6400, total
+    assert total <= 6540, total
     assert reading_path <= 2900, reading_path
 
 
@@ -149,8 +149,6 @@ def spoken(path: Path) -> Iterator[tuple[int, str]]:
 
 @every_module
 def test_words(path):
-    if name_of(path) == "snapshots/field_names.py":  # names on disk
-        return
     tree = tree_of(path)
     for line, text in spoken(path):
         found = [w for w in WORDS if re.search(rf"(?<![a-zA-Z]){w}(?![a-zA-Z])", text.lower())]

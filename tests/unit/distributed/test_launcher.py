@@ -39,7 +39,7 @@ def attempts(tmp_path):
             return ending
 
         leave(before)
-        done = _run_with_restarts(attempt, time.time(), 1, tmp_path)
+        done = _run_with_restarts(attempt, time.monotonic(), 1, tmp_path)
         assert next(waiting, None) is None, "there was one attempt too few"
         return done
 

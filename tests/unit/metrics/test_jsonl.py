@@ -8,9 +8,13 @@ import math
 import resource
 
 import pytest
+from multiprocess.ranks import configure
 
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, read_history
+
+CONFIG = from_mapping(configure())
 
 
 @pytest.fixture
@@ -30,15 +34,15 @@ def test_one_json_object_a_line(path):
     history.start(0, world_size=2)
     metrics = {"train/grad_norm": 0.5, "train/loss": 2.5, "speed/tokens_per_s": 4000.0, "speed/step_ms": 8.0}
     history.log(10, {**metrics, "train/lr": 1e-3})
-    history.log(20, {**metrics, "train/lr": 1e-3, "speed/mfu": 0.25})
+    history.log(20, {**metrics, "train/lr": 1e-3, "speed/matmul_utilization": 0.25, "speed/mfu": 0.125})
     history.log(20, {"val/loss": 2.75, "val/bits_per_char": 4.0})
-    history.complete(20, {}, {})
-    start, trained, with_mfu, evaluated, complete = map(json.loads, path.read_text().splitlines())
+    history.complete(20, CONFIG)
+    start, trained, with_utilization, evaluated, complete = map(json.loads, path.read_text().splitlines())
     assert start.pop("start") == pytest.approx(complete.pop("complete"), abs=60)
     assert start == {"step": 0, "world_size": 2}
     assert trained == {"step": 10, "train_loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 4000.0}
     assert list(trained) == ["step", "train_loss", "lr", "grad_norm", "tokens_per_s"]
-    assert with_mfu == {**trained, "step": 20, "mfu": 0.25}
+    assert with_utilization == {**trained, "step": 20, "mfu": 0.125, "matmul_utilization": 0.25}
     assert evaluated == {"step": 20, "val_loss": 2.75}
     assert complete == {"step": 20}
 
@@ -63,7 +67,7 @@ def test_a_run_that_is_continued_has_survived_no_fault(path):
         history = JSONLLogger(path)
         history.start(limit - 4, world_size=1)
         train(history, range(limit - 3, limit + 1), 1.0)
-        history.complete(limit, {}, {})
+        history.complete(limit, CONFIG)
     records = read_history(path)
     assert (records.starts, records.faults) == (2, 0)
     assert [step for step, _ in records.series("train_loss")] == list(range(1, 9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -59,13 +60,13 @@ def test_what_concerns_the_whole_run_is_written_by_rank_zero_alone(rank, config,
     processor.log_validation(1, 3.0)
     processor.log_sample(1, "ROMEO:" if rank == 0 else None)
     processor.rollback(1)
-    processor.complete(1, 3.0)
+    processor.complete(1)
     processor.close()
     (directory,) = (tmp_path / "tensorboard").iterdir()
     assert directory.name == f"rank{rank}"
     tags = read_back(directory).Tags()
     if rank == 0:
-        assert set(tags["scalars"]) == {*TAGS, "speed/goodput", "val/loss", "val/bits_per_char", "hparam/val_loss"}
+        assert set(tags["scalars"]) == {*TAGS, "speed/goodput", "val/loss", "val/bits_per_char"}
         assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
         records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
         assert [next(k for k in record if k != "step") for record in records] == [
@@ -93,8 +94,15 @@ def test_a_count_that_is_none_is_refused(count):
         flops_per_token(model)
 
 
-def test_mfu(config, runtime, tmp_path, monkeypatch):
-    """Two ranks, of which each does half of the work; a device of 1 GFLOP/s that takes a second to measure."""
+@pytest.mark.parametrize("peak", [None, 4e9])
+def test_utilization(peak, config, runtime, tmp_path, monkeypatch, caplog):
+    """Two ranks, of which each does half of the work; a device that reaches 1 GFLOP/s and takes a second to measure.
+
+    The console shows MFU alone, and that where the vendor's peak is known.
+    """
+    caplog.set_level("INFO", logger="mingpt_ddp")
+    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
+    monkeypatch.setattr(processor_module, "vendor_peak_flops", lambda device, dtype: peak)
     model = build_model(config.model, 65, 16)
     monkeypatch.setattr(runtime.group, "world_size", 2)
     monkeypatch.setattr(runtime.group, "all_reduce", lambda values: values)
@@ -109,15 +117,24 @@ def test_mfu(config, runtime, tmp_path, monkeypatch):
     processor.close()
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()][1:]
     expected = [flops_per_token(model) * line["tokens_per_s"] / 2 / 1e9 for line in lines]
-    assert [line["mfu"] for line in lines] == pytest.approx(expected)
-    shown = [event.value for event in read_back(tmp_path / "tensorboard" / "rank0").Scalars("speed/mfu")]
-    assert shown == pytest.approx(expected)
+    assert [line["matmul_utilization"] for line in lines] == pytest.approx(expected)
+    events = read_back(tmp_path / "tensorboard" / "rank0")
+    assert [event.value for event in events.Scalars("speed/matmul_utilization")] == pytest.approx(expected)
+    console = [record.getMessage() for record in caplog.records if " tokens/s" in record.getMessage()]
+    assert len(console) == 2
+    if peak is None:
+        assert not any("mfu" in line for line in lines) and "speed/mfu" not in events.Tags()["scalars"]
+        assert not any("MFU" in line or "%" in line for line in console)
+    else:
+        assert [line["mfu"] for line in lines] == pytest.approx([value / 4 for value in expected])
+        assert [event.value for event in events.Scalars("speed/mfu")] == pytest.approx([v / 4 for v in expected])
+        assert all(f"MFU {value / 4:.1%}" in line for line, value in zip(console, expected, strict=True))
 
 
-def test_no_mfu_where_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
+def test_no_utilization_where_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
     assert flops_per_token(nn.Linear(1, 1)) is None
     monkeypatch.setattr(processor_module, "measured_matmul_flops", None)  # not called
     processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
-    assert "speed/mfu" not in train(processor, 1)
+    assert not {"speed/mfu", "speed/matmul_utilization"} & train(processor, 1).keys()
     processor.close()
-    assert "mfu" not in (tmp_path / METRICS).read_text()
+    assert "utilization" not in (tmp_path / METRICS).read_text()

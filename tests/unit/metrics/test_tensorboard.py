@@ -10,6 +10,7 @@ import pytest
 from multiprocess.ranks import configure
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import metadata as hparams
 
 from mingpt_ddp.config.config import from_mapping
@@ -99,22 +100,42 @@ def test_a_run_that_is_resumed_twice(tmp_path):
 
 def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(tmp_path):
     """A directory below that of the run would show up in TensorBoard as one more run."""
-    config = from_mapping(configure())
+    config = from_mapping(configure("run.name='sweep/lr=1e-3'"))
     logger = start(tmp_path, 0)
     logger.log(1, {"train/loss": 1.0})
-    logger.complete(1, config.to_dict(), {"hparam/val_loss": 1.5})
+    logger.log(1, {"val/loss": 1.5})
+    logger.complete(1, config)
     logger.close()
     time.sleep(1.1)  # event files are read in the order of their names, which have the second in them
     longer = replace(config, trainer=replace(config.trainer, max_steps=77))
     logger = start(tmp_path, 1)
-    logger.complete(2, longer.to_dict(), {"hparam/val_loss": 1.25})
+    logger.log(2, {"val/loss": 1.25})
+    logger.complete(2, longer)
     logger.close()
     assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
     events = read_back(tmp_path)
-    assert [event.value for event in events.Scalars("hparam/val_loss")] == [1.25]
+    assert points(tmp_path, "val/loss") == [(1, 1.5), (2, 1.25)]
     assert points(tmp_path, "train/loss") == [(1, 1.0)]
     assert len(list(tmp_path.glob("*.hparams"))) == 1 and len(list(tmp_path.iterdir())) == 3
     content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
     session = hparams.parse_session_start_info_plugin_data(content)
     assert session.hparams["trainer.max_steps"].number_value == 77, "what the run was when it ended the first time"
     assert {"optimizer.lr", "data.block_size"} <= set(session.hparams)
+    assert session.group_name == "sweep/lr=1e-3", "the table would show the path of the event file"
+    content = events.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
+    experiment = hparams.parse_experiment_plugin_data(content)
+    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
+    assert {"optimizer.lr", "data.block_size"} <= {info.name for info in experiment.hparam_infos}
+
+
+def test_the_cards_are_those_that_the_run_has_logged(tmp_path):
+    """No card of the HParams tab comes first, with a point at step 0."""
+    logger = start(tmp_path / "big" / "tensorboard" / "rank0", 0)
+    logger.log(10, {"val/loss": 1.5, "train/loss": 1.0})
+    logger.complete(10, from_mapping(configure()))
+    logger.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "big" / "tensorboard"), "big").Reload()
+    assert {run: sorted(tags["scalars"]) for run, tags in runs.Runs().items()} == {
+        "big/rank0": ["train/loss", "val/loss"]  # as --logdir_spec in docs/logs.md calls it
+    }
+    assert [event.step for tag in ("train/loss", "val/loss") for event in runs.Scalars("big/rank0", tag)] == [10, 10]

@@ -1,0 +1,43 @@
+"""The matrix-product rate that NVIDIA states for its GPUs."""
+
+import re
+
+import torch
+
+# By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources: NVIDIA's data sheets
+# of V100, T4, A100, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200 and HGX B200, and its white papers on GA102
+# (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where a sheet states rates with sparsity alone, half of them;
+# of GeForce the rates with sums in fp32. None: the GPU lacks that type.
+PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
+    r"V100-SXM[23]-(16|32)GB": (125, None, 15.7),
+    r"V100-PCIE-(16|32)GB": (112, None, 14),
+    r"T4": (65, None, 8.1),
+    r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe": (312, 156, 19.5),
+    r"A10": (125, 62.5, 31.2),
+    r"A10G": (70, 35, 31.5),
+    r"RTX 3090": (71, 35.6, 35.6),
+    r"L4": (121, 60, 30.3),
+    r"L40": (181, 90.5, 90.5),
+    r"L40S": (362, 183, 91.6),
+    r"RTX 4090": (165.2, 82.6, 82.6),
+    r"RTX 5090": (209.5, 104.8, 104.8),
+    r"H100 80GB HBM3|H200": (989.5, 494.5, 67),
+    r"H100 PCIe": (756, 378, 51),
+    r"H100 NVL|H200 NVL": (835.5, 417.5, 60),
+    r"B200": (2250, 1100, 75),
+}
+NO_BF16 = r"V100.*|T4"
+
+
+def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the FLOP/s of the device for products of this type; None on a CPU and where the vendor's are not known."""
+    if device.type != "cuda":
+        return None
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", torch.cuda.get_device_name(device))
+    rates = next((rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
+    if rates is None or (dtype == torch.bfloat16 and re.fullmatch(NO_BF16, name)):
+        return None
+    half, tf32, fp32 = rates
+    if dtype != torch.float32:
+        return half * 1e12
+    return (fp32 if tf32 is None or torch.get_float32_matmul_precision() == "highest" else tf32) * 1e12

@@ -1,0 +1,75 @@
+"""The vendor's peak: which GPUs are known, and which number belongs to which precision."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from mingpt_ddp.metrics import peak_flops
+from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def peak(monkeypatch):
+    """The peak in TFLOP/s of a GPU that CUDA calls by a name."""
+
+    def find(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        found = vendor_peak_flops(CUDA, dtype)
+        return found and found / 1e12
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA B200", 2250),
+        ("Tesla V100-SXM2-16GB", None),  # without bf16
+        ("Tesla T4", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
+        ("AMD Instinct MI300X", None),
+        ("", None),
+    ],
+)
+def test_names(name, tflops, peak):
+    assert peak(name) == tflops
+
+
+def test_precisions(peak, monkeypatch):
+    assert peak("Tesla V100-SXM2-16GB", torch.float16) == 125
+    assert peak("NVIDIA A100-SXM4-40GB", torch.float16) == 312
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "highest")
+    assert peak("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak("NVIDIA A100-SXM4-40GB", torch.float32) == 156
+    assert peak("Tesla T4", torch.float32) == 8.1  # has no TF32
+
+
+def test_a_cpu_has_none():
+    assert vendor_peak_flops(torch.device("cpu"), torch.float32) is None
+
+
+def test_rates_are_plausible():
+    """A typing error in a digit or a column: 16 bits are the fastest, and fp32 is no faster than TF32."""
+    for pattern, (half, tf32, fp32) in peak_flops.PEAK_TFLOPS.items():
+        assert re.compile(pattern) and 60 <= half <= 2500
+        assert fp32 <= (tf32 or half) <= half
+        assert tf32 is None or 1.9 <= half / tf32 <= 2.1
