@@ -32,5 +32,5 @@ def small_snapshot(step: int) -> Snapshot:
         step=step,
         model={"weight": weights, "bias": torch.zeros(3, dtype=torch.bfloat16), "count": torch.tensor(step)},
         optimizer={"weight:exp_avg": weights / 2, "weight:step": torch.tensor(float(step))},
-        state={"position": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
+        state={"train_state": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
     )

@@ -104,7 +104,7 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
     """Describe a snapshot without reading its tensors.
 
     Raises:
-        SnapshotError: a newer version wrote it.
+        SnapshotError: another version wrote it, in another format.
         StorageError: the storage does not answer.
     """
     try:

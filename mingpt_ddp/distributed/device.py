@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import platform
 import resource
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def installed_memory() -> int:
     with contextlib.suppress(OSError, ValueError):
         limits.append(int(CGROUP.read_text()))
     return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or that of the processor with the vector instructions that torch uses of it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def total_memory(device: torch.device) -> int:

@@ -63,6 +63,7 @@ class ProcessGroup:
         self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
         self.store: dist.Store | None = None  # of this attempt
         self.shared_memory: SharedMemoryGroup | None = None  # if all ranks are on one machine and ddp.backend=auto
+        self.transport = "none"  # of the gradients: shared memory, or a backend of torch
         self.heartbeat = Heartbeat(0, "starting", waiting=False)
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
         self._io_group: dist.ProcessGroup | None = None  # for the one thread that works next to the training thread
@@ -89,6 +90,7 @@ class ProcessGroup:
             refuse_shared_gpus(self.all_gather(str(torch.cuda.get_device_properties(device).uuid)))
         if device.type == "cpu" and backend == "auto":
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
+        self.transport = "shared memory" if self.shared_memory else gpu if device.type == "cuda" else cpu
 
     def close(self) -> None:
         """Leave the process group together: a rank that left early would stall the launcher's exit barrier."""

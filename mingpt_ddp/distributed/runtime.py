@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.ddp import DDPStrategy, should_compile
-from mingpt_ddp.distributed.device import choose_device, set_up_device
+from mingpt_ddp.distributed.device import choose_device, device_name, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.models.ops import DTYPES, choose_precision
@@ -42,6 +42,19 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
+
+    def environment(self) -> dict[str, str | int]:
+        """Return what the last bits of a step depend on, apart from the settings of the model and the batch."""
+        return {
+            "torch": torch.__version__,
+            "device": device_name(self.device),
+            "precision": self.precision,
+            "compiled": self.compiles,
+            "threads": torch.get_num_threads(),
+            "world_size": self.group.world_size,
+            "transport": self.group.transport,
+            "comm_hook": self.strategy.config.ddp.comm_hook,
+        }
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which matrix products are computed in `dtype`."""

@@ -5,13 +5,16 @@ A snapshot is a directory `step_00001000` of
     model.safetensors      parameters and buffers        (state_dict.py)
     optimizer.safetensors  the optimizer's state         (state_dict.py)
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
-    manifest.json          size and SHA-256 of the others, written last
+    manifest.json          size and SHA-256 of the others, and of itself; written last
 
 When several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on. Without a valid
 manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. A snapshot
-from a stranger is safe to read: any other file name is refused, and sizes are known before anything is read.
+from a stranger is safe to read: names are checked, and sizes are known before anything is read.
+
+No file, field or tensor is renamed any more. Later versions may add some, which this one ignores.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -24,9 +27,10 @@ from mingpt_ddp.errors import SnapshotError
 
 Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
 
-FORMAT = 1  # a later format must change the manifest's layout too, or a flipped bit in this digit would pass for it
+FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 KINDS = ("model", "optimizer")
+OUR_KINDS = (*KINDS, "state", "manifest")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 MAX_STATE_BYTES = 1 << 24  # a state with every Unicode character in its vocabulary is smaller
 MAX_MANIFEST_BYTES = 1 << 22  # that of 10,000 shards is smaller
@@ -87,8 +91,20 @@ def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> 
     return files
 
 
-def encode_manifest(step: int, files: Files, version: int = FORMAT) -> bytes:
-    return json.dumps({"format": version, "step": step, "files": files}, indent=1).encode()
+def kind_of(name: str) -> str:
+    """Return what a file of a snapshot holds: model, optimizer, state, or what a later version has added."""
+    return re.split("[.-]", name)[0]
+
+
+def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
+    """Return the manifest; `added` are fields of a later version."""
+    return _with_digest({"format": FORMAT, "step": step, "files": files, **added})
+
+
+def _with_digest(values: dict[str, Any]) -> bytes:
+    """Return the values as JSON whose last field is the SHA-256 of the others, so that any flipped bit is noticed."""
+    digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
+    return json.dumps({**values, "sha256": digest}, indent=1).encode()
 
 
 def decode_manifest(content: bytes, step: int) -> Files:
@@ -96,21 +112,31 @@ def decode_manifest(content: bytes, step: int) -> Files:
 
     Raises:
         CorruptSnapshotError: it is not byte for byte what `encode_manifest` writes.
-        SnapshotError: a newer version wrote it.
+        SnapshotError: another version wrote it, in another format.
     """
     try:
         values = load_json(content)
-        version, files = values["format"], values.get("files")
-        newer = isinstance(version, int) and version > FORMAT
-        if newer and content != encode_manifest(values.get("step"), files, version):
-            raise SnapshotError(f"the snapshot of step {step} has format {version}, of a newer version; upgrade")
-        valid = values["step"] == step and encode_manifest(step, files) == content
+        if content == json.dumps({**values, "format": 1}, indent=1).encode() and "sha256" not in values:
+            raise SnapshotError(
+                f"the snapshot of step {step} was written by an earlier version, in format 1; start again with "
+                "run.resume=never, or finish the run with that version"
+            )
+        del values["sha256"]
+        valid = content == _with_digest(values)
+        if valid and values["format"] > FORMAT:
+            raise SnapshotError(
+                f"the snapshot of step {step} was written by a newer version, in format {values['format']}; upgrade"
+            )
+        files = values["files"]
+        valid &= values["format"] == FORMAT and values["step"] == step
         valid &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
-    shards = max(1, (len(files) - 1) // len(KINDS))
-    complete = {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
-    if not valid or files.keys() != complete or files[STATE]["bytes"] > MAX_STATE_BYTES:
+    shards = max(1, sum(kind_of(name) == KINDS[0] for name in files))
+    ours = {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
+    # Of later versions: no path, and nothing that could pass for one of ours.
+    known = all(re.fullmatch(r"[a-z0-9_]+\.[a-z]+", n) and kind_of(n) not in OUR_KINDS for n in files.keys() - ours)
+    if not (valid and known and ours <= files.keys()) or files[STATE]["bytes"] > MAX_STATE_BYTES:
         raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
     return files
 

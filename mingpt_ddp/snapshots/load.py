@@ -5,6 +5,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
@@ -41,6 +42,16 @@ def _open_store(url: str) -> SnapshotStore:
     except ConfigError as error:  # the run was on another machine
         raise SnapshotError(f"cannot look for snapshots: {error.args[0]}") from error
     return SnapshotStore(url)
+
+
+def stores_of_run(stores: list[SnapshotStore], directory: Path) -> list[SnapshotStore]:
+    """Return the stores of a run, and those that an earlier configuration wrote to.
+
+    Raises:
+        SnapshotError: as `candidate_stores` does.
+    """
+    own = {store.url for store in stores}
+    return [*stores, *(store for store in candidate_stores(str(directory)) if store.url not in own)]
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
@@ -128,7 +139,7 @@ def _find_url(url: str, step: int | str) -> str:
 
 def recorded_train_state(state: Any) -> dict[str, Any]:
     """Return the train state as the content of a state.json has it, not checked; empty if it has none."""
-    train_state = state.get("position") if isinstance(state, dict) else None
+    train_state = state.get("train_state") if isinstance(state, dict) else None
     return train_state if isinstance(train_state, dict) else {}
 
 

@@ -18,7 +18,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
-from mingpt_ddp.snapshots.load import candidate_stores, load
+from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -80,8 +80,7 @@ class SnapshotManager:
 
     def _newest_of_each_store(self) -> list[Snapshot]:
         found, errors = [], []
-        own = {store.url for store in self.stores}
-        for store in [*self.stores, *(s for s in candidate_stores(str(self.directory)) if s.url not in own)]:
+        for store in stores_of_run(self.stores, self.directory):
             try:
                 found.append(store.read_latest())
             except SnapshotError as error:  # all that this store holds is damaged

@@ -6,7 +6,6 @@ A process may be killed (SIGKILL) at any moment: a snapshot exists once its mani
 import contextlib
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -101,15 +100,16 @@ class SnapshotStore:
 
     # Reading.
 
-    def files(self, step: int, kinds: Sequence[str] = layout.KINDS) -> Files:
+    def files(self, step: int, kinds: Sequence[str] | None = None) -> Files:
         """Read the manifest and compare the sizes of the files; every reader starts here.
 
         Args:
-            kinds: leave out the tensors of all other kinds.
+            kinds: of the tensors; only their files and the state are returned. None: all files.
 
         Raises:
             IncompleteSnapshotError: there is no manifest.
             CorruptSnapshotError: the manifest is damaged, or a file has another size.
+            SnapshotError: another version wrote it, in another format.
             StorageError: the storage does not answer.
         """
         size = self.size(step, layout.MANIFEST)
@@ -118,7 +118,7 @@ class SnapshotStore:
         listed = layout.decode_manifest(
             self._read_bytes(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)), step
         )
-        files = {name: file for name, file in listed.items() if name.startswith((layout.STATE, *kinds))}
+        files = {n: file for n, file in listed.items() if kinds is None or layout.kind_of(n) in ("state", *kinds)}
         with self._pool() as pool:
             for name, size in zip(files, pool.map(partial(self.size, step), files), strict=True):
                 if size != files[name]["bytes"]:
@@ -142,7 +142,7 @@ class SnapshotStore:
         Raises:
             CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
             StorageUnavailableError: the storage does not answer.
-            SnapshotError: a newer version wrote it.
+            SnapshotError: another version wrote it, in another format.
         """
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.KINDS}
         try:
@@ -153,7 +153,7 @@ class SnapshotStore:
             with self._pool() as pool:
                 contents = list(pool.map(partial(self._read_file, step), files, files.values()))
             for name in reversed(files):  # pop: free the bytes of a file when its tensors are there
-                tensors[re.split("[.-]", name)[0]].update(decode(contents.pop()))
+                tensors[layout.kind_of(name)].update(decode(contents.pop()))
         except StorageError as error:  # says nothing about the snapshot
             raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:
@@ -161,6 +161,22 @@ class SnapshotStore:
         except ValueError as error:  # the manifest fits, but we did not write the file
             raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
         return Snapshot(step, tensors["model"], tensors["optimizer"], state)
+
+    def check_format(self) -> bool:
+        """Read the newest undamaged manifest; return whether there is one.
+
+        Raises:
+            SnapshotError: another version wrote it, in another format.
+            StorageUnavailableError: the storage does not answer.
+        """
+        for step in reversed(self.steps()):
+            try:
+                return bool(self.files(step, kinds=()))
+            except CorruptSnapshotError:  # `read_latest` reports it
+                continue
+            except StorageError as error:
+                raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
+        return False
 
     def read_latest(self, kinds: Sequence[str] = layout.KINDS) -> Snapshot | None:
         """Read the newest undamaged snapshot; log one line for each newer one that is damaged.

@@ -40,7 +40,7 @@ class Lease:
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
-        self._beat = 0
+        self._count = 0  # of heartbeats
         self._new_owner: str | None = None  # that took the lease over
         self._stopped = threading.Event()
         try:
@@ -79,7 +79,7 @@ class Lease:
 
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
-        return json.dumps({"id": self.id, "owner": owner, "beat": self._beat}).encode()
+        return json.dumps({"id": self.id, "owner": owner, "heartbeat": self._count}).encode()
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of the owner: None if there is none, empty if it is damaged."""
@@ -95,7 +95,7 @@ class Lease:
         while not self._stopped.wait(HEARTBEAT_INTERVAL_S) and self._new_owner is None:
             try:
                 self.check()
-                self._beat += 1
+                self._count += 1
                 self.storage.write(OWNER, self._record())
             except RunError as error:
                 log.error("%s", error)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from mingpt_ddp.config.config import LIMITS, Config, flatten, numeric_keys, numeric_values
-from mingpt_ddp.snapshots.field_names import SWEPT_OVERRIDES
 from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
 
@@ -31,7 +30,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     covered = {*numeric_keys(plain), "model", "optimizer", "data"}  # presets too
     # Parsed values, not their spelling: 100 and 1e2 are the same job.
     extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in covered}
-    hashed = {SWEPT_OVERRIDES: extra} if extra else {}
+    hashed = {"swept": extra} if extra else {}
     if config.run.name is None:
         return config.run_name(hashed)
     digest = config.digest(hashed)

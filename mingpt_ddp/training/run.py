@@ -25,7 +25,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
 from mingpt_ddp.models import count_parameters
-from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.manager import Check, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
@@ -145,9 +145,9 @@ def _preflight(
     plan = plan_batches(config.trainer, runtime.group.world_size)
 
     def check_resume() -> None:
-        # Listed whatever run.resume is: an unreadable location is refused before anything is written.
-        own = [step for store in stores for step in store.steps()]
-        if config.run.resume not in ("auto", "never") and not own:
+        # Whatever run.resume is: another format or an unreadable location is refused before anything is written.
+        own = [store.check_format() for store in stores_of_run(stores, run_directory(config))]
+        if config.run.resume not in ("auto", "never") and not any(own):
             source = load(config.run.resume)
             check(source.step, source.state)
             plan_batches(config.trainer, runtime.group.world_size, source.state["micro_batch_size"])

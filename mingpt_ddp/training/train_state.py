@@ -1,12 +1,10 @@
 """The state of a run: how far it is, how a snapshot holds it, and which snapshots the run can resume from."""
 
 import contextlib
-import platform
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -18,7 +16,6 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.snapshots.field_names import decode_train_state, encode_train_state
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.training.trial_pruning import MedianPruner
@@ -48,7 +45,8 @@ class TrainState:
     @property
     def goodput(self) -> float:
         """The share of the processes' time that became lasting progress, 0 to 1."""
-        return (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
+        share = (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
+        return min(1.0, max(0.0, share))  # undone work is measured by the clocks of two attempts
 
 
 @dataclass
@@ -67,13 +65,13 @@ def snapshot_state(context: Context, text: EncodedText, micro_batch_size: int) -
     """Return what state.json of a snapshot holds."""
     context.state.saved_at = time.time()
     return {
-        "position": encode_train_state(asdict(context.state)),
+        "train_state": asdict(context.state),
         "scaler": context.runtime.scaler.state_dict(),
         "micro_batch_size": micro_batch_size,
         "vocabulary": text.vocabulary,
-        "corpus": {"sha256": text.sha256, "length": text.length},
+        "text": {"sha256": text.sha256, "length": text.length},
         "config": context.config.to_dict(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "environment": context.runtime.environment(),
     }
 
 
@@ -83,7 +81,13 @@ def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, scaler: 
     load_optimizer_state(model, optimizer, snapshot.optimizer)
     if snapshot.state["scaler"] and scaler.is_enabled():
         scaler.load_state_dict(snapshot.state["scaler"])
-    return TrainState(**decode_train_state(snapshot.state["position"]))
+    return _train_state(snapshot.state)
+
+
+def _train_state(state: Any) -> TrainState:
+    """Return the train state in the content of a state.json, without fields that a later version has added."""
+    known = {key: value for key, value in state["train_state"].items() if key in TrainState.__dataclass_fields__}
+    return build(TrainState, known, "train_state")
 
 
 def check_state(step: int, state: Any, config: Config, text: EncodedText) -> None:
@@ -99,10 +103,9 @@ def check_state(step: int, state: Any, config: Config, text: EncodedText) -> Non
         recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}  # ddp may differ, also in its keys
         with contextlib.suppress(NotRegisteredError):  # another model or optimizer than now: compared below
             recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
-        train_state = build(TrainState, decode_train_state(state["position"]), "position")
-        if train_state.step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
-            raise ValueError(f"step {train_state.step}, micro_batch_size {state['micro_batch_size']}")
-        old = identity(recorded, state["corpus"]["sha256"])
+        if _train_state(state).step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
+            raise ValueError(f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}")
+        old = identity(recorded, state["text"]["sha256"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
         raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {str(error)[:300]}") from error
     new = identity(config.to_dict(), text.sha256)

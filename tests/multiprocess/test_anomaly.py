@@ -227,7 +227,7 @@ def test_going_back(trained, ranks):
     assert "rolled back to the snapshot of step 4, to skip step 6" in log
     assert "step 6 is skipped since the rollback" in log
     state = trained(ranks)[1] / "rollback" / "snapshots" / "step_00000008" / "state.json"
-    assert json.loads(state.read_text())["position"]["passed_over"] == [6]
+    assert json.loads(state.read_text())["train_state"]["skipped_steps"] == [6]
     assert "step 2 has loss nan" in (log := log_of(trained, ranks, "rollback without a snapshot"))
     assert "and is skipped" in log
 

@@ -51,8 +51,8 @@ def call(monkeypatch, capsys):
 def snapshot(config: Config, step: int) -> Snapshot:
     torch.manual_seed(step)
     model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
-    position = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "world_size": 3, "saved_at": 1e9}
-    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": position}
+    train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "world_size": 3, "saved_at": 1e9}
+    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "train_state": train_state}
     return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, state)
 
 
@@ -107,7 +107,7 @@ def test_a_stranger_cannot_write_to_the_terminal(run, config, call):
     store = SnapshotStore(f"{run}/snapshots")
     honest = snapshot(config, 4)
     forged = {"train_loss": "\x1b[2J", "val_loss": 10**400, "best_step": [4], "world_size": {}, "saved_at": 1e14}
-    commit(store, Snapshot(4, honest.model, honest.optimizer, {"position": forged}))
+    commit(store, Snapshot(4, honest.model, honest.optimizer, {"train_state": forged}))
     code, out, _ = call("list", run)
     assert code == 0 and "\x1b" not in out
     assert cells(out)[4][4:] == ["-", "-", "-", "-"]

@@ -57,7 +57,7 @@ def genuine() -> dict[str, bytes]:
         config = from_mapping(to_plain(compose("config", words)))
     torch.manual_seed(0)
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)
-    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "position": {"step": 8}}
+    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "train_state": {"step": 8}}
     return {
         MODEL: bytes(encode(model_state(model))),
         OPTIMIZER: bytes(encode({"w:step": torch.tensor(8.0)})),
@@ -137,8 +137,9 @@ def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuin
     assert inspect(store, 8).status == "damaged"
 
 
-def test_more_names_than_ours_are_refused(tmp_path, genuine):
-    listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*genuine, "../../victim"]}
+@pytest.mark.parametrize("name", ["../../victim", "a/b.json", ".json", "a", "model.pkl", "state.pkl", "manifest.json"])
+def test_a_name_of_a_later_version_is_neither_a_path_nor_like_ours(name, tmp_path, genuine):
+    listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*genuine, name]}
     lay(tmp_path, genuine, encode_manifest(8, listed))
     with pytest.raises(CorruptSnapshotError, match="does not describe"):
         SnapshotStore(str(tmp_path)).read(8)

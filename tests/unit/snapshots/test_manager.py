@@ -131,15 +131,16 @@ def test_what_may_change(key, value, config):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("position", {"step": 7}),
-        ("position", {"step": "8"}),
-        ("position", {"step": 8, "unknown": 1}),
-        ("position", None),
+        ("train_state", {"step": 7}),
+        ("train_state", {"step": "8"}),
+        ("train_state", {"step": 8, "skipped_steps": 7}),
+        ("train_state", {"position": 8}),
+        ("train_state", None),
         ("micro_batch_size", 5),
         ("micro_batch_size", 0),
         ("micro_batch_size", "x"),
         ("config", "text"),
-        ("corpus", None),
+        ("text", None),
     ],
 )
 def test_a_state_that_does_not_hold_what_it_should(key, value, config):
@@ -148,32 +149,48 @@ def test_a_state_that_does_not_hold_what_it_should(key, value, config):
         check_state(8, {**state_of(config), key: value}, config, CORPUS)
 
 
-# Format 1
+# Format 2
 
 
-def test_the_names_of_train_state_on_disk(config):
-    """A test of its own, so that a rename in the code does not become one in state.json."""
+def test_the_names_in_state_json(config):
+    """A test of its own, so that a rename in the code does not become one on disk: names may be added, not changed."""
     assert list(state_of(config)) == [
-        *("position", "scaler", "micro_batch_size", "vocabulary", "corpus", "config", "versions"),
+        *("train_state", "scaler", "micro_batch_size", "vocabulary", "text", "config", "environment"),
     ]
-    assert list(state_of(config)["position"]) == [
+    assert list(state_of(config)["train_state"]) == [
         *("step", "train_loss", "val_loss", "val_step", "best_val_loss", "best_step", "world_size", "wall_seconds"),
-        *("loss_sum", "loss_steps", "stall_seconds", "lost_seconds", "saved_at", "loss_average", "sick_in_a_row"),
-        "passed_over",
+        *("loss_sum", "loss_steps", "stall_seconds", "wasted_seconds", "saved_at", "loss_ema", "consecutive_skips"),
+        "skipped_steps",
+    ]
+    assert list(state_of(config)["text"]) == ["sha256", "length"]
+    assert list(state_of(config)["environment"]) == [
+        *("torch", "device", "precision", "compiled", "threads", "world_size", "transport", "comm_hook"),
     ]
 
 
-def test_keys_that_older_snapshots_record_are_ignored(config):
-    """Those of ddp change no number of a resumed run; the measured size of the buckets is measured no more."""
-    state = state_of(config)
-    state["position"] |= {"bucket_cap_mb": 12.5, "passed_over": [7], "lost_seconds": 2.5}
+def test_keys_of_other_versions_are_ignored(config):
+    """Those that a later one has added, and those of ddp, which change no number of a resumed run."""
+    state = state_of(config) | {"added_later": [1]}
+    state["train_state"] |= {"added_later": 12.5, "skipped_steps": [7], "wasted_seconds": 2.5}
+    state["text"] |= {"added_later": None}
     state["config"]["ddp"] |= {"powersgd_rank": 4, "bucket_cap_mb": "auto"}
+    del state["environment"]
     check_state(8, state, config, CORPUS)
     model, optim = live(config)
     snapshot = Snapshot(8, model_state(model), optimizer_state(model, optim), state)
     restored = restore(snapshot, model, optim, torch.amp.GradScaler("cpu", enabled=False))
     expected = TrainState(step=8, skipped_steps=[7], wasted_seconds=2.5, saved_at=restored.saved_at)
     assert restored == expected
+
+
+@pytest.mark.parametrize("wall", [-50.0, 0.0, 60.0, 1e12])
+@pytest.mark.parametrize("stall", [0.0, 70.0])
+@pytest.mark.parametrize("wasted", [-5183989.0, 0.0, 30.0])
+def test_goodput_is_a_share(wall, stall, wasted):
+    """Also where a clock went back in the middle of a run."""
+    goodput = TrainState(wall_seconds=wall, stall_seconds=stall, wasted_seconds=wasted).goodput
+    assert 0 <= goodput <= 1
+    assert TrainState(wall_seconds=90, stall_seconds=10, wasted_seconds=10).goodput == pytest.approx(0.8)
 
 
 # Saved and restored in one process

@@ -287,16 +287,21 @@ def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings
 
 
 def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
-    """Change values in the manifest of step 8."""
+    """Change values in the manifest of step 8, as somebody who writes manifests would: its own SHA-256 fits."""
     path = f"{directory_name(8)}/{MANIFEST}"
-    store.storage.write(path, json.dumps({**json.loads(store.storage.read(path)), **values}).encode())
+    changed = {**json.loads(store.storage.read(path)), **values}
+    changed.pop("sha256")
+    digest = hashlib.sha256(json.dumps(changed, indent=1).encode()).hexdigest()
+    store.storage.write(path, json.dumps({**changed, "sha256": digest}, indent=1).encode())
 
 
 @pytest.mark.parametrize(
     "values",
     [
         {"step": 4},
-        {"format": "1"},
+        {"format": "2"},
+        {"format": 1},
+        {"format": None},
         {"files": {}},
         {"files": None},
         {"files": []},
@@ -311,7 +316,7 @@ def test_a_manifest_that_describes_something_else(values, store, warnings):
     assert len(warnings) == 1
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 1}'])
+@pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 2}'])
 def test_a_manifest_that_is_no_manifest(text, store, warnings):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
@@ -356,19 +361,69 @@ def test_all_damaged(store, warnings):
 def test_a_newer_format_is_not_damage(store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
-    rewrite_manifest(store, format=2)
-    with pytest.raises(SnapshotError, match="of a newer version"):
-        store.read_latest()
+    rewrite_manifest(store, format=3)
+    for look in (store.read_latest, store.check_format):
+        with pytest.raises(SnapshotError, match="step 8 was written by a newer version, in format 3; upgrade"):
+            look()
 
 
-@pytest.mark.parametrize("digit", [b"3", b"5", b"9"])
-def test_a_flipped_bit_in_the_format_is_damage(digit, store):
-    """A newer format would not write its manifest as this one does."""
+def write_manifest_of_format_1(store: SnapshotStore, step: int) -> bytes:
+    """Replace the manifest of a snapshot by what the first version wrote."""
+    path = f"{directory_name(step)}/{MANIFEST}"
+    files = json.loads(store.storage.read(path))["files"]
+    store.storage.write(path, json.dumps({"format": 1, "step": step, "files": files}, indent=1).encode())
+    return store.storage.read(path)
+
+
+def test_an_older_format_is_refused_in_one_line_that_says_what_to_do(store):
+    commit(store, small_snapshot(8))
+    write_manifest_of_format_1(store, 8)
+    for look in (store.read_latest, store.check_format, lambda: store.verify(8), lambda: store.read_metadata(8)):
+        with pytest.raises(SnapshotError) as refused:
+            look()
+        assert str(refused.value) == (
+            "snapshot error: the snapshot of step 8 was written by an earlier version, in format 1; start again with "
+            "run.resume=never, or finish the run with that version"
+        )
+
+
+def test_a_damaged_manifest_of_format_1_is_damage(store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
+    content = write_manifest_of_format_1(store, 8)
+    for damaged in (content[:-1], content.replace(b'"format": 1', b'"format": 3'), content.replace(b"1", b"0", 1)):
+        store.storage.write(f"{directory_name(8)}/{MANIFEST}", damaged)
+        assert store.read_latest().step == 4
+
+
+def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
+    assert not store.check_format()
+    commit(store, small_snapshot(8))
+    store.storage.write(f"{directory_name(8)}/{MANIFEST}", b"")
+    assert not store.check_format()
+    commit(store, small_snapshot(4))
+    assert store.check_format()
+    write_manifest_of_format_1(store, 4)
+    with pytest.raises(SnapshotError, match="in format 1"):
+        store.check_format()
+
+
+def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
+    """But they count in `verify`, and no bit of them may differ."""
+    commit(store, small_snapshot(8))
+    files = store.files(8) | store.write_files(8, {"loader.json": b"{}", "ema.safetensors": b"later"})
+    rewrite_manifest(store, files=files, written_by={"version": "9.9"})
+    assert store.check_format()
+    assert same(store.read(8).model, small_snapshot(8).model)
+    assert set(store.verify(8)) == {MODEL, OPTIMIZER, STATE, "loader.json", "ema.safetensors"}
+    store.storage.write(f"{directory_name(8)}/ema.safetensors", b"Later")
+    assert store.read(8).step == 8
+    with pytest.raises(CorruptSnapshotError, match=r"ema\.safetensors has other content"):
+        store.verify(8)
     path = f"{directory_name(8)}/{MANIFEST}"
-    store.storage.write(path, store.storage.read(path).replace(b'"format": 1', b'"format": ' + digit))
-    assert store.read_latest().step == 4
+    store.storage.write(path, store.storage.read(path).replace(b"9.9", b"9.8"))
+    with pytest.raises(CorruptSnapshotError):
+        store.read(8)
 
 
 def test_damaged_snapshots_do_not_count_as_kept(store):
@@ -391,7 +446,7 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
     generator = torch.Generator().manual_seed(seed)
     named = {f"w{i}": torch.randn(4, generator=generator) for i in range(4)}
     moments = {f"{name}:exp_avg": tensor * 2 for name, tensor in named.items()}
-    state = {"position": {"step": step}, "seed": seed}
+    state = {"train_state": {"step": step}, "seed": seed}
     commit(SnapshotStore(str(directory)), Snapshot(step, named, moments, state), parts)
     files = {path.name: path.read_bytes() for path in sorted((directory / directory_name(step)).iterdir())}
     assert len(files) == 2 * parts + 2

@@ -72,9 +72,9 @@ def test_a_free_lease_is_acquired_at_once(storage, acquire):
 
 def test_the_owner_sends_heartbeats(storage, acquire):
     acquire()
-    first = owner(storage)["beat"]
+    first = owner(storage)["heartbeat"]
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
-    assert owner(storage)["beat"] > first
+    assert owner(storage)["heartbeat"] > first
 
 
 def test_a_living_owner_keeps_the_lease_and_is_named(storage, acquire):
@@ -126,9 +126,9 @@ def test_an_owner_notices_a_takeover(storage, acquire):
 
 def test_no_heartbeat_after_a_takeover(storage, acquire):
     old = acquire()
-    write_record(storage, id="another", owner="process 1 on elsewhere", beat=0)
+    write_record(storage, id="another", owner="process 1 on elsewhere", heartbeat=0)
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
-    assert owner(storage) == {"id": "another", "owner": "process 1 on elsewhere", "beat": 0}
+    assert owner(storage) == {"id": "another", "owner": "process 1 on elsewhere", "heartbeat": 0}
     for _ in range(2):
         with pytest.raises(RunError, match="was taken over by process 1 on elsewhere"):
             old.check()
@@ -136,7 +136,7 @@ def test_no_heartbeat_after_a_takeover(storage, acquire):
 
 def test_a_takeover_is_final_after_the_other_has_released(storage, acquire):
     old = acquire()
-    write_record(storage, id="another", owner="process 1 on elsewhere", beat=0)
+    write_record(storage, id="another", owner="process 1 on elsewhere", heartbeat=0)
     time.sleep(4 * HEARTBEAT_INTERVAL_S)
     storage.delete(OWNER)
     with pytest.raises(RunError, match="taken over"):
@@ -243,10 +243,10 @@ def test_an_owner_survives_an_outage_of_the_store(storage, acquire, monkeypatch)
     with pytest.raises(StorageError):
         lease.check()
     down.clear()
-    before = owner(open_storage(storage.url))["beat"]
+    before = owner(open_storage(storage.url))["heartbeat"]
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
     lease.check()
-    assert owner(storage)["beat"] > before
+    assert owner(storage)["heartbeat"] > before
 
 
 def test_no_takeover_during_an_outage(storage, acquire, monkeypatch):

@@ -1,0 +1,92 @@
+"""Small run directories of format 2 in tests/data/format2, which every later version must load and go on with.
+
+    python tests/make_format2.py
+
+makes those that are missing; what is there never changes. A new model or optimizer gets a line in RUNS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from hydra import compose, initialize_config_dir
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.training.run import run
+
+DATA = Path(__file__).resolve().parent / "data" / "format2"
+RUNS = {"gpt-adamw": ["model=gpt_nano", "optimizer=adamw"], "modern-muon": ["model=modern_micro", "optimizer=muon"]}
+STEPS, MORE_STEPS = 4, 8  # of the run directory, and of the run that goes on
+# No dropout: which elements torch drops depends on the processor.
+OVERRIDES = [
+    *("model.n_layer=2", "model.n_head=2", "model.n_embd=8", "model.dropout=0.0", "run.root=.", "run.name=run"),
+    *("data=text_file", "data.path=text.txt", "data.block_size=16", "data.cache_dir=cache", "trainer.batch_size=4"),
+    *("optimizer.schedule_steps=10", "optimizer.warmup_steps=2", "trainer.max_epochs=null", "trainer.log_every=1"),
+    *("trainer.device=cpu", "trainer.precision=fp32", "trainer.eval_every=2", "snapshot.keep_last=1"),
+]
+
+
+def configuration(name: str, steps: int) -> Config:
+    """That of a run whose working directory is the one of tests/data/format2, or a copy of it."""
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        return from_mapping(to_plain(compose("config", [*RUNS[name], *OVERRIDES, f"trainer.max_steps={steps}"])))
+
+
+def train(name: str, steps: int) -> dict[str, float]:
+    """Train in the working directory; the training loss by step, of the whole run."""
+    config = configuration(name, steps)
+    runtime = Runtime(config, DistEnv())
+    run(config, runtime, {})
+    runtime.close()
+    return {str(step): loss for step, loss in read_history(Path("run", METRICS)).series("train_loss")}
+
+
+def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The SHA-256 of each tensor's type, shape and bytes."""
+    return {
+        name: hashlib.sha256(f"{t.dtype} {list(t.shape)} ".encode() + t.contiguous().numpy().tobytes()).hexdigest()
+        for name, t in sorted(tensors.items())
+    }
+
+
+def make(name: str) -> None:
+    generator = random.Random(2)
+    words = ["the king", "a horse", "what light", "to be", "or not"]
+    Path("text.txt").write_text("".join(generator.choice(words) + generator.choice(".\n,; ") for _ in range(400)))
+    train(name, STEPS)
+    kept = Path("kept")
+    for path in ("config.yaml", METRICS, "result.json", "snapshots"):  # without what names this machine
+        kept.mkdir(exist_ok=True)
+        (shutil.copytree if Path("run", path).is_dir() else shutil.copy)(Path("run", path), kept / path)
+    snapshot = SnapshotStore("kept/snapshots").read(STEPS)
+    expected = {"model": hashes(snapshot.model), "optimizer": hashes(snapshot.optimizer)}
+    values = {**expected, "train_loss": train(name, MORE_STEPS)}
+    (DATA / name).mkdir(parents=True)
+    shutil.copytree(kept, DATA / name / "run")
+    shutil.copy("text.txt", DATA / name)
+    (DATA / name / "expected.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    for missing in (name for name in RUNS if not (DATA / name).exists()):
+        with tempfile.TemporaryDirectory() as scratch:
+            os.chdir(scratch)
+            make(missing)
+        print(f"{DATA / missing}: {sum(p.stat().st_size for p in (DATA / missing).rglob('*')):,} bytes")

@@ -1,0 +1,134 @@
+"""Run directories that the first version with format 2 has written: this version goes on with them.
+
+Nothing in tests/data/format2 changes, and nothing is renamed. A test that fails here means that users lose their runs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from make_format2 import DATA, MORE_STEPS, RUNS, STEPS, configuration, hashes, train
+
+from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, encode_manifest
+from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import read_result, recorded_config
+from mingpt_ddp.training.train_state import TrainState, check_state, restore
+from mingpt_ddp.training.train_step import build_model_and_optimizer
+
+NEWEST = Path("run", "snapshots", f"step_{STEPS:08d}")
+
+
+@pytest.fixture(params=sorted(path.name for path in DATA.iterdir()))
+def name(request, tmp_path, monkeypatch) -> str:
+    """A run directory; the working directory is a copy of it."""
+    shutil.copytree(DATA / request.param, tmp_path / "cwd")
+    monkeypatch.chdir(tmp_path / "cwd")
+    return request.param
+
+
+@pytest.fixture
+def expected(name) -> dict:
+    return json.loads((DATA / name / "expected.json").read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def contents() -> dict[str, bytes]:
+    """All files of the working directory, by path; the encoded text is none of the run's."""
+    return {str(p): p.read_bytes() for p in Path().rglob("*") if p.is_file() and p.parts[0] != "cache"}
+
+
+def test_the_sample_is_complete_and_small():
+    assert {path.name for path in DATA.iterdir()} == RUNS.keys()
+    assert sum(path.stat().st_size for path in DATA.rglob("*")) < 200_000
+
+
+def test_the_tensors_are_those_that_were_written(name, expected):
+    snapshot = SnapshotStore("run/snapshots").read(STEPS)
+    assert hashes(snapshot.model) == expected["model"]
+    assert hashes(snapshot.optimizer) == expected["optimizer"]
+    assert snapshot.state["train_state"]["step"] == STEPS
+    SnapshotStore("run/snapshots").verify(STEPS)
+
+
+def test_saved_again_they_are_the_same_bytes(name):
+    """Through a model and an optimizer that were built with other numbers."""
+    config = configuration(name, MORE_STEPS)
+    runtime = Runtime(config, DistEnv())
+    text = prepare(config.data)
+    manager = SnapshotManager(config, runtime, [SnapshotStore("run/snapshots")], Path("run"))
+    snapshot = manager.load_latest(partial(check_state, config=config, text=text))
+    model, optimizer = build_model_and_optimizer(config, runtime, len(text.vocabulary))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    state = restore(snapshot, model, optimizer, runtime.scaler)
+    assert asdict(state) == asdict(TrainState()) | snapshot.state["train_state"]
+    assert state.step == STEPS and state.saved_at > 0
+    again = SnapshotManager(config, runtime, [SnapshotStore("again")], Path("again"))
+    tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
+    again.save(STEPS, snapshot.state, tensors, None)
+    again.wait()
+    for file in (MODEL, OPTIMIZER):
+        assert Path("again", NEWEST.name, file).read_bytes() == (NEWEST / file).read_bytes(), file
+
+
+def test_training_goes_on(name, expected):
+    """Within 1e-4 of the losses on the machine that wrote it, whatever the processor."""
+    assert read_result(Path("run"))["step"] == STEPS
+    assert recorded_config(Path("run"))["trainer"]["max_steps"] == STEPS
+    before = read_history(Path("run", METRICS))
+    assert before.series("train_loss") == [(n, expected["train_loss"][str(n)]) for n in range(1, STEPS + 1)]
+    losses = train(name, MORE_STEPS)
+    assert losses == pytest.approx(expected["train_loss"], abs=1e-4)
+    assert [row["step"] for row in read_history(Path("run", METRICS)).rows][-1] == MORE_STEPS
+    assert read_result(Path("run"))["status"] == "complete"
+
+
+def test_what_a_later_version_adds_is_ignored(name, expected):
+    """A key in state.json, a field in manifest.json, a file."""
+    store = SnapshotStore("run/snapshots")
+    state = json.loads((NEWEST / STATE).read_text()) | {"added_later": [1, {"a": None}]}
+    state["train_state"]["added_later"] = 0.5
+    added = {STATE: json.dumps(state).encode(), "added_later.json": b"{}"}
+    files = store.files(STEPS) | store.write_files(STEPS, added)
+    store.write_files(STEPS, {MANIFEST: encode_manifest(STEPS, files, added_later="9.9")})
+    store.verify(STEPS)
+    assert train(name, MORE_STEPS) == pytest.approx(expected["train_loss"], abs=1e-4)
+
+
+def test_the_model_alone_is_loaded(name, expected):
+    model, tokenizer = load_model("run")
+    assert hashes(model_state(model)) == expected["model"]
+    text = Path("text.txt").read_text()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_run_of_format_1_is_refused_before_anything_is_written(name):
+    values = json.loads((NEWEST / MANIFEST).read_text())
+    old = {"format": 1, "step": values["step"], "files": values["files"]}
+    (NEWEST / MANIFEST).write_text(json.dumps(old, indent=1))
+    before = contents()
+    with pytest.raises(SnapshotError, match=r"step 4 was written by an earlier version, in format 1; start again with"):
+        train(name, MORE_STEPS)
+    assert contents() == before
