@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
-from mingpt_ddp.models import count_parameters
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.manager import Check, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -33,6 +33,7 @@ from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots
 from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
 from mingpt_ddp.training.trainer import Trainer
@@ -41,6 +42,7 @@ from mingpt_ddp.training.trial_pruning import MedianPruner
 log = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 400
+MIN_GOODPUT_S = 600.0  # a shorter run has hardly more to show than its startup
 PER_NODE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ between ranks
 
 
@@ -84,7 +86,7 @@ def run(
         state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
         evaluator = Evaluator(dataset.val, block_size, runtime)
         sample = partial(_sample, config, runtime, model, CharTokenizer(dataset.vocabulary))
-        _log_start(config, runtime, dataset, model, directory, range(state.step, steps))
+        log_start(config, runtime, dataset, model, directory, range(state.step, steps))
 
         is_complete = state.step > steps or (state.step == steps and state.val_step == steps)
         if owner and not (is_complete and recorded_config(directory)):
@@ -95,6 +97,10 @@ def run(
                 state.val_loss = evaluator.run(model)
             log.info("a sample:\n%s\n", sample(state.step))
         else:
+            if owner and snapshot:
+                log_changes(snapshot, config, runtime, loader.steps_per_epoch)
+            elif owner:
+                warn_of_lost_snapshots(directory)
             micro_batch_size = snapshot.state["micro_batch_size"] if snapshot else None
             plan = plan_batches(config.trainer, runtime.group.world_size, micro_batch_size)
             state.world_size = runtime.group.world_size
@@ -177,37 +183,14 @@ def _lock_directory(
     return owner
 
 
-def _log_start(
-    config: Config, runtime: Runtime, dataset: TextDataset, model: nn.Module, directory: Path, steps: range
-) -> None:
-    """Log what is about to be trained.
-
-    Args:
-        steps: range(steps done so far, steps of the whole run).
-    """
-    log.info("run %s", directory)
-    log.info(
-        "%s: %s training and %s validation characters, %d distinct",
-        *(config.data.label, f"{len(dataset.train):,}", f"{len(dataset.val):,}", dataset.vocab_size),
-    )
-    log.info(
-        "%s: %.2fM parameters, on %d x %s in %s",
-        *(config.model.name, count_parameters(model) / 1e6),
-        *(runtime.group.world_size, runtime.device.type, runtime.precision),
-    )
-    if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
-        log.info(
-            "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to go on",
-            *(config.trainer.max_epochs, steps.stop, config.trainer.max_steps),
-        )
-    if not steps:
-        log.info("complete: the snapshot of step %d has reached the limit of %d steps", steps.start, steps.stop)
-    elif steps.start:
-        log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
-
-
 def _log_end(state: TrainState, directory: Path) -> None:
-    log.info("goodput %.1f%%: the share of the time that became lasting progress", 100 * state.goodput)
+    lost_s = state.stall_seconds + state.wasted_seconds
+    if state.wall_seconds + state.wasted_seconds >= MIN_GOODPUT_S:
+        log.info(
+            "goodput %.1f%%: starting, saving and training steps again took %s of %s",
+            *(100 * state.goodput, timedelta(seconds=round(lost_s))),
+            timedelta(seconds=round(state.wall_seconds + state.wasted_seconds)),
+        )
     log.info(
         "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
         *(state.val_loss, (state.val_loss or 0) / NATS_PER_BIT, state.step, directory),

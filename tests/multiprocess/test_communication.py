@@ -21,6 +21,7 @@ import torch.distributed as dist
 from launching import TINY
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed import logs, shared_memory
 from mingpt_ddp.distributed.device import choose_device
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.runtime import Runtime
@@ -38,6 +39,7 @@ GLOO = "ddp=gloo"
 JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "shared": ([], [STEPS], (2, 3)),
     "shared, parts": ([], [5, STEPS], (3,)),
+    "shared, later not": ([], [5, STEPS], (3,)),
     "gloo": ([GLOO], [STEPS], (2, 3)),
     "static": ([GLOO, "ddp.static_graph=true", "ddp.gradient_as_bucket_view=false"], [STEPS], (2,)),
     "static, parts": ([GLOO, "ddp.static_graph=true"], [5, STEPS], (3,)),
@@ -55,8 +57,10 @@ JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
 class Changed:
     """What a job meets that others do not; undone afterwards."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limit: int) -> None:
         self.patch = pytest.MonkeyPatch()
+        if "later not" in name and limit == STEPS:
+            self.patch.setattr(shared_memory, "SOCKET_DIRECTORY", "/nowhere")  # as where /dev/shm cannot be written
         if "sick" in name:
             self.patch.setattr(GPT, "forward", self.sick(GPT.forward, sick_step=3))
 
@@ -86,7 +90,8 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     job = 0
     for name, values in configs.items():
         for limit in JOBS[name][1]:
-            changed = Changed(name)
+            changed = Changed(name, limit)
+            logs.to_console(read_env())  # and no more to the file of the job before
             values["trainer"]["max_steps"] = limit
             config = from_mapping(values)
             runtime = Runtime(config, read_env(), job)
@@ -185,6 +190,17 @@ def test_with_three_ranks_shared_memory_gives_the_same_steps(three):
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
 def test_16_bits_are_used_and_enough(two, hook):
     assert 0 < farthest(two, "shared", hook) < 2e-3
+
+
+def test_another_transport_is_named_when_the_run_resumes(three):
+    """Once, by rank zero, and not where nothing has changed."""
+
+    def lines(name: str, rank: int) -> list[str]:
+        log = (three[2] / slug(name) / f"main.rank{rank}.log").read_text()
+        return [line.partition("because of ")[2] for line in log.splitlines() if "the last bits of the numbers" in line]
+
+    assert lines("shared, later not", rank=0) == ["transport: shared memory -> gloo"]
+    assert lines("shared, later not", rank=1) == lines("shared, parts", rank=0) == []
 
 
 @pytest.mark.parametrize("way", ["shared", "small buckets"])

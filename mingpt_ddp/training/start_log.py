@@ -1,0 +1,83 @@
+"""What a run logs at its start: what it trains, and what a resumed run does otherwise than the attempts before."""
+
+import contextlib
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from mingpt_ddp.config.config import LIMITS, Config
+from mingpt_ddp.data.dataset import TextDataset
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import DataError
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.models import count_parameters
+from mingpt_ddp.optim.lr_schedule import get_lr
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.training.train_step import count_steps
+
+log = logging.getLogger(__name__)
+
+LR_TOLERANCE = 0.01  # relative
+
+
+def log_start(
+    config: Config, runtime: Runtime, dataset: TextDataset, model: nn.Module, directory: Path, steps: range
+) -> None:
+    """Log what is about to be trained.
+
+    Args:
+        steps: range(steps done so far, steps of the whole run).
+    """
+    log.info("run %s", directory)
+    log.info(
+        "%s: %s training and %s validation characters, %d distinct",
+        *(config.data.name, f"{len(dataset.train):,}", f"{len(dataset.val):,}", dataset.vocab_size),
+    )
+    log.info(
+        "%s: %.2fM parameters, on %d x %s in %s",
+        *(config.model.name, count_parameters(model) / 1e6),
+        *(runtime.group.world_size, runtime.device.type, runtime.precision),
+    )
+    if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
+        log.info(
+            "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to go on",
+            *(config.trainer.max_epochs, steps.stop, config.trainer.max_steps),
+        )
+    if steps.start > steps.stop:
+        log.info("complete: the snapshot of step %d is beyond the limit of %d steps", steps.start, steps.stop)
+    elif not steps:
+        log.info("complete: the snapshot of step %d is that of the last step", steps.stop)
+    elif steps.start:
+        log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
+
+
+def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_epoch: int) -> None:
+    """Log what changes the rest of the run: the environment, and the length of the learning rate's schedule."""
+    old, new = snapshot.state.get("environment"), runtime.environment()
+    if isinstance(old, dict):
+        changes = [f"{k}: {str(old[k])[:100]} -> {value}" for k, value in new.items() if old.get(k, value) != value]
+        if changes:
+            log.info("the last bits of the numbers may differ from now on, because of %s", "; ".join(changes))
+    recorded = snapshot.state["config"]
+    limits = {key: recorded["trainer"][key] for key in LIMITS}
+    optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
+    before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
+    totals = [each.optimizer.schedule_steps or count_steps(each, steps_per_epoch) for each in (before, config)]
+    step = snapshot.step + 1
+    old_lr, new_lr = (get_lr(step, replace(config.optimizer, schedule_steps=n), n) for n in totals)
+    if not math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
+        log.info(
+            "the learning rate of step %d is %.2e instead of %.2e, because its schedule has %d steps instead of %d; "
+            "optimizer.schedule_steps=%d keeps the old one",
+            *(step, new_lr, old_lr, totals[1], totals[0], totals[0]),
+        )
+
+
+def warn_of_lost_snapshots(directory: Path) -> None:
+    """Log that a run without a snapshot has trained before."""
+    with contextlib.suppress(OSError, DataError, IndexError):
+        step = read_history(directory / METRICS).rows[-1]["step"]
+        log.warning("%s is at step %d, but there is no snapshot: training starts at step 1", METRICS, step)

@@ -1,0 +1,223 @@
+"""What a run says at its start: what differs from the attempts before, and nothing where nothing does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from make_format2 import DATA, MORE_STEPS, STEPS, configuration, train
+
+from mingpt_ddp.distributed.env import process_start_time
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.training import run as composition
+from mingpt_ddp.training.start_log import log_changes
+
+NAME = "gpt-adamw"
+ENVIRONMENT = {"torch": "2.9.0", "device": "some CPU (AVX2)", "threads": 2, "transport": "gloo", "comm_hook": "none"}
+BITS = "the last bits of the numbers may differ from now on, because of "
+
+
+@pytest.fixture(autouse=True)
+def cwd(tmp_path, monkeypatch) -> Path:
+    """The working directory: a run of STEPS steps."""
+    shutil.copytree(DATA / NAME, tmp_path / "cwd")
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "cwd"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def lines():
+    """What the package has logged, with the level before it."""
+    found: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger("mingpt_ddp")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+def about(lines: list[str], *words: str) -> list[str]:
+    return [line for line in lines if any(word in line for word in words)]
+
+
+def test_a_limit_below_the_snapshot(lines):
+    train(NAME, STEPS - 2)
+    assert about(lines, "complete") == ["INFO complete: the snapshot of step 4 is beyond the limit of 2 steps"]
+
+
+def test_the_last_step_again(lines):
+    train(NAME, STEPS)
+    assert about(lines, "complete") == ["INFO complete: the snapshot of step 4 is that of the last step"]
+
+
+# The environment
+
+
+def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
+    """What is logged where the snapshot has recorded one environment and the run has another."""
+    runtime = SimpleNamespace(environment=lambda: {**ENVIRONMENT, **now})
+    config = configuration(NAME, STEPS)
+    state = {"config": config.to_dict(), "environment": recorded}
+    log_changes(Snapshot(STEPS, {}, {}, state), config, runtime, steps_per_epoch=45)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("torch", "2.13.0"),
+        ("device", "some CPU (AVX512)"),
+        ("threads", 4),
+        ("transport", "shared memory"),
+        ("comm_hook", "bf16"),
+    ],
+)
+def test_what_changes_the_last_bits_is_named(key, value, lines):
+    assert log_of(lines, ENVIRONMENT, **{key: value}) == [f"INFO {BITS}{key}: {ENVIRONMENT[key]} -> {value}"]
+
+
+def test_all_changes_in_one_line(lines):
+    (line,) = log_of(lines, ENVIRONMENT, torch="2.13.0", threads=4)
+    assert line == f"INFO {BITS}torch: 2.9.0 -> 2.13.0; threads: 2 -> 4"
+
+
+@pytest.mark.parametrize(
+    "recorded", [ENVIRONMENT, {**ENVIRONMENT, "added_later": 1}, {"torch": "2.9.0"}, {}, None, "text"]
+)
+def test_nothing_is_said_where_nothing_has_changed(recorded, lines):
+    assert log_of(lines, recorded) == []
+
+
+def test_a_strangers_values_are_cut(lines):
+    (line,) = log_of(lines, {**ENVIRONMENT, "torch": "x" * 10**6})
+    assert len(line) < 300
+
+
+def test_a_run_records_its_own_environment(lines, cwd):
+    shutil.rmtree("run")
+    train(NAME, STEPS)
+    state = json.loads(next(cwd.glob("run/snapshots/*/state.json")).read_text())
+    assert state["environment"]["torch"] == torch.__version__
+    assert (state["environment"]["threads"], state["environment"]["transport"]) == (1, "none")
+    train(NAME, STEPS + 1)
+    assert about(lines, BITS) == []
+    torch.set_num_threads(2)
+    train(NAME, STEPS + 2)
+    assert about(lines, BITS) == [f"INFO {BITS}threads: 1 -> 2"]
+
+
+# The learning rate
+
+
+def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
+    def config(steps: int, schedule_steps: int | None = None, epochs: int | None = None):
+        base = configuration(NAME, steps)
+        return replace(
+            base,
+            optimizer=replace(base.optimizer, schedule_steps=schedule_steps),
+            trainer=replace(base.trainer, max_epochs=epochs),
+        )
+
+    def resumed(before, now) -> list[str]:
+        lines.clear()
+        state = {"config": before.to_dict(), "environment": ENVIRONMENT}
+        runtime = SimpleNamespace(environment=lambda: ENVIRONMENT)
+        log_changes(Snapshot(20, {}, {}, state), now, runtime, steps_per_epoch=30)
+        return list(lines)
+
+    assert resumed(config(20), config(40)) == [
+        "INFO the learning rate of step 21 is 5.50e-04 instead of 1.00e-04, because its schedule has 40 steps instead "
+        "of 20; optimizer.schedule_steps=20 keeps the old one"
+    ]
+    assert len(resumed(config(40, epochs=1), config(100, epochs=2))) == 1  # 30 steps, then 60
+    assert resumed(config(20), config(40, schedule_steps=20)) == []
+    assert resumed(config(20, schedule_steps=50), config(40, schedule_steps=50)) == []
+    assert resumed(config(40), config(40)) == []
+
+
+# Snapshots that are gone
+
+
+def test_deleted_snapshots_are_missed(lines):
+    shutil.rmtree("run/snapshots")
+    losses = train(NAME, STEPS)
+    assert about(lines, "WARNING") == [
+        "WARNING metrics.jsonl is at step 4, but there is no snapshot: training starts at step 1"
+    ]
+    assert len(losses) == STEPS
+
+
+def test_a_new_run_misses_nothing(lines):
+    shutil.rmtree("run")
+    train(NAME, STEPS)
+    train(NAME, MORE_STEPS)
+    assert about(lines, "WARNING", "no snapshot") == []
+
+
+# The end
+
+
+@pytest.mark.parametrize("least_s", [0.0, 600.0])
+def test_goodput_is_said_of_long_runs_alone(least_s, lines, monkeypatch):
+    monkeypatch.setattr(composition, "MIN_GOODPUT_S", least_s)
+    train(NAME, STEPS + 1)
+    pattern = r"INFO goodput \d+\.\d%: starting, saving and training steps again took [\d:]+ of [\d:]+"
+    assert [bool(re.fullmatch(pattern, line)) for line in about(lines, "goodput")] == [True] * (least_s == 0)
+
+
+# Clocks
+
+
+def test_a_clock_that_goes_back(lines, monkeypatch, cwd):
+    """By 60 days at the start, and further whenever it is read: no time is negative, goodput is a share."""
+    real, calls = time.time, itertools.count()
+
+    def stepped_back() -> float:
+        return real() - 5_183_989 - 1000 * next(calls)
+
+    monkeypatch.setattr(time, "time", stepped_back)
+    train(NAME, MORE_STEPS)
+    result = json.loads((cwd / "run" / "result.json").read_text())
+    assert 0 < result["goodput"] <= 1 and result["wall_seconds"] > 0
+    state = json.loads(max(cwd.glob("run/snapshots/*/state.json")).read_text())["train_state"]
+    assert state["wasted_seconds"] > 0
+    (line,) = about(lines, "the first step was done after")
+    assert float(line.split()[-2]) > 0
+
+
+def test_the_start_of_the_process_is_no_date(monkeypatch):
+    begin = process_start_time()
+    assert begin <= time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert process_start_time() == pytest.approx(begin, abs=0.05)
+
+
+def test_the_age_of_a_process():
+    program = "import time; from mingpt_ddp.distributed.env import process_start_time as start; time.sleep(0.5); "
+    program += "print(time.monotonic() - start())"
+    begin = time.monotonic()
+    age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+    assert 0.5 <= age <= time.monotonic() - begin + 0.02
