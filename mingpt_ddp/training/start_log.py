@@ -34,7 +34,7 @@ def log_start(
     log.info("run %s", directory)
     log.info(
         "%s: %s training and %s validation characters, %d distinct",
-        *(config.data.name, f"{len(dataset.train):,}", f"{len(dataset.val):,}", dataset.vocab_size),
+        *(config.data.label, f"{len(dataset.train):,}", f"{len(dataset.val):,}", dataset.vocab_size),
     )
     log.info(
         "%s: %.2fM parameters, on %d x %s in %s",
