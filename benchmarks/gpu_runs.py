@@ -17,29 +17,13 @@ from typing import Any, TypeVar
 
 from common import TEXT_VARIABLE, cell, compare, composed, corpus_path, say, spread
 from stopwatch import family, running
-from versions import environ, last_step
+from versions import has_open, last_step
 
 T = TypeVar("T")
 Table = tuple[dict[str, Any], list[str], list[list[str]]]  # figures, header, rows
 MARGIN = 1.2  # a run may take this times as long as the one before it
 RESERVE_S = 5.0  # of a part, for its report
 SEED = 0  # of the text that stands for tinyshakespeare where speed alone is measured
-# FLOP/s in bf16 without sparsity, from the vendor's data sheets; the first name that is in the device's counts.
-PEAKS = {
-    "B200": 2250e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "GH200": 989e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
 
 
 @dataclass
@@ -113,11 +97,6 @@ class Part:
         return {name: measured for name, measured in values.items() if measured}
 
 
-def vendor_peak(device: str) -> float | None:
-    """FLOP/s in bf16 of a device with this name, if it is known."""
-    return next((peak for known, peak in PEAKS.items() if re.search(rf"\b{known}\b", device)), None)
-
-
 def ratios(ours: list[float] | None, theirs: list[float] | None) -> dict[str, Any] | None:
     """Ours over theirs, pair by pair as far as there are pairs."""
     pairs = list(zip(ours or [], theirs or [], strict=False))
@@ -145,6 +124,7 @@ def device_facts(device: str) -> dict[str, Any]:
     from mingpt_ddp.distributed.device import total_memory
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.metrics.meters import measured_matmul_flops
+    from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
     from mingpt_ddp.models.ops import DTYPES, choose_device, choose_precision
 
     where = choose_device(device, "device")
@@ -153,7 +133,7 @@ def device_facts(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"device": name, "memory_gib": round(total_memory(where) / 2**30, 1)}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "precision": precision}
     found["matmul_flops"] = measured_matmul_flops(where, DTYPES[precision])
-    found["peak_flops"] = vendor_peak(name) if precision == "bf16" else None
+    found["peak_flops"] = vendor_peak_flops(where, DTYPES[precision])
     try:
         should_compile(composed(f"trainer.device={device}", "trainer.compile=true"), where)
     except ConfigError as error:
@@ -242,7 +222,7 @@ def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
                 if process.poll() is not None:
                     raise RuntimeError(f"{run.name} ended before step {kill_at}:\n{''.join(lines)[-2000:]}")
                 time.sleep(0.005)
-            workers = [pid for pid in family(process.pid) if environ(pid).get("RANK") == "0"]
+            workers = [pid for pid in family(process.pid) if has_open(pid, "/main.rank0.log")]
             os.kill(workers[0], signal.SIGKILL)
         output = "".join(lines)
         if process.wait() != 0:

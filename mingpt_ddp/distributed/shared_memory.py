@@ -144,7 +144,7 @@ def connect_local_ranks(
 
 
 def _machine() -> list[str] | None:
-    """Return what tells this machine and network namespace from others; None where there are no abstract names."""
+    """Return an id of this machine and network namespace; None where sockets have no abstract names."""
     try:
         return [
             socket.gethostname(),

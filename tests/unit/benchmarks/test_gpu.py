@@ -110,19 +110,3 @@ def test_utilization(benchmarks, part, monkeypatch):
 def test_the_time_to_a_loss(benchmarks):
     descent = benchmarks.gpu_runs.Descent([(5.0, 0, 4.2), (9.0, 50, 1.6), (12.0, 100, 1.46), (15.0, 150, 1.5)], 6.0)
     assert (descent.best, descent.seconds_to(1.47), descent.seconds_to(1.4)) == (1.46, 12.0, None)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("Tesla T4", None),
-    ],
-)
-def test_the_peak_of_a_device(benchmarks, name, peak):
-    assert benchmarks.gpu_runs.vendor_peak(name) == peak

@@ -56,7 +56,7 @@ def test_load_finds_what_a_run_keeps_elsewhere(key, name, directory, tmp_path, m
 
 
 def with_best(step: int, best: object) -> Snapshot:
-    return replace(small_snapshot(step), state={"position": {"best_step": best}})
+    return replace(small_snapshot(step), state={"train_state": {"best_step": best}})
 
 
 def test_load_of_the_best(store, tmp_path):
