@@ -1,8 +1,8 @@
-"""Write the README's tables of figures from `benchmarks/results/*.json`: no figure is copied by hand.
+"""Write the tables of docs/benchmarks.md from `benchmarks/results/*.json`: no figure is copied by hand.
 
 A benchmark declares its own rows: what it hands to `common.report` as `readme`, pairs of what and figure, stands in its
 JSON file beside the raw figures, the machine and the date. This script collects them, a table for each machine, the
-scripts in the order in which benchmarks/README.md lists them, and puts them between two marks in README.md.
+scripts in the order in which benchmarks/README.md lists them, and puts them between two marks in that page.
 
     python benchmarks/table.py
 """
@@ -10,13 +10,13 @@ scripts in the order in which benchmarks/README.md lists them, and puts them bet
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from common import RESULTS, ROOT
 
 BEGIN = "<!-- figures: written by benchmarks/table.py -->"
 END = "<!-- end of figures -->"
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 
 def place(machine: dict[str, Any]) -> str:
@@ -44,31 +44,31 @@ def tables(results: dict[str, dict[str, Any]], index: str) -> str:
     for result in in_order(results, index):
         script, date = result["script"], result["machine"]["date"]
         for what, figure in result["readme"]:
-            cells = [what, figure, f"[{script}](benchmarks/{script})", date]
-            line = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            cells = [what, figure, f"[{script}](../benchmarks/{script})", date]
+            line = " | ".join(cell.replace("|", "\\|").replace("](docs/", "](") for cell in cells)
             machines.setdefault(place(result["machine"]), []).append(f"| {line} |")
     header = ["| what | figure | script | measured |", "| --- | --- | --- | --- |"]
     return "\n\n".join("\n".join([f"{name}:", "", *header, *rows]) for name, rows in machines.items())
 
 
-def filled(readme: str, table: str) -> str:
+def filled(page: str, table: str) -> str:
     """The text with the table between the marks.
 
     Raises:
         ValueError: it has not each mark once, in their order.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in before + after:
-        raise ValueError(f"README.md needs {BEGIN} and {END}, once each and in this order")
+        raise ValueError(f"{PAGE.name} needs {BEGIN} and {END}, once each and in this order")
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
-def current(root: Path = ROOT) -> str:
-    """README.md as the results want it."""
-    results = {path.name: json.loads(path.read_text()) for path in (root / RESULTS.relative_to(ROOT)).glob("*.json")}
-    return filled((root / "README.md").read_text(), tables(results, (root / "benchmarks" / "README.md").read_text()))
+def current() -> str:
+    """The page as the results want it."""
+    results = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    return filled(PAGE.read_text(), tables(results, (ROOT / "benchmarks" / "README.md").read_text()))
 
 
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(current())
+    PAGE.write_text(current())

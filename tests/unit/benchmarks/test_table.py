@@ -1,7 +1,7 @@
-"""The README's figures are those of the results, and nothing else."""
+"""The figures of docs/benchmarks.md are those of the results, and nothing else."""
 
 import pytest
-from benchmarking import ROOT, modules
+from benchmarking import modules
 
 MACHINE = {"cpu": "Some CPU", "cores": 2, "torch": "2.13.0", "python": "3.11", "date": "2026-01-31"}
 INDEX = "| [b.py](b.py) | first | [a.py](a.py) | second |"
@@ -17,8 +17,8 @@ def result(script, *rows, **machine):
     return {"machine": MACHINE | machine, "script": script, "readme": [list(row) for row in rows]}
 
 
-def test_the_readme_shows_what_the_results_say(table):
-    assert (ROOT / "README.md").read_text() == table.current(), "run: python benchmarks/table.py"
+def test_the_page_shows_what_the_results_say(table):
+    assert table.PAGE.read_text() == table.current(), "run: python benchmarks/table.py"
 
 
 def test_rows_come_in_the_order_of_the_index_and_a_result_without_rows_is_left_out(table):
@@ -34,10 +34,10 @@ def test_rows_come_in_the_order_of_the_index_and_a_result_without_rows_is_left_o
         "",
         "| what | figure | script | measured |",
         "| --- | --- | --- | --- |",
-        "| memory | 3 MB | [b.py](benchmarks/b.py) | 2026-02-01 |",
-        "| x \\| y | 1 | [b.py](benchmarks/b.py) | 2026-02-01 |",
-        "| speed | 2 times | [a.py](benchmarks/a.py) | 2026-01-31 |",
-        "| new | 7 | [c.py](benchmarks/c.py) | 2026-01-31 |",
+        "| memory | 3 MB | [b.py](../benchmarks/b.py) | 2026-02-01 |",
+        "| x \\| y | 1 | [b.py](../benchmarks/b.py) | 2026-02-01 |",
+        "| speed | 2 times | [a.py](../benchmarks/a.py) | 2026-01-31 |",
+        "| new | 7 | [c.py](../benchmarks/c.py) | 2026-01-31 |",
     ]
 
 
