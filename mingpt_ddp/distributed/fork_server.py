@@ -23,6 +23,8 @@ def start_server() -> None:
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store is gone
+    # A look for GPUs would otherwise initialize CUDA, which a forked process cannot use.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         forkserver.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
