@@ -65,7 +65,8 @@ def train_on_workers(
     world_size = n if env.is_standalone else env.world_size
     if env.rank + n > world_size:
         raise ConfigError(f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more")
-    start_server()
+    if config.ddp.launcher == "forkserver":
+        start_server()
     from mingpt_ddp.distributed.rendezvous import connect, loopback_store  # torch, which the server imports meanwhile
 
     first = replace(env, world_size=world_size, has_agent=True)
