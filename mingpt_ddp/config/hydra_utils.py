@@ -97,7 +97,7 @@ def key_of(override: str) -> str:
 def swept_overrides() -> dict[str, str]:
     """Return the overrides of this job whose values differ from job to job, by key.
 
-    `mingpt_ddp.sweeps.sweep.SweepPreflight` puts the keys of all others into `override_dirname.exclude_keys`.
+    `mingpt_ddp.sweeps.sweep.Preflight` puts the keys of all others into `override_dirname.exclude_keys`.
     """
     hydra = HydraConfig.get()
     constant = set(hydra.job.config.override_dirname.exclude_keys)

@@ -142,16 +142,28 @@ class Sweep:
             ProcessExit().user_error(summary)
 
 
-class SweepPreflight(Callback):
-    """Hydra's callback that checks a sweep before it writes anything."""
+class Preflight(Callback):
+    """Hydra's callback that checks a run or a sweep before anything is written."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with _exit_on_error():
+            _check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         random.seed(0)  # Hydra's shuffle() then has the same order on every rank and at every start
-        try:
+        with _exit_on_error():
+            _check_hydra_keys(config)
             _start(config, read_env(), Sweep.current())
-        except Exception as error:  # Hydra would only warn, and start the sweep
-            explained = error if isinstance(error, UserError) else ConfigError(hydra_utils.explain(error))
-            ProcessExit().user_error(explained)
+
+
+@contextlib.contextmanager
+def _exit_on_error() -> Iterator[None]:
+    """End the process at an exception, of which Hydra would only warn."""
+    try:
+        yield
+    except Exception as error:
+        explained = error if isinstance(error, UserError) else ConfigError(hydra_utils.explain(error))
+        ProcessExit().user_error(explained)
 
 
 def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
@@ -160,7 +172,6 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     Raises:
         UserError: the sweep cannot run.
     """
-    _check_hydra_keys(config)
     overrides = _parse_overrides(config)
     first = _check_jobs(config.hydra, overrides, env)
     if search.is_search(config):
@@ -186,11 +197,13 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
 
 
 def _check_hydra_keys(config: DictConfig) -> None:
-    """Reject Hydra settings that conflict with run.root and run.name."""
+    """Reject settings of Hydra that would be ignored, or that conflict with run.root and run.name."""
     check(not config.hydra.job.chdir, "hydra.job.chdir=true would move the jobs away from run.root; leave it out")
-    for key, only in (("sweep.dir", str(config.run.root)), ("sweep.subdir", "."), ("output_subdir", None)):
+    check(not config.hydra.verbose, "hydra.verbose has no use here: there is no more to log")
+    fixed = {"run.dir": ".", "sweep.dir": str(config.run.root), "sweep.subdir": ".", "output_subdir": None}
+    for key, only in fixed.items():
         if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
-            raise ConfigError(f"hydra.{key}={value} has no use here: run.root and run.name say where the jobs are")
+            raise ConfigError(f"hydra.{key}={value} has no use here: run.root and run.name say where a run is")
     batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
     check(batch is None or batch >= 1, f"hydra.sweeper.max_batch_size={batch} must be at least 1")
 

@@ -46,6 +46,11 @@ def log_start(
             "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to go on",
             *(config.trainer.max_epochs, steps.stop, config.trainer.max_steps),
         )
+    warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps.stop
+    if warmup > length:
+        log.warning(
+            "the warm-up takes %d of %d steps; lower optimizer.warmup_steps to reach optimizer.lr", warmup, length
+        )
     if steps.start > steps.stop:
         log.info("complete: the snapshot of step %d is beyond the limit of %d steps", steps.start, steps.stop)
     elif not steps:

@@ -63,6 +63,8 @@ class TrainStep:
         """Do the warm-up passes of the first batch, and compile; neither counts in the speed."""
         self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
+        if self.runtime.compiles:
+            log.info("compiling the model; the first time this may take minutes")
         first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
         self.runtime.strategy.warm_up(self.parallel_model, lambda: self._loss(first))
         if self.runtime.compiles:

@@ -296,7 +296,10 @@ CASES = [
         own("good") + " +data.reader=lines data.path=nowhere",
         "data error: data.reader=lines cannot read data.path=nowhere",
     ),
-    # Hydra's own errors
+    # Hydra's own keys and errors
+    ("hydra.run.dir=/nowhere/x", "config error: hydra.run.dir=/nowhere/x has no use here: run.root and run.name say"),
+    ("hydra.output_subdir=.hydra", "config error: hydra.output_subdir=.hydra has no use here"),
+    ("hydra.verbose=true", "config error: hydra.verbose has no use here"),
     ("optimizer.lr", "config error: cannot read 'optimizer.lr'"),
     ("optimizer.lr=[1", "config error: "),
     ("optimizer.lr=interval(1,2)", "config error: optimizer.lr=interval(1,2) has several values: add -m for a sweep"),

@@ -21,7 +21,7 @@ from make_format2 import DATA, MORE_STEPS, STEPS, configuration, train
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.training import run as composition
-from mingpt_ddp.training.start_log import log_changes
+from mingpt_ddp.training.start_log import log_changes, log_start
 
 NAME = "gpt-adamw"
 ENVIRONMENT = {"torch": "2.9.0", "device": "some CPU (AVX2)", "threads": 2, "transport": "gloo", "comm_hook": "none"}
@@ -130,6 +130,17 @@ def test_a_run_records_its_own_environment(lines, cwd):
 
 
 # The learning rate
+
+
+@pytest.mark.parametrize(("steps", "schedule_steps", "warns"), [(60, None, True), (100, None, False), (60, 500, False)])
+def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, lines):
+    base = configuration(NAME, steps)
+    config = replace(base, optimizer=replace(base.optimizer, warmup_steps=100, schedule_steps=schedule_steps))
+    dataset = SimpleNamespace(train="x" * 90, val="y" * 10, vocab_size=2)
+    runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
+    log_start(config, runtime, dataset, torch.nn.Linear(1, 1), Path("run"), range(0, steps))
+    expected = ["WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach optimizer.lr"]
+    assert about(lines, "warm-up") == (expected if warns else [])
 
 
 def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
