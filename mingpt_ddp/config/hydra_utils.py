@@ -1,6 +1,7 @@
 """Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in one line."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import __version__
-from mingpt_ddp.config.config import Config, default_values, from_mapping, to_plain
+from mingpt_ddp.config.config import LIMITS, Config, default_values, from_mapping, to_plain
 from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
@@ -65,18 +66,28 @@ def reorder_argv(argv: list[str]) -> list[str]:
     return flags + [argv[i] for i in moved]
 
 
-def to_config(cfg: DictConfig, hydra: Any) -> Config:
+def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     """Run the user's files that a composed configuration names, and return it typed.
 
     Args:
         hydra: the `hydra` node of the composed configuration.
+        overrides: of the command line.
 
     Raises:
         ConfigError, CodeError: anything that cannot work, as one line.
     """
+    values = to_plain(cfg)
+    _prefer_typed_limit(values.get("trainer"), set(map(key_of, overrides)))
     directories = [Path(s.path).absolute() for s in hydra.runtime.config_sources if s.schema == "file"]
     with attribute_errors_to_user_code():
-        return from_mapping(run_code(to_plain(cfg), directories))
+        return from_mapping(run_code(values, directories))
+
+
+def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
+    """Drop the other limit, of a preset or the default, where the command line sets one."""
+    for limit, other in (LIMITS, reversed(LIMITS)):
+        if f"trainer.{limit}" in typed and f"trainer.{other}" not in typed and trainer.get(limit) is not None:
+            trainer[other] = None
 
 
 def is_multirun() -> bool:

@@ -198,8 +198,10 @@ class DDPConfig:
 class TrainerConfig:
     """The training loop: limits, batch sizes, precision, reports (mingpt_ddp/training/trainer.py)."""
 
-    max_epochs: PositiveInt | None = neutral(4, "limit of passes over the training characters", "epochs")
-    max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; the smaller limit ends the run", "steps")
+    max_epochs: PositiveInt | None = neutral(
+        4, "limit of passes over the text; typed alone it is the only limit", "epochs"
+    )
+    max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; typed alone it is the only limit", "steps")
     batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
     micro_batch_size: PositiveInt | None = key(None, "per rank per forward; null: the largest that fits", "sequences")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")

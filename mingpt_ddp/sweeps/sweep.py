@@ -241,7 +241,7 @@ def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> C
         last = MAX_CHECKED_VALUES - 1
         jobs += [[*first[:i], other, *first[i + 1 :]] for other in others[:last] + others[last:][-1:]]
     try:
-        configs = [hydra_utils.to_config(compose(hydra.job.config_name, job), hydra) for job in jobs]
+        configs = [hydra_utils.to_config(compose(hydra.job.config_name, job), hydra, job) for job in jobs]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(hydra_utils.explain(error)) from error
     if any(config.ddp.nproc_per_node for config in configs) and not (env.is_standalone or env.has_local_rank):

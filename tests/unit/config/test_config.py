@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, numeric_keys, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import config_directory, to_config
 from mingpt_ddp.config.schema import (
     GROUPS,
     MODELS,
@@ -27,6 +28,13 @@ CONF = config_directory()
 def typed(*overrides: str) -> Config:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return from_mapping(to_plain(compose("config", list(overrides))))
+
+
+def started(*overrides: str) -> Config:
+    """As a start of main.py makes it."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        node = SimpleNamespace(runtime=SimpleNamespace(config_sources=[]))
+        return to_config(compose("config", list(overrides)), node, overrides)
 
 
 def choices(group: str) -> list[str]:
@@ -47,6 +55,22 @@ def default() -> Config:
 
 
 # Composition
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limits"),
+    [
+        ([], (4, None)),
+        (["trainer.max_steps=2000"], (None, 2000)),
+        (["experiment=demo", "trainer.max_epochs=2"], (2, None)),
+        (["trainer.max_steps=2000", "trainer.max_epochs=3"], (3, 2000)),
+        (["experiment=demo", "++trainer.max_steps=7"], (None, 7)),
+        (["trainer.max_steps=null"], (4, None)),
+    ],
+)
+def test_a_limit_that_is_typed_is_the_only_one(overrides, limits):
+    trainer = started(*overrides).trainer
+    assert (trainer.max_epochs, trainer.max_steps) == limits
 
 
 def test_every_folder_of_conf_is_a_known_group():
