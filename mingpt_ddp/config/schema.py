@@ -212,6 +212,9 @@ class TrainerConfig:
     grad_norm_clip: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no clipping")
     log_every: PositiveInt = neutral(10, "between two lines of the log", "steps")
     eval_every: PositiveInt | None = neutral(250, "between evaluations; there is always a final one", "steps")
+    eval_steps: PositiveInt | None = neutral(
+        None, "evaluate the windows of so many steps; null: the whole split", "steps"
+    )
     sample_every: PositiveInt | None = neutral(None, "between two samples in the log; null: none", "steps")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop", "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, then skip the batch"

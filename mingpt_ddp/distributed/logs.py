@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -67,9 +68,18 @@ def close() -> None:
         handler.close()
 
 
-def progress_bar(env: DistEnv, done: int, total: int) -> tqdm:
-    """Return a bar over the steps, disabled on other ranks than zero and where stderr is no terminal."""
+def progress_bar(env: DistEnv, done: int, total: int, **options: Any) -> tqdm:
+    """Return a bar, disabled on other ranks than zero and where stderr is no terminal.
+
+    Args:
+        options: of tqdm.
+    """
     shown = env.is_rank_zero and sys.stderr is not None and sys.stderr.isatty()
-    return tqdm(
-        total=total, initial=done, unit="step", dynamic_ncols=True, file=sys.stderr, disable=not shown, leave=False
-    )
+    own: dict[str, Any] = {
+        "unit_scale": total > 10**6,
+        "dynamic_ncols": True,
+        "file": sys.stderr,
+        "disable": not shown,
+        "leave": False,
+    }
+    return tqdm(total=total, initial=done, **own, **options)

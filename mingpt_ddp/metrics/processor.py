@@ -44,7 +44,7 @@ class MetricsProcessor:
         self.loggers: list[TensorBoardLogger | JSONLLogger] = [self.tensorboard, *jsonl]
         # what concerns the whole run is written by rank zero alone
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
-        self.progress = progress_bar(env, steps.start, steps.stop)
+        self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)

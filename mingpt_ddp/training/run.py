@@ -84,7 +84,8 @@ def run(
 
         model, optimizer = build_model_and_optimizer(config, runtime, dataset.vocab_size)
         state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
-        evaluator = Evaluator(dataset.val, block_size, runtime)
+        windows = config.trainer.eval_steps and config.trainer.eval_steps * batch_size
+        evaluator = Evaluator(dataset.val, block_size, runtime, windows)
         sample = partial(_sample, config, runtime, model, CharTokenizer(dataset.vocabulary))
         log_start(config, runtime, dataset, model, directory, range(state.step, steps))
 

@@ -86,6 +86,33 @@ def test_the_loss_is_that_of_a_plain_slow_loop(runtime, monkeypatch, length, per
     assert Evaluator(tokens, T, runtime).run(model) == pytest.approx(total / (length - 1), rel=1e-5)
 
 
+@pytest.mark.parametrize("windows", [1, 3, 12, 13, 99])
+def test_a_sample_of_windows(runtime, monkeypatch, windows):
+    """103 characters have 12 whole windows: a sample has each at most once, and is always the same one."""
+    monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", 2 * T)
+    seen = []
+    for _ in range(2):
+        model = MeanOfTargets()
+        loss = Evaluator(np.arange(103, dtype=np.uint16), T, runtime, windows).run(model)
+        assert loss == pytest.approx(np.mean(model.signal_name))
+        seen.append(model.signal_name)
+    assert seen[0] == seen[1]
+    starts = seen[0][::T]
+    if windows < 12:
+        assert len(seen[0]) == windows * T
+        assert seen[0] == [start + i for start in sorted(starts) for i in range(T)]
+        assert all((start - 1) % T == 0 for start in starts)
+    else:
+        assert seen[0] == list(range(1, 103))
+
+
+def test_a_sample_is_drawn_from_the_whole_text(runtime):
+    model = MeanOfTargets()
+    loss = Evaluator(np.arange(8001, dtype=np.uint16), T, runtime, 300).run(model)
+    assert loss == pytest.approx(4000, rel=0.1)
+    assert len(set(model.signal_name)) == 300 * T
+
+
 def test_the_model_is_evaluated_without_dropout_and_handed_back(runtime):
     model = build_model(
         GPTConfig(
