@@ -36,6 +36,8 @@ def main() -> None:
     gc.set_threshold(20_000)  # by default a third of the time in which torch is imported goes into collections
     if has_parent_launcher():
         die_with_parent()
+    if os.getpid() == 1:  # of a container: the kernel drops signals until there is a handler
+        signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
     sweep, exits = Sweep(), ProcessExit()
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
@@ -118,8 +120,8 @@ def train(cfg: DictConfig) -> float:
 
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: with the process
-    env = read_env()
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
+    env = read_env().with_workers(config.ddp.nproc_per_node or 1)
     _check_urls(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
@@ -139,7 +141,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at)
     signalled = any(group.all_gather(signals.signal_name is not None))  # perhaps too late for this job
     runtime.close()
-    return sweep.finish_job(run_directory(config), loss, signalled)
+    return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
 
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:
@@ -153,7 +155,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
     directory = run_directory(config)
     overrides.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
     code, signalled = train_on_workers(config, env, directory, overrides, started_at)
-    if code != 0 and not signalled:
+    if code not in (0, config.ddp.preempted_exit_code) and not signalled:
         if not hydra_utils.is_multirun():
             exit_process(None, code)
         raise sweep.record_failed(f"job error: its workers ended with exit code {code}", code)

@@ -180,6 +180,9 @@ class DDPConfig:
     timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(600.0, "how long a rank waits for the others", "seconds")
     nproc_per_node: NonNegativeInt | None = neutral(None, "local workers to start; null or 0: this process trains")
     max_restarts: NonNegativeInt = neutral(3, "of the nproc_per_node workers")
+    preempted_exit_code: Annotated[int, Field(ge=0, le=255)] = neutral(
+        0, "after a preemption; 143 in pods to start again"
+    )
     bucket_cap_mb: PositiveFloat = neutral(25.0, "gradients per all-reduce", "MiB")
     gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
     static_graph: bool = neutral(False, "the same parameters are used in every step")

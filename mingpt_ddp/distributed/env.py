@@ -1,9 +1,9 @@
-"""This process's ranks; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR and the like."""
+"""This process's ranks; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR, PET_NODE_RANK and the like."""
 
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from mingpt_ddp.errors import ConfigError
@@ -24,10 +24,17 @@ class DistEnv:
     is_standalone: bool = True  # RANK and WORLD_SIZE are not set
     has_local_rank: bool = False  # LOCAL_RANK is set: the launcher starts one process per local rank
     shares_devices: bool = False  # all local ranks have the same CUDA_VISIBLE_DEVICES
+    counts_nodes: bool = False  # rank and world_size count machines, until `with_workers` says how many ranks each has
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
+
+    def with_workers(self, per_node: int) -> "DistEnv":
+        """Return the ranks of this machine's first worker, where this process has read those of the machine."""
+        if not self.counts_nodes:
+            return self
+        return replace(self, rank=self.rank * per_node, world_size=self.world_size * per_node, counts_nodes=False)
 
     def call_on_rank_zero(self, fn: Callable[[], T]) -> T | None:
         """Call `fn` on rank zero alone, without communication; return None on every other rank."""
@@ -35,13 +42,13 @@ class DistEnv:
 
 
 def read_env() -> DistEnv:
-    """Read RANK and its relatives, as torchrun or the user's own script sets them.
+    """Read RANK and its relatives, as torchrun or the user's own script sets them, or those of a pod.
 
     Raises:
         ConfigError: some of them are missing or contradict each other.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return DistEnv()
+        return _read_pod_env()
     needed = ["RANK", "WORLD_SIZE"]
     if os.environ.get("WORLD_SIZE") and _read_int("WORLD_SIZE") > 1:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
@@ -63,6 +70,19 @@ def read_env() -> DistEnv:
     if not 0 <= env.rank < env.world_size:
         raise ConfigError(f"RANK={env.rank} must lie in 0 .. WORLD_SIZE - 1 = {env.world_size - 1}")
     return env
+
+
+def _read_pod_env() -> DistEnv:
+    """Read what Kubeflow's operator sets in each pod for torchrun; a single pod is standalone."""
+    if "PET_NODE_RANK" not in os.environ or _read_int("PET_NNODES", "1") == 1:
+        return DistEnv()
+    return DistEnv(
+        rank=_read_int("PET_NODE_RANK"),
+        world_size=_read_int("PET_NNODES"),
+        master_address=(os.environ.get("PET_MASTER_ADDR", ""), _read_int("PET_MASTER_PORT")),
+        is_standalone=False,
+        counts_nodes=True,
+    )
 
 
 def has_parent_launcher() -> bool:

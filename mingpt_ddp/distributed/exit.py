@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted worker exits with 0:
-# an agent restarts it after any other code.
+# The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted worker exits with
+# ddp.preempted_exit_code, by default 0: torchrun's agent restarts it after any other code.
 FAILURE = 1  # a crash: a restart may help
 USER_ERROR = 2  # the last line says what to fix: a restart would not help
 EX_TEMPFAIL = 75  # of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
@@ -51,8 +52,8 @@ def train_on_workers(
         started_at: when the work on this run began, as time.monotonic() counts.
 
     Returns:
-        The exit code: 0 after a complete or preempted run, 128 + n where signal n ended it otherwise; and whether this
-        process has received a signal, perhaps too late for the run.
+        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one, 128 + n where signal n
+        ended it otherwise; and whether this process has received a signal, perhaps too late for the run.
 
     Raises:
         ConfigError: WORLD_SIZE is too small for so many workers.
@@ -76,14 +77,14 @@ def train_on_workers(
     elif env.is_rank_zero:
         connect(env, 0, config.ddp.timeout_s)  # hosts a store that lasts as long as this process
     attempt = partial(_run_attempt, config, first, overrides)
-    code, interrupted = _run_with_restarts(attempt, started_at, config.ddp.max_restarts, directory)
+    code, interrupted = _run_with_restarts(attempt, started_at, config.ddp, directory)
     if code and env.is_rank_zero and not env.is_standalone:
         time.sleep(STORE_LINGER_S)
     return code, interrupted
 
 
 def _run_with_restarts(
-    attempt: Callable[[float], WorkerExit], started_at: float, max_restarts: int, directory: Path
+    attempt: Callable[[float], WorkerExit], started_at: float, config: DDPConfig, directory: Path
 ) -> tuple[int, bool]:
     """Call `attempt`, with the time when it began, until it succeeds or a restart cannot help.
 
@@ -91,18 +92,19 @@ def _run_with_restarts(
         The same as `train_on_workers`.
     """
     before = read_result(directory)
-    for restart in range(max_restarts + 1):
+    for restart in range(config.max_restarts + 1):
         if restart:
-            log.warning("restart %d of %d", restart, max_restarts)
+            log.warning("restart %d of %d", restart, config.max_restarts)
         workers = attempt(started_at)
         started_at = time.monotonic()
         if workers.signal:
             result = read_result(directory)
-            saved = result.get("status") == RunStatus.PREEMPTED or (result and result != before)
-            return 0 if saved else 128 + workers.signal, True
+            if result.get("status") == RunStatus.PREEMPTED:
+                return config.preempted_exit_code, True
+            return 0 if result and result != before else 128 + workers.signal, True
         if workers.code < 0:  # it could not log that itself
             log.error("error: rank %d was ended by %s", workers.rank, signal.Signals(-workers.code).name)
-        if workers.code in (0, USER_ERROR):
+        if workers.code in (0, USER_ERROR, config.preempted_exit_code):
             return workers.code, False
     return USER_ERROR if workers.code == EX_TEMPFAIL else FAILURE, False
 
@@ -119,7 +121,7 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     environs = [{**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)} for index in range(n)]
     workers = [new_process(config.ddp.launcher, _worker, environ, overrides) for environ in environs]
     with _started(workers) as received:
-        code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S)
+        code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
     number = received[-1] if received and (code or first.is_standalone) else 0  # not every machine reads result.json
     return WorkerExit(code, first.rank + index, number)
 
@@ -161,25 +163,26 @@ def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _join(workers: list[BaseProcess], timeout_s: float) -> tuple[int, int]:
+def _join(workers: list[BaseProcess], timeout_s: float, preempted_code: int) -> tuple[int, int]:
     """Wait until all workers have exited. When one fails, end the others.
 
     After a death by a signal they are killed: there is no failure to report, and no collective can complete.
 
     Args:
         timeout_s: for the others to exit before they are killed.
+        preempted_code: of a worker that has not failed, besides 0.
 
     Returns:
-        The exit code and the index of the worker that failed; 0, 0 if none has.
+        The exit code and the index of the worker that failed; else 0 or `preempted_code`, and 0.
     """
     while True:
         codes = [worker.exitcode for worker in workers]  # read once: a worker may end at any moment
-        failed = {code: index for index, code in enumerate(codes) if code}
+        failed = {code: index for index, code in enumerate(codes) if code not in (None, 0, preempted_code)}
         if failed or None not in codes:
             break
         connection.wait([worker.sentinel for worker, code in zip(workers, codes, strict=True) if code is None])
     if not failed:
-        return 0, 0
+        return max(code or 0 for code in codes), 0
     code = min(failed, key=lambda code: (code > 0, -code))  # a signal causes others' errors, 2 and 75 others' 1
     deadline = time.monotonic() + timeout_s
     for worker in workers:

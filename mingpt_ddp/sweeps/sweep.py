@@ -87,7 +87,7 @@ class Sweep:
             log.info("job %d%s: %s", hydra_utils.job_number() + 1, total, hydra_utils.job_label())
         return config, loss
 
-    def finish_job(self, directory: Path, loss: float | None, signalled: bool, exit_code: int = 0) -> float:
+    def finish_job(self, directory: Path, loss: float | None, signalled: bool, exit_code: int) -> float:
         """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep with it.
 
         Args:
