@@ -9,16 +9,19 @@ LOWEST := .venv-lowest
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check coverage lowest lines clean
+.PHONY: help train test test-integrations check coverage lowest lines clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
 
 train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processes, show its loss and a sample
 	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
 
 test: $(VENV)/.test  ## set up .venv, run all tests, LANES=3 files at a time; ARGS go to pytest
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-integrations: $(VENV)/.integrations  ## the tests with transformers, Chromium, SLURM, Ray and Kubeflow's models
+	@$(BIN)/python -m pytest -m integration -n $(LANES) --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(BIN)/ruff format --check .
@@ -56,8 +59,9 @@ $(VENV)/bin/pip:
 
 $(VENV)/.train: EXTRAS :=
 $(VENV)/.test: EXTRAS := [test]
+$(VENV)/.integrations: EXTRAS := [integrations]
 $(VENV)/.dev: EXTRAS := [dev]
-$(VENV)/.train $(VENV)/.test $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
+$(VENV)/.train $(VENV)/.test $(VENV)/.integrations $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
 	@echo "installing into $(VENV) (once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
 	@touch $@

@@ -17,6 +17,15 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+def pytest_collection_modifyitems(config, items):
+    """Skip what needs heavy tools of other people, unless `-m integration` asks for it."""
+    if "integration" in config.getoption("markexpr"):
+        return
+    for item in items:
+        if item.get_closest_marker("integration"):
+            item.add_marker(pytest.mark.skip(reason="make test-integrations runs it"))
+
+
 @pytest.fixture(autouse=True)
 def nothing_runs_on():
     """A test that fails leaves nothing that takes the next ones' time."""

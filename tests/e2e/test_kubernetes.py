@@ -50,11 +50,13 @@ def leaves(value: Any, path: str = "") -> set[str]:
     return {f"{path}={value!r}"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("document", [RUNTIME, JOB], ids=lambda document: document["kind"])
 def test_the_manifest_is_what_the_operator_and_kubernetes_know(document):
     assert complaints(document) == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [

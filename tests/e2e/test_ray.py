@@ -1,7 +1,4 @@
-"""A sweep whose jobs Ray runs side by side, on a Ray of its own: a job is killed, a job cannot work.
-
-Skipped where Ray is not installed (pip install 'mingpt_ddp[ray]'); it is too large for every test environment.
-"""
+"""A sweep whose jobs Ray runs side by side, on a Ray of its own: a job is killed, a job cannot work."""
 
 from __future__ import annotations
 
@@ -17,6 +14,7 @@ from launching import TINY, Job, call, committed, python_main, wait_for
 pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip("hydra_plugins.hydra_ray_launcher.ray_launcher", reason="hydra-ray-launcher is not installed")
 
+pytestmark = pytest.mark.integration
 SWEEP = [*python_main(), "-m", "sweep=ray", "hydra.launcher.ray.init.num_cpus=2", *TINY]
 
 

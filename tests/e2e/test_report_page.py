@@ -8,6 +8,7 @@ from fake_runs import made_up
 
 from mingpt_ddp.sweeps.report import report
 
+pytestmark = pytest.mark.integration
 JOBS = 100
 FIGURES = 2 + 8 + 1  # curves, the objective against each parameter, parallel coordinates
 # Labels of axes that run into each other, as texts to read in a failure.

@@ -12,6 +12,7 @@ from multiprocess.ranks import configure, run_ranks
 from pause_points import SETTINGS, SITE, patches, train, weights
 from slurm_cluster import NoSlurm, Slurm
 
+pytestmark = pytest.mark.integration
 SCRIPT = ROOT / "scripts" / "train.sbatch"
 
 # Every rank of a job waits before this step once; of an array the first job.

@@ -80,6 +80,7 @@ def test_every_folder_of_conf_is_a_known_group():
     assert folders - {"sweep", "hydra"} == composed
 
 
+@pytest.mark.integration
 def test_sweep_in_slurm():
     """The launcher is a plugin; the preset only uses options that it has."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")

@@ -163,6 +163,7 @@ def gpt2():
     return transformers.GPT2LMHeadModel(settings).eval()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("model", [config()], indirect=True)
 def test_gpt2_with_our_weights_has_our_scores(model, gpt2):
     theirs = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
