@@ -35,6 +35,8 @@ USES = {
 NOT_INSTALLED = {
     "ray": "1.9 GB; what pip would install is looked at",
     "export": "60 MB, used by no module of the package",
+    "kubernetes": "models for a test of a manifest",
+    "integrations": "the environment of make test-integrations",
     "test": "the environment that runs the tests",
     "dev": "the tools of make check, nothing that a user runs",
 }
@@ -114,6 +116,7 @@ def test_no_bound_admits_a_prerelease():
     assert [str(one) for one in of_hydra if one.specifier.contains("1.4.0rc3", prereleases=True)] == []
 
 
+@pytest.mark.integration
 def test_ray_resolves_to_final_releases(wheel, tmp_path):
     """Ray is not installed (1.9 GB): pip only reports what it would install."""
     install("ray", wheel, tmp_path, "--dry-run", "--report", tmp_path / "report.json")
@@ -123,6 +126,7 @@ def test_ray_resolves_to_final_releases(wheel, tmp_path):
     assert {*prereleases(versions)} <= WITHOUT_A_FINAL_RELEASE
 
 
+@pytest.mark.integration
 def test_the_extras_work_without_constraints(wheel, tmp_path):
     site = install(",".join(USES), wheel, tmp_path)
     versions = {found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])}
