@@ -206,7 +206,7 @@ def acquire_lock(
     except OSError as error:
         raise RunError(f"cannot write to {what} {directory}: {error.strerror}; choose another {key}") from error
     deadline = time.monotonic() + wait_s
-    while True:
+    for attempt in itertools.count():
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
@@ -214,6 +214,8 @@ def acquire_lock(
             if time.monotonic() > deadline:
                 lock.seek(0)
                 raise still_running(directory, lock.read().strip() or "another process") from error
+            if attempt == 10:
+                log.info("waiting %.0f seconds for another process to leave %s", wait_s, directory)
             time.sleep(0.1)
     with contextlib.suppress(OSError):  # a full disk will be reported by a write that matters
         os.truncate(lock.fileno(), 0)

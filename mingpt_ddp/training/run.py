@@ -33,7 +33,7 @@ from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots
+from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots, warn_of_unused_changes
 from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
 from mingpt_ddp.training.trainer import Trainer
@@ -90,10 +90,13 @@ def run(
         log_start(config, runtime, dataset, model, directory, range(state.step, steps))
 
         is_complete = state.step > steps or (state.step == steps and state.val_step == steps)
-        if owner and not (is_complete and recorded_config(directory)):
+        previous = recorded_config(directory) if owner else None
+        if owner and not (is_complete and previous):
             owner.record_start(config.to_dict(), hydra_files)
         if is_complete:
             status = RunStatus.COMPLETE
+            if previous:
+                warn_of_unused_changes(previous, config)
             if state.val_step != state.step:  # it was saved under a larger limit, between two evaluations
                 state.val_loss = evaluator.run(model)
             log.info("a sample:\n%s\n", sample(state.step))

@@ -5,6 +5,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr
 from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.storage.run_dir import difference
 from mingpt_ddp.training.train_step import count_steps
 
 log = logging.getLogger(__name__)
@@ -86,3 +88,11 @@ def warn_of_lost_snapshots(directory: Path) -> None:
     with contextlib.suppress(OSError, DataError, IndexError):
         step = read_history(directory / METRICS).rows[-1]["step"]
         log.warning("%s is at step %d, but there is no snapshot: training starts at step 1", METRICS, step)
+
+
+def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
+    """Log which settings of a complete run are others than at its last start, so that nobody waits for their effect."""
+    new = config.to_dict()
+    old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}  # with the values of newer keys
+    if changes := difference(old, new):
+        log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

@@ -65,7 +65,9 @@ def about(lines: list[str], *words: str) -> list[str]:
 
 def test_a_limit_below_the_snapshot(lines):
     train(NAME, STEPS - 2)
-    assert about(lines, "complete") == ["INFO complete: the snapshot of step 4 is beyond the limit of 2 steps"]
+    beyond, unused = about(lines, "complete")
+    assert beyond == "INFO complete: the snapshot of step 4 is beyond the limit of 2 steps"
+    assert unused == ("WARNING the run is complete, so it was not trained with trainer.max_steps: 4 -> 2")
 
 
 def test_the_last_step_again(lines):
