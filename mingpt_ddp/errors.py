@@ -6,7 +6,7 @@ LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text
 
 
 class UserError(Exception):
-    """An error that the user can fix; the message is one line that says what went wrong and what to do."""
+    """An error that the user can fix; the message is one line: what went wrong and what to do."""
 
     kind = "error"
 
@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The configuration cannot work."""
+    """The configuration is invalid."""
 
     kind = "config error"
 
@@ -33,7 +33,7 @@ class DataError(UserError):
 
 
 class SnapshotError(UserError):
-    """A snapshot is missing, damaged or does not fit."""
+    """A snapshot is missing, damaged or incompatible."""
 
     kind = "snapshot error"
 
@@ -45,23 +45,23 @@ class RunError(UserError):
 
 
 class StorageUnavailableError(UserError):
-    """A storage does not answer now; the same command may succeed later."""
+    """The storage does not respond; the same command may succeed later."""
 
     kind = "storage error"
 
 
 class TrainingError(UserError):
-    """The training failed in the same way on all ranks, and would fail again."""
+    """Training failed in the same way on all ranks and would fail again."""
 
     kind = "training error"
 
 
 class JobError(UserError):
-    """A job of a sweep has failed and has logged why; the sweep goes on."""
+    """A job of a sweep failed and logged why; the sweep continues."""
 
     kind = "job error"
 
 
 def printable(text: str) -> str:
-    """Escape C0 and C1 control characters other than newline and tab, which a terminal would obey."""
+    """Escape C0 and C1 control characters other than newline and tab, which a terminal would interpret."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

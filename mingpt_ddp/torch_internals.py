@@ -1,7 +1,7 @@
-"""The only module that uses what torch does not promise to keep: private functions and undocumented attributes.
+"""The only module that uses torch internals: private functions and undocumented attributes.
 
-Each function detects whether torch has what it uses, and falls back if not. tests/unit/test_torch_internals.py names
-all of it, so that an upgrade of torch breaks that test and not a run.
+Each function checks that torch has what it uses, and falls back if not. tests/unit/test_torch_internals.py lists all of
+it, so that a torch upgrade breaks that test and not a run.
 """
 
 import weakref
@@ -21,7 +21,7 @@ FIRST_BUCKET = 1 << 20  # bytes of the first bucket of gradients, whatever ddp.b
 
 
 def cpu_is_fast_at_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 matrix products that oneDNN may use. Fallback: no."""
+    """Return whether the CPU has bf16 matrix instructions that oneDNN may use. Fallback: False."""
     instructions = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     has_instructions = any(getattr(torch.cpu, check, bool)() for check in instructions)
     return has_instructions and getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", bool)()
@@ -52,7 +52,7 @@ def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs hooks. Fallback: yes, so that the module is not replaced."""
+    """Return whether calling the module runs hooks. Fallback: True, so that the module is not replaced."""
     return any(getattr(module, hooks, True) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
 
 
@@ -69,7 +69,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: 
         A function from (..., inputs) to (..., outputs) of the same dtype.
 
     Raises:
-        AttributeError, RuntimeError: this torch or this CPU cannot; call `can_pack` first.
+        AttributeError, RuntimeError: this torch build or CPU lacks the kernel; call `can_pack` first.
     """
     if dtype == torch.float16:
         packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
@@ -83,7 +83,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: 
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Try a tiny layer: does `pack_linear` work here? Fallback: no.
+    """Return whether `pack_linear` works here, by packing a tiny layer. Fallback: False.
 
     oneDNN has bf16 only on CPUs with AVX-512 or later.
     """
@@ -100,7 +100,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
-    """Let DDP time its communication in every n-th backward pass. Fallback: it does not."""
+    """Make DDP time its communication in every n-th backward pass. Fallback: no timing."""
     getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", id)(every)
 
 
@@ -113,7 +113,7 @@ def communication_times(wrapped: DistributedDataParallel) -> tuple[float, float]
 
 
 def keep_process_group(wrapped: DistributedDataParallel) -> None:
-    """Keep the process group alive until the C++ objects of DDP are destroyed. Fallback: it may die with them.
+    """Keep the process group alive until the C++ objects of DDP are destroyed. Fallback: DDP may destroy it.
 
     Their destructors hold the GIL. When they drop the last reference to a gloo group, its destructor joins a thread
     that may itself wait for the GIL, to free a tensor: a deadlock. A reference from Python is dropped without the GIL.
@@ -124,7 +124,7 @@ def keep_process_group(wrapped: DistributedDataParallel) -> None:
 
 
 def clone_store(store: S) -> S:
-    """Open another connection to a store, for another thread. Fallback: the same connection, which has a lock."""
+    """Open another connection to a store, for another thread. Fallback: the same connection, which is locked."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -143,10 +143,10 @@ def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None
 
 
 def compile_deterministically(wanted: bool) -> None:
-    """Keep the compiler from choosing by time between kernels that add up in another order.
+    """Disable autotuning between kernels whose summation order differs.
 
-    On a GPU it times padded matrix products, such as those with 65 characters; after a crash that cost it its cache it
-    may choose others. `torch.use_deterministic_algorithms` stops only some of that. Fallback: the compiler's default.
+    On a GPU Inductor benchmarks padded matrix products, such as those for 65 characters, and may choose another kernel
+    once its cache is lost. `torch.use_deterministic_algorithms` prevents only part of that. Fallback: its default.
     """
     from torch._inductor import config
 

@@ -1,4 +1,4 @@
-"""Optimizers by the name that `optimizer.name` selects, and parameter groups; lr_schedule.py has the learning rate."""
+"""Optimizers, selected by `optimizer.name`, and their parameter groups; lr_schedule.py has the learning rate."""
 
 from typing import Any
 

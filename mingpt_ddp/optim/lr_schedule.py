@@ -8,7 +8,7 @@ from mingpt_ddp.config.schema import OptimizerConfig
 def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """Return the learning rate of a step; steps count from 1.
 
-    A linear warm-up, then the schedule from `lr` down to `min_lr_ratio * lr` at its last step, and constant after that.
+    Linear warm-up, then decay from `lr` to `min_lr_ratio * lr` at the last step of the schedule, constant after that.
     wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395) with a linear decay.
     """
     total = config.schedule_steps or run_steps

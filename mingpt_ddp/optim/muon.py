@@ -1,8 +1,8 @@
 """Muon for the matrices of the hidden layers, AdamW for everything else, as one optimizer.
 
-What torch.optim.Muon does not do: it updates vectors and embeddings too (by AdamW), orthogonalizes all matrices of a
-shape in one batch and each part of a fused weight (QKV) by itself, takes three Polar Express steps instead of five
-Newton-Schulz steps, and shares the work among ranks.
+Unlike torch.optim.Muon it also updates vectors and embeddings (with AdamW), orthogonalizes all matrices of a shape in
+one batch and each part of a fused weight (QKV) separately, takes three Polar Express steps instead of five
+Newton-Schulz steps, and shards the work over ranks.
 
 Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Amsel et al. 2025, "The Polar
 Express" (arXiv:2505.16932); Loshchilov and Hutter 2017, "Decoupled Weight Decay Regularization" (arXiv:1711.05101).
@@ -28,7 +28,7 @@ POLYNOMIALS = (
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
-MIN_NUMEL_TO_SHARD = 1 << 17  # elements in all matrices; below, the all_gather takes as long as the work
+MIN_NUMEL_TO_SHARD = 1 << 17  # elements of all matrices; below that, the all_gather takes as long as the work
 
 
 def polar_express(matrices: Tensor) -> Tensor:
@@ -75,10 +75,10 @@ class Muon(torch.optim.AdamW):
         """
         super().__init__(_parameter_groups(model, config), lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self.momentum = config.momentum
-        # Set to share the work of each step among ranks; all must call `step` together, with the same gradients.
+        # Set to shard each step over ranks; all must call `step` together, with the same gradients.
         self.rank, self.world_size = 0, 1
         self.parts = {p: getattr(m, "parts", 1) for m in model.modules() for p in m.parameters(recurse=False)}
-        leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step by itself, Muon would not
+        leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step, Muon's would not
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -90,7 +90,7 @@ class Muon(torch.optim.AdamW):
         return super().step(closure)
 
     def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        """Apply orthogonalized Nesterov momentum, scaled up for tall matrices: all change their outputs alike."""
+        """Apply orthogonalized Nesterov momentum, scaled up for tall matrices to change all outputs alike."""
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -107,7 +107,7 @@ class Muon(torch.optim.AdamW):
             for_each("add_", matrices, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
 
     def _polar_express(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize all stacks; with enough elements, each rank takes a share of every stack."""
+        """Orthogonalize all stacks; with enough elements, each rank computes a shard of every stack."""
         world_size = self.world_size if sum(stack.numel() for stack in stacks) >= MIN_NUMEL_TO_SHARD else 1
         if world_size == 1:
             return [polar_express(stack) for stack in stacks]
@@ -115,11 +115,11 @@ class Muon(torch.optim.AdamW):
         own = []
         for stack, share in zip(stacks, shares, strict=True):
             part = stack[self.rank * share : (self.rank + 1) * share]
-            padding = stack.new_zeros(share - len(part), *stack.shape[1:])  # all ranks send as many elements
+            padding = stack.new_zeros(share - len(part), *stack.shape[1:])  # equal sizes for all_gather
             own.append(torch.cat([polar_express(part), padding]).flatten())
         sent = torch.cat(own)
         received = sent.new_empty(world_size, len(sent))
-        dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # as bytes: gloo has no bf16
+        dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # as bytes: gloo lacks bf16
         pieces = received.split([len(piece) for piece in own], dim=1)
         return [piece.reshape(-1, *stack.shape[1:])[: len(stack)] for piece, stack in zip(pieces, stacks, strict=True)]
 
