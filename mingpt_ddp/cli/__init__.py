@@ -15,5 +15,5 @@ def refuse_other_modules() -> None:
     module = re.fullmatch(r"(?:-\w*?m)?(mingpt_ddp(?:\..*)?)", sys.orig_argv[-len(sys.argv)])
     doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
     if module and module[1].removesuffix(".__main__") not in doors:
-        print(f"config error: {module[1]} is not a command; there are {', '.join(doors)}", file=sys.stderr)
+        print(f"config error: {module[1]} is not a command; use one of {', '.join(doors)}", file=sys.stderr)
         sys.exit(2)

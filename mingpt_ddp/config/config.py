@@ -51,17 +51,17 @@ class Config:
         """Return 8 hexadecimal digits of the SHA-256 of `numeric_values`.
 
         Args:
-            extra: JSON values to hash with them, by names that are no keys.
+            extra: further JSON values to hash, under names that are not keys.
         """
         text = json.dumps({**numeric_values(self.to_dict()), **(extra or {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that change the numbers, by the schema's word, with their defaults; None where there is none.
+    """Return the keys that the schema marks as changing the numbers, with their defaults; None for a required key.
 
     Args:
-        values: a configuration as plain values; which model, optimizer and reader it has decides which keys there are.
+        values: a configuration as plain values; its model, optimizer and reader determine the keys.
     """
     defaults: dict[str, Any] = {}
     for group, (selector, classes) in GROUPS.items():
@@ -75,9 +75,9 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
 def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that determine the numbers of a run, as the input of its name's hash.
 
-    A key at its default is left out, so that a key that is added later renames no run. Where the run is stored, how
-    long it lasts, how it is distributed or saved and what it displays do not count. The seed does, so that two seeds
-    are two runs. The SHA-256 of a user's file does not, so that a run resumes after a bug in the file has been fixed.
+    Keys at their default are omitted, so that a key added later renames no run. Storage, limits, distribution, saving
+    and logging do not count. The seed does: two seeds are two runs. The SHA-256 of a user's file does not, so that a
+    run resumes after a bug fix in the file.
     """
     flat = flatten(values)
     return {key: flat[key] for key, default in numeric_keys(values).items() if flat.get(key, default) != default}
@@ -97,7 +97,7 @@ def _without_optional_nulls(keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def default_values(cls: type) -> dict[str, Any]:
-    """Return the keys of a group that have a default, as a YAML file would give them."""
+    """Return a group's keys that have a default, with values as in a YAML file."""
     defaults = {field.name: _plain(field.default) for field in fields(cls) if field.default is not dataclasses.MISSING}
     return _without_optional_nulls(defaults)
 
@@ -130,7 +130,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
     """Return the typed configuration of plain values, as Hydra, a snapshot or a YAML file holds them.
 
     Raises:
-        ConfigError: anything that cannot work, as one line that names the key.
+        ConfigError: a key or value is invalid; one line that names the key.
     """
     for key in values:
         if key not in GROUPS:
@@ -142,7 +142,7 @@ def build_group(group: str, values: Any) -> Any:
     """Return one group of the configuration, typed.
 
     Raises:
-        NotRegisteredError: it selects a name that is not registered.
+        NotRegisteredError: the selected name is not registered.
     """
     selector, classes = GROUPS[group]
     check(isinstance(values, dict), f"the group {group} is missing")

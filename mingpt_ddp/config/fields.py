@@ -1,4 +1,4 @@
-"""What the keys of the configuration are made of: types with bounds, and what the schema says of a key."""
+"""Building blocks of the schema: types with bounds, and the metadata of a key."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ LearningRate = Annotated[PositiveFloat, Field(ge=1e-30, le=1e30)]  # fp32 holds 
 
 
 def key(default: Any, description: str, unit: str = "", *, numerics: bool = True) -> Any:
-    """Describe a key, as in `log_every: PositiveInt = key(10, "between two lines of the log", "steps")`.
+    """Describe a key, as in `log_every: PositiveInt = key(10, "between two log lines", "steps")`.
 
     Args:
-        default: ... where there is none.
-        numerics: whether it changes the numbers, so that a run whose value is not the default has another name.
+        default: ... if the key is required.
+        numerics: whether it changes the numbers of a run, and therefore the name of an unnamed run.
     """
     metadata = {"description": description, "json_schema_extra": {"unit": unit, "numerics": numerics}}
     return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=metadata)
@@ -33,12 +33,12 @@ neutral = partial(key, numerics=False)
 
 
 def changes_numbers(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a key changes the numbers, as one that a user has added does."""
+    """Return whether a key changes the numbers of a run; keys that users register do."""
     return bool(field.metadata.get("json_schema_extra", {"numerics": True})["numerics"])
 
 
 def describe(metadata: Mapping[str, Any]) -> str:
-    """Return the first clause of a key's meaning, after its unit."""
+    """Return a key's unit and the first clause of its description."""
     unit, meaning = metadata["json_schema_extra"]["unit"], metadata["description"].partition(";")[0]
     return f"{unit}: {meaning}" if unit else meaning
 

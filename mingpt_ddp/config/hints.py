@@ -1,4 +1,4 @@
-"""Say which key was meant by one that there is not, also where nanoGPT, Lightning or Hugging Face call it so."""
+"""Suggest the key that an unknown key was meant to be, including the names of nanoGPT, Lightning and Hugging Face."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ from mingpt_ddp.config.validation import did_you_mean, hint_at
 
 
 def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
-    """Return a hint at what an unknown dotted key was meant to be: within its group if that is known, else anywhere.
+    """Return a suggestion for an unknown dotted key: from its group if that is known, else from all keys.
 
     Args:
-        chosen: the names of the keys that its group has, where the group is known.
+        chosen: the names of the keys in its group, if the group is known.
     """
     classes = [(group, cls) for group, (_, choices) in GROUPS.items() for cls in choices.values()]
     known = {f"{group}.{field.name}": field for group, cls in classes for field in dataclasses.fields(cls)}
@@ -25,7 +25,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
         return f" of the chosen {group}"
     ours = {theirs: k for k, words in other_names().items() for theirs in words.split()}.get(name)
     if ours and (not names or not ours.startswith(f"{group}.") or ours.removeprefix(f"{group}.") in names):
-        meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""  # perhaps in another unit
+        meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""  # the unit may differ
         return f"; did you mean {ours}{meaning}?"
     if same_name := [k for k in known if k.endswith(f".{name}")]:
         return f"; did you mean {same_name[0]}?"
@@ -36,5 +36,5 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
 
 
 def other_names() -> dict[str, str]:
-    """Return what other programs call our keys, separated by blanks."""
+    """Return the names that other programs use for our keys, separated by spaces."""
     return dict(yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text()))

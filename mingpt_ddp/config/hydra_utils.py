@@ -24,7 +24,7 @@ FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-nam
 
 
 def _store_defaults() -> None:
-    """Give Hydra the defaults of the schema, so that YAML files say only what differs.
+    """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
 
     conf/config.yaml begins with `schema`, the groups that have one dataclass. A preset of a model or an optimizer
     begins with its own, as in `defaults: [/schema/model/gpt]`.
@@ -50,14 +50,14 @@ def config_directory() -> Path:
 
 
 def answer(argv: list[str]) -> str | None:
-    """Return what to print for a command line that asks for help or the version, not for a run."""
+    """Return the text for --help or --version; None for a command line that starts a run."""
     if {"-h", "--help"} & {*argv}:
         return Path(__file__).with_name("help.txt").read_text()
     return f"mingpt_ddp {__version__}" if "--version" in argv else None
 
 
 def reorder_argv(argv: list[str]) -> list[str]:
-    """Move overrides behind all flags, in whatever order they were typed, since Hydra's parser requires it."""
+    """Move overrides after all flags, as Hydra's parser requires."""
     previous = ["", *argv]
     moved = [i for i, arg in enumerate(argv) if re.match(r"[^-][^=]*=", arg) and previous[i] not in FLAGS_WITH_VALUE]
     flags = [arg for i, arg in enumerate(argv) if i not in moved]
@@ -67,14 +67,14 @@ def reorder_argv(argv: list[str]) -> list[str]:
 
 
 def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
-    """Run the user's files that a composed configuration names, and return it typed.
+    """Run the user's files that a composed configuration names, and return the typed configuration.
 
     Args:
         hydra: the `hydra` node of the composed configuration.
         overrides: of the command line.
 
     Raises:
-        ConfigError, CodeError: anything that cannot work, as one line.
+        ConfigError, CodeError: a key, a value or a user's file is invalid; one line.
     """
     values = to_plain(cfg)
     _prefer_typed_limit(values.get("trainer"), set(map(key_of, overrides)))
@@ -84,7 +84,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """Drop the other limit, of a preset or the default, where the command line sets one."""
+    """If the command line sets one limit, unset the other one, which is a preset's or the default."""
     for limit, other in (LIMITS, reversed(LIMITS)):
         if f"trainer.{limit}" in typed and f"trainer.{other}" not in typed and trainer.get(limit) is not None:
             trainer[other] = None
@@ -96,12 +96,12 @@ def is_multirun() -> bool:
 
 
 def job_number() -> int:
-    """Return the number of this job in its sweep, from 0; all ranks run the same job at the same time."""
+    """Return the index of this job in its sweep, from 0; all ranks run the same job at the same time."""
     return int(HydraConfig.get().job.num) if is_multirun() else 0
 
 
 def key_of(override: str) -> str:
-    """Return the key of an override: of `+model.n_layer=2` it is model.n_layer."""
+    """Return the key of an override: model.n_layer for `+model.n_layer=2`."""
     return override.partition("=")[0].lstrip("+~")
 
 
@@ -121,7 +121,7 @@ def job_label() -> str:
 
 
 def worker_overrides() -> list[str]:
-    """Return the command line that composes the configuration of this job again, as a single run."""
+    """Return the command line that composes the configuration of this job as a single run."""
     hydra = HydraConfig.get()
     sweep_keys = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra.job.config.override_dirname")
     hydra_overrides = [o for o in hydra.overrides.hydra if not key_of(o).replace("/", ".").startswith(sweep_keys)]
@@ -132,7 +132,7 @@ def config_flags(hydra: Any) -> list[str]:
     """Return --config-name, --config-path and --config-dir of a command line.
 
     Args:
-        hydra: the `hydra` node of the configuration that it composes.
+        hydra: the `hydra` node of the configuration that it composed.
     """
     name = hydra["job"]["config_name"]
     flags = [] if name == "config" else [f"--config-name={name}"]
@@ -162,12 +162,12 @@ def explain(error: Exception) -> str:
         return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
     elif override := re.search(r"Could not override '([^']+)'", text):
         key = override[1].split("@")[0]
-        cause: Any = error.__cause__  # it knows the keys of the group, which may be a user's own
+        cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
         in_group = "." in key and getattr(cause, "full_key", None) == key and isinstance(cause.parent_node, DictConfig)
         return f"{key} is not a key{suggest(key, map(str, cause.parent_node) if in_group else None)}"
     elif added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
         preset = f"{added[1]}={added[2]}, without the + (in a YAML file: override /{added[1]}: {added[2]})"
-        return f"{added[1]} is in the defaults list already; write {preset}"
+        return f"{added[1]} is already in the defaults list; write {preset}"
     elif several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text):
         return f"{several[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
     if isinstance(error, OverrideParseException):

@@ -1,7 +1,7 @@
 """Models, optimizers and readers by name: the built-in ones, and those that a user's Python file registers.
 
-A file is run only because the command itself, or a YAML file that the command selects, names it as `code`; a name in a
-snapshot or in the record of a run is never followed. docs/your-own-model.md is the tutorial.
+A file is run only if the command line, or a YAML file that it selects, names it as `code`; names in a snapshot or in a
+run's recorded configuration are never followed. docs/your-own-model.md is the tutorial.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
     if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
-        raise TypeError(f"{label} must be a class below {BASES[group].__name__} with @dataclass(frozen=True)")
+        raise TypeError(f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)")
     for field, hint in field_types(config).items():
         if not is_supported(hint):
-            raise TypeError(f"{label}.{field} has a type that YAML does not have; use numbers, text, lists or null")
+            raise TypeError(f"{label}.{field} has a type that YAML cannot represent; use numbers, text, lists or null")
 
     def add(builder: Builder) -> Builder:
         GROUPS[group][1][name], BUILDERS[group][name] = config, builder
@@ -61,12 +61,12 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
 
 Entry: TypeAlias = tuple[str, str, type[UserCodeConfig], Callable[..., Any]]  # group, name, config, builder
 
-_files: dict[Path, tuple[str, list[Entry]]] = {}  # that have been run: their SHA-256, and what they have registered
-_entries: list[Entry] = []  # registered by the file that was run last
+_files: dict[Path, tuple[str, list[Entry]]] = {}  # files run so far: their SHA-256 and entries
+_entries: list[Entry] = []  # registered by the most recent file
 
 
 def is_user_defined(group: str, name: str) -> bool:
-    """Return whether a registered name is a user's, not built in."""
+    """Return whether a registered name comes from a user's file."""
     return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
 
 
@@ -79,14 +79,14 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
     """Run the files that the groups of a configuration name, and return the configuration with their SHA-256.
 
     Args:
-        values: a configuration that the user's command has composed, never one that was read from a run or snapshot.
-        directories: where to look for the files, in this order.
+        values: a configuration composed from the command line, never one read from a run or snapshot.
+        directories: searched for the files, in this order.
 
     Raises:
-        CodeError: naming the file and the line that is wrong.
-        ConfigError: there is no such file, or it has another SHA-256 than the configuration says.
+        CodeError: a file raised an exception; names the file and line.
+        ConfigError: a file does not exist, or its SHA-256 differs from the configuration.
     """
-    for _, entries in _files.values():  # of an earlier job of a sweep, whose names mean nothing in this one
+    for _, entries in _files.values():  # from an earlier job of the sweep; not registered for this one
         for group, name, _, _ in entries:
             BUILDERS[group].pop(name, None)
             GROUPS[group][1].pop(name, None)
@@ -105,7 +105,7 @@ def _find(code: Any, key: str, directories: list[Path]) -> Path:
         if (directory / code).is_file():
             return directory / code
     looked = ", ".join(map(str, directories))
-    raise ConfigError(f"{key}={code} is in none of {looked}; put it next to the YAML file and pass --config-dir")
+    raise ConfigError(f"{key}={code} was not found in {looked}; put it next to the YAML file and pass --config-dir")
 
 
 def _require_local_file(code: Any, key: str) -> None:
@@ -118,7 +118,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
 
     Args:
         key: the configuration key that names the file, for messages.
-        sha256: that the file must have; None: any.
+        sha256: required of the file; None: any.
     """
     _require_local_file(str(path), key)
     path = path.resolve()
@@ -140,7 +140,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses looks it up there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # at the end, so that files there cannot hide installed packages
+        sys.path.append(str(path.parent))  # at the end, so that files there cannot shadow installed packages
     _files[path] = found, []
     _entries.clear()
     try:
@@ -153,7 +153,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
 
 @contextlib.contextmanager
 def attribute_errors_to_user_code() -> Iterator[None]:
-    """Turn an exception that a user's file has raised into one line that names the file and the line.
+    """Re-raise an exception from a user's file as a one-line CodeError.
 
     Raises:
         CodeError: with the file and the line.

@@ -1,10 +1,10 @@
 """Every key of the configuration, once: type, unit, bounds, default, meaning, and whether it changes the numbers.
 
 One frozen dataclass per group; pydantic checks the values (mingpt_ddp/config/validation.py). docs/configuration.md and
-`main.py --help` are made from this file.
+`main.py --help` are generated from this file.
 """
 
-# ruff: noqa: RUF009  key() makes a field of a dataclass
+# ruff: noqa: RUF009  key() returns a dataclass field
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -28,7 +28,7 @@ from mingpt_ddp.config.fields import (
 from mingpt_ddp.config.validation import check
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
-BUILTIN_PREFIX = "builtin:"  # of a text that comes with Python
+BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class TransformerConfig(ModelConfig):
     n_layer: Annotated[PositiveInt, Field(le=10_000)] = key(..., "blocks")
     n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "attention heads per block; a divisor of n_embd")
     n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "width of the residual stream", "features")
-    dropout: DecayFactor = key(0.0, "how much of the activations dropout sets to 0", "probability")
+    dropout: DecayFactor = key(0.0, "fraction of the activations that dropout zeroes", "probability")
 
     def __post_init__(self) -> None:
         divides = self.n_embd % self.n_head == 0
@@ -105,9 +105,9 @@ class OptimizerConfig(UserCodeConfig):
     name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
     lr: LearningRate = key(1e-3, "learning rate at the peak of the schedule; muon's is for matrices")
     weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(0.1, "of matrices; vectors are not decayed")
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "how the learning rate falls")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "how the learning rate decays")
     schedule_steps: PositiveInt | None = key(None, "length of the schedule; null: the run's", "steps")
-    warmup_steps: NonNegativeInt = key(100, "linear growth of the learning rate from 0", "steps")
+    warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(0.1, "final learning rate over the peak")
     decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
 
@@ -166,7 +166,7 @@ class DataConfig(UserCodeConfig):
 
     @property
     def label(self) -> str:
-        """What directories and logs call the text."""
+        """The name of the text in directories and logs."""
         return self.name or PurePosixPath(self.path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem or "text"
 
 
@@ -202,9 +202,9 @@ class TrainerConfig:
     """The training loop: limits, batch sizes, precision, reports (mingpt_ddp/training/trainer.py)."""
 
     max_epochs: PositiveInt | None = neutral(
-        4, "limit of passes over the text; typed alone it is the only limit", "epochs"
+        4, "limit of passes over the text; if typed alone, the only limit", "epochs"
     )
-    max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; typed alone it is the only limit", "steps")
+    max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; if typed alone, the only limit", "steps")
     batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
     micro_batch_size: PositiveInt | None = key(None, "per rank per forward; null: the largest that fits", "sequences")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
@@ -213,11 +213,9 @@ class TrainerConfig:
         "auto", "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models on one GPU"
     )
     grad_norm_clip: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no clipping")
-    log_every: PositiveInt = neutral(10, "between two lines of the log", "steps")
+    log_every: PositiveInt = neutral(10, "between two log lines", "steps")
     eval_every: PositiveInt | None = neutral(250, "between evaluations; there is always a final one", "steps")
-    eval_steps: PositiveInt | None = neutral(
-        None, "evaluate the windows of so many steps; null: the whole split", "steps"
-    )
+    eval_steps: PositiveInt | None = neutral(None, "evaluate this many steps' windows; null: the whole split", "steps")
     sample_every: PositiveInt | None = neutral(None, "between two samples in the log; null: none", "steps")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop", "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, then skip the batch"
@@ -225,7 +223,7 @@ class TrainerConfig:
     spike_factor: Annotated[float, Field(gt=1)] | None = key(None, "a spike is a loss above this times its average")
     deterministic: bool = key(False, "bit-identical results on a GPU too, slower there")
     prune: Literal["none", "median"] = neutral("none", "median: stop a sweep's jobs that do worse than most")
-    prune_after: NonNegativeInt = neutral(500, "that every job of a sweep gets", "steps")
+    prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
     activation_checkpointing: bool = neutral(False, "recompute activations: less memory, a third more time")
 
     def __post_init__(self) -> None:
@@ -247,7 +245,7 @@ class SnapshotConfig:
     every_minutes: PositiveFloat | None = neutral(None, "between snapshots, by rank 0's clock", "minutes")
     keep_last: PositiveInt = neutral(2, "how many of the newest snapshots to keep")
     keep_best: bool = neutral(True, "also keep the one with the lowest validation loss")
-    background: bool = neutral(True, "write from a thread; training waits only for the copy in memory")
+    background: bool = neutral(True, "write on a thread; training waits only for the staging copy")
     max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
     fallback_path: str | None = neutral(None, "where to write when path fails; the run's name is appended")
     grace_seconds: NonNegativeFloat = neutral(25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds")

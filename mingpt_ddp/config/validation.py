@@ -1,4 +1,4 @@
-"""Validate plain values by pydantic; a value that does not fit is one line that names its key."""
+"""Validate plain values with pydantic; an invalid value raises one line that names its key."""
 
 import dataclasses
 import difflib
@@ -18,9 +18,9 @@ from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-SCALARS = (bool, int, float, str, type(None))  # what YAML has, and of what
+SCALARS = (bool, int, float, str, type(None))  # types that YAML can represent
 NESTED = (list, tuple, types.UnionType, typing.Union)
-# What pydantic's types of errors ask for.
+# What a value must be, by pydantic's error type.
 WANTED = {
     "bool_type": "true or false",
     "int_type": "a whole number",
@@ -39,18 +39,18 @@ def check(ok: bool, message: str) -> None:
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str | None:
-    """Return the known key that is most like `key`, if one is like it at all."""
+    """Return the known key most similar to `key`; None if none is similar."""
     return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), None)
 
 
 def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a question for the known key that is most like `key`, or else the list of all."""
+    """Return `did you mean ...?` for the most similar known key, or else the list of all keys."""
     meant = did_you_mean(key, known)
-    return f"did you mean {prefix}{meant}?" if meant else f"there are {', '.join(known)}"
+    return f"did you mean {prefix}{meant}?" if meant else f"use one of {', '.join(known)}"
 
 
 def field_types(cls: Any) -> dict[str, Any]:
-    """Return the types of a dataclass's fields by name, with what `Annotated` adds to them."""
+    """Return the types of a dataclass's fields by name, with their `Annotated` metadata."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -62,7 +62,7 @@ def adapter(cls: Any) -> TypeAdapter[Any]:
 
 
 def build(cls: type[T], values: Any, where: str) -> T:
-    """Make an instance of the dataclass `cls` from a mapping with its fields.
+    """Build an instance of the dataclass `cls` from a mapping of its fields.
 
     Args:
         values: plain Python values, with interpolations resolved.
@@ -97,25 +97,25 @@ def is_supported(hint: Any) -> bool:
 
 
 def parts(hint: Any) -> Iterator[Any]:
-    """Yield a type and all that it consists of, from the inside out."""
+    """Yield all type arguments of a type, nested ones first, then the type itself."""
     for part in typing.get_args(hint):
         yield from parts(part)
     yield hint
 
 
 def _without_loss(value: Any, hint: Any) -> Any:
-    """Return 1e3 as a whole number where one fits, and 7 as text where only text fits: so they are typed."""
+    """Convert 1e3 to an int where one is allowed, and 7 to a str where nothing else is."""
     if isinstance(value, (list, tuple)) and {list, tuple}.intersection(map(typing.get_origin, parts(hint))):
         return [_without_loss(item, hint) for item in value]
     kinds = {int, float, str}.intersection(part for part in parts(hint) if isinstance(part, type))
-    if type(value) is int and (kinds == {str} or (int in kinds and abs(value) >= 2**63)):  # which torch does not hold
+    if type(value) is int and (kinds == {str} or (int in kinds and abs(value) >= 2**63)):  # beyond int64
         return str(value)
     whole = int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63
     return int(value) if whole else value
 
 
 def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
-    """Return what is wrong with the first key that has an error; an unknown key comes before all others."""
+    """Describe the error of the first invalid key; unknown keys come first."""
     first = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
     key = first["loc"][0]
     if first["type"] == "unexpected_keyword_argument":
@@ -127,17 +127,17 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     errors, hint = [error for error in of_key if _index(error) == index], hints[key]
     wanted = dict.fromkeys(_wanted(error, hint) for error in errors if error["type"] != "literal_error")
     literals = [str(v) for part in parts(hint) if typing.get_origin(part) is Literal for v in typing.get_args(part)]
-    must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"  # all that a union takes
+    must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"  # of a union, all
     return f"{prefix}{key}{index}={_shown(errors[0])} must {must}"
 
 
 def _index(error: Any) -> str:
-    """Return where in a list an error is, as [1]; the other parts of a location name members of unions."""
+    """Return the list index of an error, as [1]; the other parts of its location name members of unions."""
     return "" if error["type"] == "missing" else "".join(f"[{i}]" for i in error["loc"] if isinstance(i, int))
 
 
 def _wanted(error: Any, hint: Any) -> str:
-    """Return what a value must be instead."""
+    """Return the requirement that the value violates."""
     if error["type"] in WANTED:
         return f"be {WANTED[error['type']]}"
     for field in (part for part in parts(hint) if isinstance(part, FieldInfo)):
@@ -158,12 +158,12 @@ def _interval(limits: dict[str, float]) -> str:
 
 
 def show_number(value: float) -> str:
-    """Return 10,000 and 1e6."""
+    """Format a number as 10,000 or 1e6."""
     return re.sub(r"e\+0*", "e", f"{value:,g}")
 
 
 def _shown(error: Any) -> str:
-    """Return the value that was refused: that of a float as 0.0, even if it was given as 0."""
+    """Format the refused value; a float key shows 0 as 0.0."""
     limit = next(iter(error.get("ctx", {}).values()), None)
     value = float(error["input"]) if isinstance(limit, float) else error["input"]
     return "null" if value is None else repr(value)
@@ -171,7 +171,7 @@ def _shown(error: Any) -> str:
 
 def refuse_credentials(key: str, text: str) -> None:
     """Refuse a URL that contains a secret, in an error that does not show it: configurations are logged and saved."""
-    # A password may have slashes in it, but host:8080/path has none; http takes a token as the name of the user.
+    # A password may contain slashes, but host:8080/path is not one; http accepts a token as the user name.
     password = re.search(r"(?<!github:)//[^/\s,:@]*:(?!\d+/)[^\s,@]*@|https?://[^/?#\s,@]*@", text)
     secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
     if "://" in text and (password or secret):

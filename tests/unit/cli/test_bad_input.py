@@ -185,7 +185,7 @@ CASES = [
     ("trainer.eval_interval=9", "config error: trainer.eval_interval is not a key; did you mean trainer.eval_every ("),
     ("+model.hidden_size=9", "config error: model.hidden_size is not a key; did you mean model.n_embd (features:"),
     # A habit from other templates
-    ("+experiment=demo", "config error: experiment is in the defaults list already; write experiment=demo, without"),
+    ("+experiment=demo", "config error: experiment is already in the defaults list; write experiment=demo, without"),
     # Values of another type
     ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a finite number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
@@ -274,9 +274,9 @@ CASES = [
     (own("name"), "code error: own/name.py:2: AttributeError: module 'os' has no attribute 'nowhere'"),
     (own("syntax"), "code error: own/syntax.py:3: SyntaxError: expected ':'"),
     (own("taken"), "code error: own/taken.py:2: ValueError: @register('model', 'gpt', ...): the name is taken"),
-    (own("plain"), "code error: own/plain.py:3: TypeError: Mine must be a class below ModelConfig with @dataclass"),
-    (own("hint"), "code error: own/hint.py:6: TypeError: Mine.widths has a type that YAML does not have"),
-    (own("good") + " model.code=nowhere.py", "config error: model.code=nowhere.py is in none of /"),
+    (own("plain"), "code error: own/plain.py:3: TypeError: Mine must be a subclass of ModelConfig with @dataclass"),
+    (own("hint"), "code error: own/hint.py:6: TypeError: Mine.widths has a type that YAML cannot represent"),
+    (own("good") + " model.code=nowhere.py", "config error: model.code=nowhere.py was not found in /"),
     (own("good") + " model.code=good", "config error: model.code=good must be a local Python file, as in mine.py"),
     (own("good") + " model.code=https://x.org/a.py", "config error: model.code=https://x.org/a.py must be a local"),
     (own("good") + f" +model.code_sha256={OTHER_SHA}", "config error: model.code=/"),

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "mingpt_ddp"
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
 RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_ddp"}
 OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
-REFUSAL = "is not a command; there are mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.snapshots, mingpt_ddp.report\n"
+REFUSAL = "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.snapshots, mingpt_ddp.report\n"
 
 
 @pytest.fixture

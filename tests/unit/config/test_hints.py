@@ -52,8 +52,8 @@ def test_hints(key, hint):
 
 def test_a_group_has_the_keys_of_the_chosen_class():
     assert suggest("model.hidden_size", ["n_hidden", "width"]) == "; did you mean model.n_hidden?"
-    assert suggest("model.qqq", ["n_hidden", "width"]) == "; there are n_hidden, width"
-    assert suggest("trainer.qqq").startswith("; there are max_epochs, max_steps, ")
+    assert suggest("model.qqq", ["n_hidden", "width"]) == "; use one of n_hidden, width"
+    assert suggest("trainer.qqq").startswith("; use one of max_epochs, max_steps, ")
 
 
 @pytest.mark.parametrize(("theirs", "ours"), NAMES)

@@ -28,7 +28,7 @@ def test_help_has_every_key_with_unit_default_and_meaning():
         for field in (field for cls in classes.values() for field in dataclasses.fields(cls)):
             (line, *_) = [line for line in lines if line.startswith(f"  {group}.{field.name}=")]
             assert field.metadata["description"] in line or len(classes) > 1
-    assert "  trainer.log_every=10                   steps: between two lines of the log (whole number >= 1)" in lines
+    assert "  trainer.log_every=10                   steps: between two log lines (whole number >= 1)" in lines
     assert (
         "  optimizer.betas=[0.9, 0.99]            decay per step of both moments (list of 2: number >= 0, < 1)" in lines
     )

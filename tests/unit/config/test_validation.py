@@ -150,8 +150,8 @@ def test_bounds_inside_other_types(value, hint, message):
     ("values", "message"),
     [
         ({"size": 3, "lable": "x"}, "cup.lable is not a key; did you mean cup.label?"),
-        ({"size": 3, "qqq": "x"}, "cup.qqq is not a key; there are size, label"),
-        ({"size": "x", "qqq": "x"}, "cup.qqq is not a key; there are size, label"),
+        ({"size": 3, "qqq": "x"}, "cup.qqq is not a key; use one of size, label"),
+        ({"size": "x", "qqq": "x"}, "cup.qqq is not a key; use one of size, label"),
         ({"label": "x"}, "cup.size is missing; give it a value"),
         ([1], "cup=[1] must be a group of keys"),
     ],

@@ -548,7 +548,7 @@ def test_it_says_where_the_page_is(tmp_path, call):
     ("word", "message"),
     [
         ("nothing", "nothing is not a directory"),
-        ("--open", "open is not a key; there are runs"),
+        ("--open", "open is not a key; use one of runs"),
         ("s3://bucket/run", "s3://bucket/run is not a local directory"),
         ("s3://key:hunter2@bucket/run", "runs holds credentials"),
     ],
