@@ -1,1 +1,1 @@
-"""What is measured while training, and where it is written: console, TensorBoard, JSON lines."""
+"""Metrics of training, and their sinks: console, TensorBoard, JSON lines."""

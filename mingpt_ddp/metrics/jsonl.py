@@ -24,7 +24,7 @@ KEYS |= {"speed/matmul_utilization": "matmul_utilization"}
 
 
 class JSONLLogger:
-    """Append whole lines to a file. A full disk costs lines, not the run."""
+    """Append whole lines to a file. If a write fails, lines are lost and training continues."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._has_failed = path, False
@@ -47,12 +47,12 @@ class JSONLLogger:
             _append_line(self._path, json.dumps(record).encode() + b"\n")
         except OSError as error:
             if not self._has_failed:
-                log.warning("cannot write %s, training goes on without: %s", self._path, error.strerror or error)
+                log.warning("cannot write %s, training continues without it: %s", self._path, error.strerror or error)
             self._has_failed = True
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing; end a line that a killed process has left unfinished."""
+    """Append the whole line or nothing; first terminate a partial line of a killed process."""
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - 1))
@@ -68,11 +68,11 @@ def _append_line(path: Path, line: bytes) -> None:
 
 @dataclass(frozen=True)
 class MetricsHistory:
-    """The measurements that led to the last step: what was trained again after a restart or a rollback counts once."""
+    """The measurements that led to the last step: a step repeated after a restart or a rollback counts once."""
 
     rows: list[dict[str, Any]]  # records with a measurement, by step; values are numbers, or None where not finite
     starts: int  # attempts
-    faults: int  # attempts that ended before the run was complete, and were followed by another
+    faults: int  # attempts that ended early and were followed by another
     rollbacks: int
     began: float = math.inf  # the first attempt, in seconds since 1970
 
@@ -84,11 +84,11 @@ class MetricsHistory:
 def read_history(path: Path) -> MetricsHistory:
     """Read a `metrics.jsonl`.
 
-    Records of steps later than that of a following `start` or `rollback` are dropped, and so is an unfinished line at
-    the end or before a `start`.
+    Drop records beyond the step of a following `start` or `rollback`, and a partial line at the end or before a
+    `start`.
 
     Raises:
-        DataError: another line is not a record; the message has its number.
+        DataError: any other line is not a record; names its number.
         OSError: the file cannot be read, is not a regular file, or is too large.
     """
     lines = [_parse(line) for line in read_regular(path, MAX_SIZE).split(b"\n")]
@@ -114,7 +114,7 @@ def read_history(path: Path) -> MetricsHistory:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return a record, which has a step and numbers; None for anything else."""
+    """Return a record, i.e. an object with a step and numbers; None for anything else."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line, parse_constant=lambda _: None)
         if isinstance(record, dict) and type(record.get("step")) is int and all(map(_is_number, record.values())):

@@ -1,4 +1,4 @@
-"""Meters: averages over training steps, and the matmul rate that the device reaches."""
+"""Averages over training steps, and the matmul rate of the device."""
 
 import time
 import timeit
@@ -9,9 +9,9 @@ from torch import Tensor
 from mingpt_ddp.distributed.device import peak_memory
 from mingpt_ddp.distributed.runtime import Runtime
 
-MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # rows and columns; the largest takes 270 MB in bf16
-SATURATED_S = 0.004  # a matrix product that takes this long keeps a device busy
-REPETITIONS = 5  # of each measurement, of which the fastest counts
+MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)  # n x n; operand and result of the largest take 270 MB in bf16
+SATURATED_S = 0.004  # a product that takes this long saturates the device
+REPETITIONS = 5  # per measurement; the fastest counts
 
 
 class Meter:
@@ -40,11 +40,11 @@ class Meter:
         self._timed_steps += 1
 
     def pause(self, seconds: float) -> None:
-        """Exclude time that was not spent on steps."""
+        """Exclude time not spent on steps."""
         self._since += seconds
 
     def read(self) -> dict[str, float]:
-        """Return the metrics by tag of the steps since the last reading, if there are any, and reset. A collective."""
+        """Return the metrics of the steps since the last reading by tag, {} without steps, and reset. A collective."""
         loss_sum, steps = self.state()
         if steps == 0:
             return {}
@@ -61,11 +61,11 @@ class Meter:
         return metrics
 
     def state(self) -> tuple[float, int]:
-        """Return the loss sum over all ranks since the last reading, and its number of steps. A collective."""
+        """Return the loss sum over all ranks since the last reading, and the number of steps. A collective."""
         return float(self.runtime.group.all_reduce(self._loss_sum.cpu().reshape(1).clone())), self._steps
 
     def load_state(self, loss_sum: float, steps: int) -> None:
-        """Continue an interval; rank zero takes the whole sum, so that `state` returns it bit for bit."""
+        """Restore an interval; rank zero holds the whole sum, so that `state` returns it bit for bit."""
         self._loss_sum.fill_(self.runtime.group.env.call_on_rank_zero(lambda: loss_sum) or 0.0)
         self._steps = steps
 
@@ -78,7 +78,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     tile = torch.randn(MATRIX_SIZES[0], MATRIX_SIZES[0], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     best = 0.0
     for n in MATRIX_SIZES:
-        a = tile.repeat(n // len(tile), n // len(tile))  # zeros would take less power, and so be faster
+        a = tile.repeat(n // len(tile), n // len(tile))  # zeros would draw less power and run faster
         seconds = fastest("torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": torch.empty_like(a)})
         best = max(best, 2 * n**3 / seconds)
         if seconds > SATURATED_S:
@@ -88,7 +88,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def fastest(statement: str, variables: dict[str, object]) -> float:
-    """Return the seconds that a statement takes at its fastest, with the GPU synchronized where one is in use."""
+    """Return the shortest time of a statement in seconds, with the GPU synchronized if one is in use."""
     wait = "; torch.cuda.synchronize()" if torch.cuda.is_initialized() else ""
     timer = timeit.Timer(statement + wait, globals=variables)
     return min(timer.repeat(REPETITIONS, number=1))

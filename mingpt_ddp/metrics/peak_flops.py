@@ -1,4 +1,4 @@
-"""The matrix-product rate that NVIDIA states for its GPUs."""
+"""The matrix-product rates in NVIDIA's data sheets."""
 
 import re
 
@@ -6,8 +6,8 @@ import torch
 
 # By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources: NVIDIA's data sheets
 # of V100, T4, A100, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200 and HGX B200, and its white papers on GA102
-# (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where a sheet states rates with sparsity alone, half of them;
-# of GeForce the rates with sums in fp32. None: the GPU lacks that type.
+# (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where a sheet has rates with sparsity only, half of them;
+# for GeForce the rates with fp32 accumulation. None: the GPU lacks that type.
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     r"V100-SXM[23]-(16|32)GB": (125, None, 15.7),
     r"V100-PCIE-(16|32)GB": (112, None, 14),
@@ -30,7 +30,7 @@ NO_BF16 = r"V100.*|T4"
 
 
 def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s of the device for products of this type; None on a CPU and where the vendor's are not known."""
+    """Return the vendor's FLOP/s for products of this type; None on a CPU or an unlisted GPU."""
     if device.type != "cuda":
         return None
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""All metrics of a run on their way to the log, the progress bar, TensorBoard and metrics.jsonl."""
+"""Send the metrics of a run to the log, the progress bar, TensorBoard and metrics.jsonl."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ NATS_PER_BIT = math.log(2)
 
 
 class MetricsProcessor:
-    """Collect metrics as dicts by tag, and hand them to the sinks. A tag is documented in docs/logs.md."""
+    """Collect metrics as dicts by tag and pass them to the sinks. docs/logs.md documents the tags."""
 
     def __init__(
         self, config: Config, runtime: Runtime, directory: Path, model: nn.Module, steps: range, started_at: float
@@ -33,23 +33,23 @@ class MetricsProcessor:
         """
         Args:
             directory: of the run.
-            model: not wrapped; where it has `flops_per_token()`, utilization is logged.
+            model: not wrapped; utilization is logged if it has `flops_per_token()`.
             steps: range(steps done so far, steps of the whole run).
-            started_at: when this start of the run began, as time.monotonic() counts.
+            started_at: time.monotonic() when this attempt began.
         """
         self.config, self.runtime, self.steps = config, runtime, steps
         env = runtime.group.env
         self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}")
         jsonl = env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []
         self.loggers: list[TensorBoardLogger | JSONLLogger] = [self.tensorboard, *jsonl]
-        # what concerns the whole run is written by rank zero alone
+        # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
         self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
         self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
         self._is_set_up = False
-        self._started_at: float | None = started_at  # None: the first step is done
+        self._started_at: float | None = started_at  # None once the first step is done
         for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)
 
@@ -61,7 +61,7 @@ class MetricsProcessor:
             self._started_at = None
 
     def _set_up(self) -> None:
-        """Open TensorBoard and measure the matmul rate; deferred, so that the first step does not wait for it."""
+        """Open TensorBoard and measure the matmul rate; deferred so as not to delay the first step."""
         if self._is_set_up:
             return
         begin = time.perf_counter()
@@ -76,7 +76,7 @@ class MetricsProcessor:
         self._is_set_up = True
 
     def rollback(self, step: int) -> None:
-        """Discard the metrics of the steps after `step`: they are trained again."""
+        """Discard the metrics of the steps after `step`, which will be repeated."""
         for logger in self.loggers:
             logger.rollback(step)
 
@@ -85,10 +85,10 @@ class MetricsProcessor:
 
         Args:
             model: wrapped for training.
-            goodput: of the whole run, which rank zero logs.
+            goodput: of the whole run; rank zero logs it.
 
         Returns:
-            All metrics of this rank by tag; {} where all steps since the last call were skipped.
+            All metrics of this rank by tag; {} if all steps since the last call were skipped.
         """
         measured = self.meter.read()
         if not measured:
@@ -128,7 +128,7 @@ class MetricsProcessor:
         log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, bits)
 
     def log_sample(self, step: int, text: str | None) -> None:
-        """Log a generated text; None on ranks that have generated none."""
+        """Log a generated text; None on ranks that did not generate it."""
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)
             log.info("step %d, a sample:\n%s\n", step, text)

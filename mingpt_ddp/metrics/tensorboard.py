@@ -1,4 +1,4 @@
-"""A TensorBoard directory: scalars, texts, and the HParams tab."""
+"""TensorBoard event files: scalars, texts, and the HParams tab."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ OBJECTIVE = "val/loss"  # the tag that the HParams tab shows
 
 
 class TensorBoardLogger:
-    """Write event files. The first one is created by the first value: importing TensorBoard takes 0.2 seconds."""
+    """Write event files. The first value creates the first file: importing TensorBoard takes 0.2 seconds."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -29,15 +29,15 @@ class TensorBoardLogger:
         if self._writer:
             self._writer.close()
             self._writer = None
-            time.sleep(1.0)  # readers go by the names of event files, which contain the second
+            time.sleep(1.0)  # readers sort event files by name, which has a resolution of 1 s
         self._purge_step = step + 1
 
     def open(self) -> "SummaryWriter":
-        """Create the event file unless it is open."""
+        """Return the writer; create the event file if none is open."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # purge_step: readers drop the points that an earlier attempt logged from that step on
+            # purge_step: readers drop points of earlier attempts from that step on
             self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
         return self._writer
 
@@ -50,9 +50,9 @@ class TensorBoardLogger:
         self.open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
     def complete(self, step: int, config: Config) -> None:
-        """Fill the HParams tab, and replace what an earlier end of the same run has put there.
+        """Write the HParams tab, replacing that of an earlier end of the same run.
 
-        SummaryWriter.add_hparams would call the run by its directory, and add a card with the metric at step 0.
+        SummaryWriter.add_hparams would name the run by its directory, and add a scalar with the metric at step 0.
         """
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from torch.utils.tensorboard import SummaryWriter
@@ -62,7 +62,7 @@ class TensorBoardLogger:
             old.unlink()
         values = flatten(config.to_dict())
         plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
-        experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # of the metric the tag alone is written
+        experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # writes the tag of the metric only
         with SummaryWriter(str(self._directory), filename_suffix=HPARAMS) as writer:
             for summary in (experiment, hparams_pb(plain, trial_id=config.run_name()), end):
                 writer.file_writer.add_summary(summary)

@@ -1,4 +1,4 @@
-"""Detect steps that would ruin the model: a non-finite loss or gradient norm, and a loss spike."""
+"""The anomaly policy: detect a non-finite loss or gradient norm, and a loss spike, before the weights change."""
 
 import math
 
@@ -6,26 +6,26 @@ from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.training.train_state import Context
 
 EMA_DECAY = 0.98  # of the loss, per step
-MAX_CONSECUTIVE_SKIPS = 10  # more have another cause than a single batch
+MAX_CONSECUTIVE_SKIPS = 10  # beyond that, a bad batch is not the cause
 
 
 class AnomalyPolicy:
-    """Judge each step by its loss and gradient norm, which are the same on all ranks, and so is the decision."""
+    """Classify each step by its loss and gradient norm; both are equal on all ranks, so every rank decides alike."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config.trainer
-        # Reading the loss waits for a GPU: without a policy that acts at once it is read only when it is logged.
+        # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is logged.
         acts_at_once = self.config.on_nonfinite != "stop" or bool(self.config.spike_factor)
         self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
 
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with a step, before the weights change.
+        """Return a description of the anomaly of a step, before the weights change; None if there is none.
 
         Args:
             loss: the mean loss of the step over all ranks, nats per character.
             grad_norm: of the gradients, before clipping.
         """
-        scaled = self.context.runtime.scaler.is_enabled()  # it skips steps whose gradients overflow: not an anomaly
+        scaled = self.context.runtime.scaler.is_enabled()  # GradScaler skips overflowing steps itself: no anomaly
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
         factor, average = self.config.spike_factor, self.context.state.loss_ema
@@ -34,16 +34,16 @@ class AnomalyPolicy:
         return None
 
     def on_step_accepted(self, step: int, loss: float) -> None:
-        """Record that the weights change by this step."""
+        """Record a step that updates the weights."""
         state = self.context.state
-        if step > max(state.skipped_steps, default=0):  # earlier ones only repeat what was trained before a rollback
+        if step > max(state.skipped_steps, default=0):  # earlier steps are repeated after a rollback
             state.consecutive_skips = 0
         if self.config.spike_factor is not None:
             average = loss if state.loss_ema is None else state.loss_ema
             state.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
 
     def check(self, step: int, loss: float, grad_norm: float) -> None:
-        """Stop all ranks at an anomaly where not every step is checked.
+        """Stop all ranks at a non-finite step, if `find_anomaly` does not check every step.
 
         Raises:
             TrainingError: the loss or the gradient norm is not finite.

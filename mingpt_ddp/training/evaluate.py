@@ -1,4 +1,4 @@
-"""The validation loss: every character of a text, or of a sample of it, predicted once; the sum over all ranks."""
+"""The validation loss: each character of a text, or of a fixed sample of windows, predicted once, over all ranks."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ class Evaluator:
     ) -> None:
         """
         Args:
-            windows: how many of the text's windows to evaluate, always the same ones; None: the whole text.
+            windows: number of windows to evaluate, the same ones every time; None: the whole text.
         """
         self.tokens, self.block_size, self.runtime = tokens, block_size, runtime
         self.starts: np.ndarray[Any, Any] | None = None  # of the windows
@@ -49,7 +49,7 @@ class Evaluator:
         """Return the loss. A collective; batch i is computed by rank i mod world size.
 
         Args:
-            stop: called before every batch; where it returns true on one rank, all ranks return None.
+            stop: polled before every batch; if it returns True on any rank, all ranks return None.
         """
         group = self.runtime.group
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
@@ -69,7 +69,7 @@ class Evaluator:
         return None if sums[1] else float(sums[0]) / self.n_targets
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets (B, T): windows without overlap, then the rest as one shorter window (1, rest)."""
+        """Yield inputs and targets (B, T): disjoint windows, then the rest as one shorter window (1, rest)."""
         T, rows = self.block_size, max(1, TOKENS_PER_BATCH // self.block_size)
         if self.starts is not None:
             for starts in np.split(self.starts, range(rows, len(self.starts), rows)):

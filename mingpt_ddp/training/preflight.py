@@ -21,17 +21,17 @@ from mingpt_ddp.training.evaluate import eval_mode
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
 ROWS, LENGTH = 2, 64  # of the batch of a trial step: sequences, characters of each
-BYTES = 8  # of a parameter and its gradient in fp32; the optimizer's state comes on top
-TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # relative to the largest logit: another order of summation, or TF32
+BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
+TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # relative to the largest logit; covers summation order and TF32
 
 
 def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
-    """Check one of our models against the smallest memory of all ranks. A collective.
+    """Check that a built-in model fits the smallest memory of all ranks. A collective.
 
     Raises:
-        ConfigError: the parameters and their gradients alone do not fit.
+        ConfigError: the parameters and gradients alone do not fit.
     """
-    if is_user_defined("model", config.model.architecture):  # its constructor may take any amount of memory
+    if is_user_defined("model", config.model.architecture):  # its constructor may allocate any amount
         return
     memory = min(runtime.group.all_gather(total_memory(runtime.device)))
     with torch.device("meta"):  # allocates nothing
@@ -47,8 +47,8 @@ def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, bat
     """Train three steps, restore the state after the second into fresh objects, and compare the third bit for bit.
 
     Raises:
-        CodeError: the code fails, returns something else than it should, or does not resume exactly.
-        ConfigError: a parameter has no gradient, for which DDP would wait.
+        CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
+        ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
     x, y = (runtime.to_device(part[:ROWS, :LENGTH].contiguous()) for part in (batch.x, batch.y))
     with attribute_errors_to_user_code():
@@ -56,7 +56,7 @@ def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, bat
         flops_per_token(first.model)
         state_dict.check_savable(first.model, first.optimizer)
         with eval_mode(first.model):
-            first.call_model(x[:, :1])  # as sampling begins
+            first.call_model(x[:, :1])  # the first call of sampling
             first.call_model(runtime.to_device(batch.x[:1]))
         if runtime.compiles:
             check_compiles(first.model, config, x, y)
@@ -73,7 +73,7 @@ def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, bat
         state_dict.load_model_state(second.model, saved[0])
         state_dict.load_optimizer_state(second.model, second.optimizer, saved[1])
         again = second.step(3, x, y)
-        if runtime.device.type == "cpu" or config.trainer.deterministic:  # else the order of a GPU's sums varies
+        if runtime.device.type == "cpu" or config.trainer.deterministic:  # otherwise GPU summation order varies
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
                 raise _not_exact(f"model {config.model.architecture}", "loss depends")
             if end != second.digest():
@@ -83,20 +83,20 @@ def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, bat
 
 def _not_exact(part: str, depends: str) -> CodeError:
     return CodeError(
-        f"the {part} would not resume exactly: its {depends} on more than the snapshot and torch's seed; keep what it "
-        "remembers in parameters, buffers or optimizer.state, and draw random numbers from torch's global generator"
+        f"the {part} would not resume exactly: its {depends} on more than the snapshot and torch's seed; keep its "
+        "state in parameters, buffers or optimizer.state, and draw random numbers from torch's global generator"
     )
 
 
 class _Trial:
-    """The model and the optimizer, built as every start of the run builds them."""
+    """A fresh model and optimizer, built as every start of the run builds them."""
 
     def __init__(self, config: Config, runtime: Runtime, vocab_size: int) -> None:
         self.config, self.runtime, self.vocab_size = config, runtime, vocab_size
         self.model, self.optimizer = build_model_and_optimizer(config, runtime, vocab_size)
 
     def call_model(self, *inputs: Tensor) -> Tensor:
-        """Return the logits (B, T, V) for tokens (B, T), or the loss where targets follow; check the shape."""
+        """Return the logits (B, T, V) for tokens (B, T), or the loss if targets are given; check the shape."""
         with self.runtime.autocast():
             output: Tensor = self.model(*inputs)
         shape = (*inputs[0].shape, self.vocab_size) if len(inputs) == 1 else ()
@@ -125,7 +125,7 @@ class _Trial:
         return loss.detach()
 
     def check_is_causal_lm(self, x: Tensor, y: Tensor) -> None:
-        """Check that its losses compare with those of other models; after steps, as first outputs are often zero."""
+        """Check causality and the loss; call it after steps, since initial outputs are often zero."""
         other = x.clone()
         other[:, -1] = (x[:, -1] + 1) % self.vocab_size
         with eval_mode(self.model):
@@ -136,13 +136,13 @@ class _Trial:
         tolerance = max(TOLERANCE[x.device.type], 8 * coarsest) * max(1.0, float(logits.abs().max()))
         expected = float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))
         if not math.isfinite(expected):
-            return  # trainer.on_nonfinite decides about that in the first steps
+            return  # trainer.on_nonfinite handles it in the first steps
         name = self.config.model.architecture
         later = torch.cat([later[:, :-1].float(), logits[:, -1:]], dim=1)  # the last position may change
         for found, problem in (
-            (again, "is random in evaluation mode: drop out only where self.training is true"),
-            (later, "looks ahead: its logits at a position change with the characters after it"),
-            (alone, "mixes sequences: the logits of one change with the others of its batch"),
+            (again, "is random in evaluation mode: apply dropout only if self.training is true"),
+            (later, "is not causal: its logits at a position depend on later characters"),
+            (alone, "mixes sequences: the logits of one depend on the others in its batch"),
         ):
             if not torch.allclose(found.float(), logits, rtol=0, atol=tolerance):
                 raise CodeError(f"the model {name} {problem}")

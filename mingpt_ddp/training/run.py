@@ -42,7 +42,7 @@ from mingpt_ddp.training.trial_pruning import MedianPruner
 log = logging.getLogger(__name__)
 
 SAMPLE_CHARACTERS = 400
-MIN_GOODPUT_S = 600.0  # a shorter run has hardly more to show than its startup
+MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
 PER_NODE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ between ranks
 
 
@@ -56,12 +56,12 @@ def run(
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
     Args:
-        hydra_files: what goes to `.hydra/`, by file name.
-        interrupt: the signals that may end the run early; None: there are none.
-        started_at: when this start began, as time.monotonic() counts; None: with the process.
+        hydra_files: content of `.hydra/`, by file name.
+        interrupt: handler of the signals that may end the run early; None: no handler.
+        started_at: time.monotonic() when this attempt began; None: when the process did.
 
     Returns:
-        The last validation loss in nats per character, or None where a signal has ended the run early.
+        The last validation loss in nats per character, or None if a signal ended the run early.
     """
     interrupt, started_at = interrupt or SignalHandler(), started_at or process_start_time()
     _check_same_config(config, runtime)
@@ -97,7 +97,7 @@ def run(
             status = RunStatus.COMPLETE
             if previous:
                 warn_of_unused_changes(previous, config)
-            if state.val_step != state.step:  # it was saved under a larger limit, between two evaluations
+            if state.val_step != state.step:  # saved between two evaluations, under a larger limit
                 state.val_loss = evaluator.run(model)
             log.info("a sample:\n%s\n", sample(state.step))
         else:
@@ -128,9 +128,9 @@ def run(
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
-    """Return where the run's snapshots are: in the run directory, or below snapshot.path in one of the same name.
+    """Return the URLs of the run's snapshots: in the run directory, or in snapshot.path below the run's name.
 
-    Where there is a snapshot.fallback_path, a second URL follows.
+    With snapshot.fallback_path a second URL follows.
     """
     name = directory.relative_to(config.run.root).as_posix()
     paths = [config.snapshot.path, config.snapshot.fallback_path]
@@ -145,7 +145,7 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     configs = runtime.group.all_gather(values)
     for rank, other in enumerate(configs):
         if differences := difference(configs[0], other):
-            raise ConfigError(f"rank {rank} is configured otherwise than rank 0: {'; '.join(differences)}")
+            raise ConfigError(f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}")
 
 
 def _preflight(
@@ -155,7 +155,7 @@ def _preflight(
     plan = plan_batches(config.trainer, runtime.group.world_size)
 
     def check_resume() -> None:
-        # Whatever run.resume is: another format or an unreadable location is refused before anything is written.
+        # For any run.resume: refuse another format or an unreadable location before anything is written.
         own = [store.check_format() for store in stores_of_run(stores, run_directory(config))]
         if config.run.resume not in ("auto", "never") and not any(own):
             source = load(config.run.resume)
@@ -191,7 +191,7 @@ def _log_end(state: TrainState, directory: Path) -> None:
     lost_s = state.stall_seconds + state.wasted_seconds
     if state.wall_seconds + state.wasted_seconds >= MIN_GOODPUT_S:
         log.info(
-            "goodput %.1f%%: starting, saving and training steps again took %s of %s",
+            "goodput %.1f%%: startup, stalls for snapshots and repeated steps took %s of %s",
             *(100 * state.goodput, timedelta(seconds=round(lost_s))),
             timedelta(seconds=round(state.wall_seconds + state.wasted_seconds)),
         )
@@ -202,7 +202,7 @@ def _log_end(state: TrainState, directory: Path) -> None:
 
 
 def _sample(config: Config, runtime: Runtime, model: nn.Module, tokenizer: CharTokenizer, step: int) -> str | None:
-    """Generate a text on rank zero, the same for the same weights, seed and step; return None on other ranks."""
+    """Generate a text on rank zero, keyed by the seed and the step; return None on other ranks."""
     seed = derive_seed("sample", config.run.seed, step)
     sampling = SamplingParams(temperature=0.8, top_k=40)
     generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)

@@ -1,8 +1,8 @@
-"""Decide when a run saves, and measure how long its training waits for that. All times are in seconds.
+"""Decide when a run saves, and measure how long saving stalls its training. All times are in seconds.
 
 The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. Training runs for an
-interval, stalls for `cost_s` while a snapshot is taken, and goes on. A failure undoes what was trained since the start
-of the last snapshot that was durable by then. When a snapshot becomes durable and how long a restart takes do not
+interval, stalls for `cost_s` while a snapshot is taken, and continues. A failure loses all training since the start of
+the last durable snapshot. When a snapshot becomes durable and how long a restart takes do not
 change the best interval: benchmarks/availability.py has the formula.
 """
 
@@ -26,20 +26,20 @@ from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 30.0  # of training before the first snapshot, which shows what one costs
+FIRST_S = 30.0  # of training before the first snapshot, which measures the cost
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-    """Return the seconds of training between two snapshots that lose the least time to stalls and failures.
+    """Return the seconds of training between two snapshots that minimizes the time lost to stalls and failures.
 
     Daly's estimate, J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
     Generation Computer Systems 22(3), 2006. For rare failures it is sqrt(2 * cost_s * mtbf_s), which is
     Young's, J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_s: what training loses to one snapshot: the stall, not the write in the background.
+        cost_s: the stall of training for one snapshot, without the asynchronous write.
         mtbf_s: mean time between failures of the whole run, that of one node divided by the number of nodes.
-        least_s: the time in which a snapshot becomes durable; two do not overlap, so the interval is never shorter.
+        least_s: time until a snapshot is durable; saves do not overlap, so this is the minimum interval.
 
     Returns:
         The interval without the stall; `least_s` where snapshots are free, infinity where nothing fails.
@@ -58,7 +58,7 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
 
 
 class SaveSchedule:
-    """Save where the configuration, a signal or the end of the run asks for it.
+    """Save when the configuration, a signal or the end of the run requires it.
 
     All ranks call the same methods at the same step.
     """
@@ -67,35 +67,35 @@ class SaveSchedule:
         self.context, self.config, self.manager = context, context.config.snapshot, manager
         self.train_step, self.text, self.anomaly = train_step, text, AnomalyPolicy(context)
         self._interval_s = FIRST_S  # with every_steps=auto
-        self._since, self._cost_s = time.monotonic(), 0.0  # of the last snapshot, and the stalls since then
+        self._since, self._cost_s = time.monotonic(), 0.0  # time of the last snapshot, and stalls since
         per_epoch = (self.config.every_epochs or 0) * train_step.loader.steps_per_epoch
         self._every = [n for n in (self.config.every_steps, per_epoch) if isinstance(n, int) and n]  # steps
         self._clock = time.perf_counter()
         self._is_due = False
 
     def update_wall_time(self) -> TrainState:
-        """Add the time since the last call to the train state, and return that."""
+        """Add the time since the last call to the train state; return the train state."""
         now = time.perf_counter()
         self.context.state.wall_seconds += now - self._clock
         self._clock = now
         return self.context.state
 
     def is_due(self) -> bool:
-        """Return whether this rank's clock asks for a snapshot."""
+        """Return whether a snapshot is due by this rank's clock."""
         elapsed, minutes = time.monotonic() - self._since, self.config.every_minutes
         by_cost = self.config.every_steps == "auto" and elapsed >= self._interval_s
         return by_cost or (minutes is not None and elapsed >= 60 * minutes)
 
     def wait_for_staging(self) -> None:
-        """Wait until the weights may change."""
+        """Wait until the tensors are staged, so that the weights may change."""
         with self._stall():
             self.manager.wait_for_staging()
 
     def maybe_save(self, is_due: bool) -> None:
-        """Save if it is time, or as soon as the save in progress is done.
+        """Save if a snapshot is due, or as soon as the save in progress has finished.
 
         Args:
-            is_due: by rank zero's clock.
+            is_due: whether one is due by rank zero's clock.
         """
         step = self.context.state.step
         self._is_due |= is_due or any(step % every == 0 for every in self._every)
@@ -133,16 +133,16 @@ class SaveSchedule:
         until = time.monotonic() + left
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
-        with contextlib.suppress(StorageUnavailableError):  # the older snapshot has to do
+        with contextlib.suppress(StorageUnavailableError):  # resume from the older snapshot
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
                 self.manager.save(*self._capture())
         if self.manager.last_step == step:
-            log.info("preempted at step %d; the same command goes on from there", step)
+            log.info("preempted at step %d; rerun the same command to resume", step)
         else:
             older = self.manager.last_step
-            last = "there is no snapshot yet" if older is None else f"the last one is that of step {older}"
+            last = "there is no snapshot yet" if older is None else f"the last one is of step {older}"
             log.warning("preempted at step %d without time for a snapshot: %s", step, last)
 
     def restore_latest(self) -> TrainState | None:
@@ -155,7 +155,7 @@ class SaveSchedule:
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        """Measure the time that training waits in this context."""
+        """Count the time in this context as a stall of training."""
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin

@@ -1,4 +1,4 @@
-"""What a run logs at its start: what it trains, and what a resumed run does otherwise than the attempts before."""
+"""Log lines of the start: what is trained, and what a resumed run changes."""
 
 import contextlib
 import logging
@@ -28,7 +28,7 @@ LR_TOLERANCE = 0.01  # relative
 def log_start(
     config: Config, runtime: Runtime, dataset: TextDataset, model: nn.Module, directory: Path, steps: range
 ) -> None:
-    """Log what is about to be trained.
+    """Log the data, the model, the device and the limits.
 
     Args:
         steps: range(steps done so far, steps of the whole run).
@@ -45,7 +45,7 @@ def log_start(
     )
     if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
         log.info(
-            "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to go on",
+            "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to continue",
             *(config.trainer.max_epochs, steps.stop, config.trainer.max_steps),
         )
     warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps.stop
@@ -56,18 +56,18 @@ def log_start(
     if steps.start > steps.stop:
         log.info("complete: the snapshot of step %d is beyond the limit of %d steps", steps.start, steps.stop)
     elif not steps:
-        log.info("complete: the snapshot of step %d is that of the last step", steps.stop)
+        log.info("complete: the snapshot of step %d is of the last step", steps.stop)
     elif steps.start:
         log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
 
 
 def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_epoch: int) -> None:
-    """Log what changes the rest of the run: the environment, and the length of the learning rate's schedule."""
+    """Log what differs from the snapshot's attempt: the environment, and the length of the learning-rate schedule."""
     old, new = snapshot.state.get("environment"), runtime.environment()
     if isinstance(old, dict):
         changes = [f"{k}: {str(old[k])[:100]} -> {value}" for k, value in new.items() if old.get(k, value) != value]
         if changes:
-            log.info("the last bits of the numbers may differ from now on, because of %s", "; ".join(changes))
+            log.info("results may differ in the last bits from now on, because of %s", "; ".join(changes))
     recorded = snapshot.state["config"]
     limits = {key: recorded["trainer"][key] for key in LIMITS}
     optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
@@ -84,14 +84,14 @@ def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_
 
 
 def warn_of_lost_snapshots(directory: Path) -> None:
-    """Log that a run without a snapshot has trained before."""
+    """Warn if a run has trained before but has no snapshot."""
     with contextlib.suppress(OSError, DataError, IndexError):
         step = read_history(directory / METRICS).rows[-1]["step"]
         log.warning("%s is at step %d, but there is no snapshot: training starts at step 1", METRICS, step)
 
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
-    """Log which settings of a complete run are others than at its last start, so that nobody waits for their effect."""
+    """Warn of settings that differ from the last start of a complete run, since they have no effect."""
     new = config.to_dict()
     old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}  # with the values of newer keys
     if changes := difference(old, new):

@@ -1,4 +1,4 @@
-"""The state of a run: how far it is, how a snapshot holds it, and which snapshots the run can resume from."""
+"""The train state of a run, its form in a snapshot, and the check that a run can resume from a snapshot."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ from mingpt_ddp.training.trial_pruning import MedianPruner
 
 @dataclass
 class TrainState:
-    """How far the run is, and its losses. The order of the data and all random numbers follow from the step."""
+    """Progress and losses. The data order and all random numbers follow from the step."""
 
     step: int = 0  # optimizer steps done
     train_loss: float | None = None  # nats per character, mean of the last log interval
@@ -32,26 +32,26 @@ class TrainState:
     best_val_loss: float | None = None
     best_step: int | None = None
     world_size: int = 1  # of the last attempt that trained
-    wall_seconds: float = 0.0  # of all attempts, without the work that a kill or a rollback undid
+    wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
     loss_sum: float = 0.0  # of the current log interval
     loss_steps: int = 0
-    stall_seconds: float = 0.0  # of wall_seconds, spent waiting for snapshots
-    wasted_seconds: float = 0.0  # startup, and work that was undone, of all attempts
+    stall_seconds: float = 0.0  # of wall_seconds, stalled by snapshots
+    wasted_seconds: float = 0.0  # startup and lost work, of all attempts
     saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
     consecutive_skips: int = 0  # up to this step
-    skipped_steps: list[int] = field(default_factory=list)  # not to be trained again after a rollback
+    skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
 
     @property
     def goodput(self) -> float:
-        """The share of the processes' time that became lasting progress, 0 to 1."""
+        """The fraction of the time of all attempts that is kept progress, 0 to 1."""
         share = (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
-        return min(1.0, max(0.0, share))  # undone work is measured by the clocks of two attempts
+        return min(1.0, max(0.0, share))  # lost work is measured with the clocks of two attempts
 
 
 @dataclass
 class Context:
-    """What all parts of a training run share."""
+    """State that all parts of a training run share."""
 
     config: Config
     runtime: Runtime
@@ -62,7 +62,7 @@ class Context:
 
 
 def snapshot_state(context: Context, text: EncodedText, micro_batch_size: int) -> dict[str, Any]:
-    """Return what state.json of a snapshot holds."""
+    """Return the content of state.json."""
     context.state.saved_at = time.time()
     return {
         "train_state": asdict(context.state),
@@ -76,7 +76,7 @@ def snapshot_state(context: Context, text: EncodedText, micro_batch_size: int) -
 
 
 def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> TrainState:
-    """Load a snapshot that `check_state` has accepted into the live objects; return its TrainState."""
+    """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
     load_model_state(model, snapshot.model)
     load_optimizer_state(model, optimizer, snapshot.optimizer)
     if snapshot.state["scaler"] and scaler.is_enabled():
@@ -85,7 +85,7 @@ def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, scaler: 
 
 
 def _train_state(state: Any) -> TrainState:
-    """Return the train state in the content of a state.json, without fields that a later version has added."""
+    """Return the train state in a state.json, without fields added by later versions."""
     known = {key: value for key, value in state["train_state"].items() if key in TrainState.__dataclass_fields__}
     return build(TrainState, known, "train_state")
 
@@ -94,31 +94,31 @@ def check_state(step: int, state: Any, config: Config, text: EncodedText) -> Non
     """Refuse a snapshot that this run cannot resume from.
 
     Args:
-        state: what its state.json holds, which may be anything.
+        state: the parsed state.json, untrusted.
 
     Raises:
-        SnapshotError: its model, text or order of the data are others, or it was not written by a run.
+        SnapshotError: its model, text or data order differs, or it was not written by a run.
     """
     try:
-        recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}  # ddp may differ, also in its keys
-        with contextlib.suppress(NotRegisteredError):  # another model or optimizer than now: compared below
+        recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}  # ddp may differ, even in its keys
+        with contextlib.suppress(NotRegisteredError):  # of another model or optimizer: compared below
             recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
         if _train_state(state).step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
             raise ValueError(f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}")
         old = identity(recorded, state["text"]["sha256"])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
-        raise SnapshotError(f"the snapshot of step {step} does not hold what it should: {str(error)[:300]}") from error
+        raise SnapshotError(f"the snapshot of step {step} has an invalid state: {str(error)[:300]}") from error
     new = identity(config.to_dict(), text.sha256)
     differences = [f"{k} ({str(old.get(k))[:100]} there, {new[k]} now)" for k in new if old.get(k) != new[k]]
     if differences:
         raise SnapshotError(
-            f"the snapshot of step {step} was made with other settings: {', '.join(differences)}; restore them, "
+            f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; restore them, "
             "or choose another run.name, or run.resume=never"
         )
 
 
 def identity(config: dict[str, Any], text_sha256: str) -> dict[str, Any]:
-    """Return what a run must have in common with a snapshot to resume from it, by configuration key."""
+    """Return the values that must match for a run to resume from a snapshot, by configuration key."""
     keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *CODE_LOCATION_KEYS)]
     keys += [f"data.{key}" for key in ("block_size", "stride", "train_split", "truncate")]
     keys += ["trainer.batch_size", "optimizer.name", "run.seed"]

@@ -30,7 +30,7 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def build_model_and_optimizer(config: Config, runtime: Runtime, vocab_size: int) -> tuple[nn.Module, Optimizer]:
-    """Build both as every start of the run does, with the weights that the seed gives."""
+    """Build both, with weights drawn from the seed."""
     seed_everything("weights", config.run.seed)
     model = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
     if config.trainer.activation_checkpointing:
@@ -39,7 +39,7 @@ def build_model_and_optimizer(config: Config, runtime: Runtime, vocab_size: int)
 
 
 class TrainStep:
-    """The steps of a run, `steps` in all."""
+    """The optimizer steps of a run, `steps` in total."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class TrainStep:
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
-        self.data_time_s = 0.0  # seconds that the last batch took to fetch
+        self.data_time_s = 0.0  # seconds to fetch the last batch
 
     def warm_up(self) -> None:
-        """Do the warm-up passes of the first batch, and compile; neither counts in the speed."""
+        """Run the warm-up passes on the first batch, and compile; the meters exclude both."""
         self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
         if self.runtime.compiles:
@@ -109,13 +109,13 @@ class TrainStep:
         return loss
 
     def clip_grad_norm(self) -> Tensor:
-        """Clip the gradients; return their norm before that."""
+        """Clip the gradients; return their norm before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if limit is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
-        return norm.to(self.runtime.device)  # without any gradient torch returns zero on the CPU
+        return norm.to(self.runtime.device)  # without gradients torch returns a CPU zero
 
     def optimizer_step(self, step: int) -> float:
         """Update the weights; return the learning rate."""
@@ -129,15 +129,15 @@ class TrainStep:
         return lr
 
     def clear(self) -> None:
-        """Drop the gradients, after an update or instead of one."""
+        """Free the gradients, after an update or instead of one."""
         if self.runtime.scaler.is_enabled():
             self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def diagnose(self, step: int) -> str:
-        """Return which rank's loss or gradient is not finite, by repeating the step without an update.
+        """Repeat the step without an update; return which rank's loss or gradient is not finite.
 
-        A collective, to be called after `clear`.
+        A collective; call it after `clear`.
         """
         found = ""
         for micro in self._fetch(step):
@@ -151,4 +151,4 @@ class TrainStep:
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
-        return "; ".join(culprits[:3]) or "it did not occur again when the step was repeated: suspect the hardware"
+        return "; ".join(culprits[:3]) or "not reproducible when the step is repeated: suspect the hardware"

@@ -17,20 +17,20 @@ from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import Context, TrainState
 
 log = logging.getLogger(__name__)
-Sampler = Callable[[int], str | None]  # returns a text for a step, or None on ranks that have nothing to show
+Sampler = Callable[[int], str | None]  # takes a step; returns a text, None on other ranks
 
 
 class StepFlags:
-    """What the ranks tell each other in every step; the same on all of them."""
+    """Flags that the ranks all_gather in every step, so that they decide alike."""
 
     def __init__(self, table: Tensor) -> None:
         """
         Args:
-            table: what each rank has sent (world size, 4).
+            table: the row of each rank (world size, 4).
         """
-        self.interrupted, self.saving, _, _ = (table != 0).any(dim=0).tolist()  # a rank has a signal, is writing
+        self.interrupted, self.saving, _, _ = (table != 0).any(dim=0).tolist()  # on any rank
         self.is_due = bool(table[0, 2])  # a snapshot, by rank zero's clock
-        self.loss = sum(table[:, 3].tolist())  # of the step, mean over all ranks
+        self.loss = sum(table[:, 3].tolist())  # mean of the step over all ranks
 
 
 class Trainer:
@@ -49,9 +49,9 @@ class Trainer:
         return self.context.state
 
     def fit(self) -> RunStatus:
-        """Train to the last step, or until a signal or the pruner ends the run; the newest snapshot is whole.
+        """Train to the last step, or until a signal or the pruner ends the run; the last snapshot is then committed.
 
-        Meanwhile signals are deferred to the end of a step, and a watchdog looks after the other ranks.
+        Meanwhile signals are deferred to the end of a step, and a watchdog detects ranks that hang.
         """
         begin = time.perf_counter()
         watchdog = Watchdog(self.context.runtime.group)
@@ -71,7 +71,7 @@ class Trainer:
         return self._ended or RunStatus.COMPLETE
 
     def _step(self, step: int) -> None:
-        """Train one step, and do what is due after it."""
+        """Train one step, then log, evaluate, sample and save if due."""
         flags = self._train(step)
         if flags is None:  # rolled back
             return
@@ -95,9 +95,9 @@ class Trainer:
             self.saves.maybe_save(flags.is_due)
 
     def _train(self, step: int) -> StepFlags | None:
-        """Train one step unless it has to be skipped; return None where the run is rolled back instead."""
+        """Train one step unless it is to be skipped; return None after a rollback."""
         if step in self.state.skipped_steps:
-            log.info("step %d is skipped since the rollback", step)
+            log.info("step %d is skipped after the rollback", step)
             return StepFlags(self._exchange_flags(torch.zeros(()))())
         loss = self.train_step.forward_backward(step)
         self.saves.wait_for_staging()
@@ -114,14 +114,14 @@ class Trainer:
         return flags
 
     def _exchange_flags(self, loss: Tensor) -> Callable[[], Tensor]:
-        """Start to gather the flags of all ranks; return the function that waits for their table."""
+        """Start an all_gather of the flags; return the function that waits for the table of all ranks."""
         interrupted, saving = self.context.interrupt.signal_name is not None, self.saves.manager.save_in_progress
         loss_sent = float(loss) if self.anomaly.checks_every_step else 0.0
         row = torch.tensor([interrupted, saving, self.saves.is_due(), loss_sent], dtype=torch.float64)
         return self.context.runtime.group.all_gather_async(row)
 
     def _skip(self, step: int, anomaly: str) -> bool:
-        """Skip a step, or stop, or roll back, as trainer.on_nonfinite says; return whether the step is skipped.
+        """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether the step is skipped.
 
         Raises:
             TrainingError: the run stops.
@@ -132,7 +132,7 @@ class Trainer:
         policy = self.config.on_nonfinite
         if policy == "stop" or self.state.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
             self.saves.manager.wait()
-            again = "" if policy == "stop" else f", as had the {self.state.consecutive_skips - 1} before it"
+            again = "" if policy == "stop" else f", as did the {self.state.consecutive_skips - 1} before it"
             raise self.anomaly.make_error(f"{message}{again}")
         if policy == "rollback" and self._rollback(step, message):
             return False
@@ -140,7 +140,7 @@ class Trainer:
         return True
 
     def _rollback(self, step: int, message: str) -> bool:
-        """Resume from the newest snapshot without the step of the anomaly; return False where there is none."""
+        """Restore the newest snapshot and mark the step to be skipped; return False if there is no snapshot."""
         restored = self.saves.restore_latest()
         if restored is None:
             return False
@@ -159,7 +159,7 @@ class Trainer:
         return step == self.steps or (every is not None and step % every == 0)
 
     def _resume_pending_evaluation(self) -> None:
-        """Do the evaluation that a signal interrupted, and what should have followed it."""
+        """Run the evaluation that a signal interrupted, and the pruning and saving after it."""
         improved = self.state.step > 0 and self._maybe_evaluate()
         self._maybe_prune()
         is_last = self.state.step == self.steps
@@ -169,7 +169,7 @@ class Trainer:
             self._log_sample()
 
     def _maybe_evaluate(self) -> bool:
-        """Evaluate if it is due; return whether the validation loss is the lowest so far, and that is to be saved."""
+        """Evaluate if due; return whether to save the step as the best so far."""
         state = self.state
         if not self._is_due(self.config.eval_every) or self._ended or state.val_step == state.step:
             return False
@@ -191,7 +191,7 @@ class Trainer:
         return improved and self.context.config.snapshot.keep_best
 
     def _maybe_prune(self) -> None:
-        """End a sweep's job that the pruner gives up after its evaluation."""
+        """End the job of a sweep if the pruner says so after an evaluation."""
         state = self.state
         if self._ended or state.best_val_loss is None or state.step == self.steps or state.val_step != state.step:
             return

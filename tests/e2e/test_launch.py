@@ -301,7 +301,7 @@ def test_ranks_of_different_configuration_are_refused(tmp_path):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     jobs = [Job([*python_main(), *TINY, f"optimizer.lr={lr}"], tmp_path, RANK=r, **shared) for r, lr in ("01", "12")]
     assert [job.wait() for job in jobs] == [2, 2]
-    expected = "config error: rank 1 is configured otherwise than rank 0: optimizer.lr: 1.0 -> 2.0"
+    expected = "config error: rank 1 has another configuration than rank 0: optimizer.lr: 1.0 -> 2.0"
     assert expected in jobs[0].text()
     assert not (tmp_path / "outputs").exists()
 

@@ -170,7 +170,7 @@ def test_killed_restarted_and_interrupted(launcher, tmp_path):
     assert "restart 1 of 3" in job.text()
     assert {path.name for path in runs.iterdir()} == {"run", "run-2"}
     assert result(runs / "run-2")["status"] == "preempted"
-    assert "the same command goes on from there" in job.text().splitlines()[-1]
+    assert "rerun the same command to resume" in job.text().splitlines()[-1]
 
 
 def family(pid: int) -> list[int]:

@@ -62,7 +62,7 @@ def check_stopped(held: Held, run: Path, step: int) -> None:
     assert committed(run)[-1] == step, held.job.text()
     assert result(run)["status"] == "preempted"
     assert result(run)["step"] == step
-    assert f"preempted at step {step}; the same command goes on from there" in held.job.text()
+    assert f"preempted at step {step}; rerun the same command to resume" in held.job.text()
 
 
 def finish(cwd: Path, steps: list[int], reference: Path, ranks: int = 1) -> None:
@@ -249,7 +249,7 @@ def test_the_older_snapshot_stays_where_there_is_no_time(tmp_path, undisturbed):
     assert (held.site / "writing").exists()
     assert committed(run) == [5]
     assert result(run)["status"] == "preempted"
-    assert "preempted at step 8 without time for a snapshot: the last one is that of step 5" in held.job.text()
+    assert "preempted at step 8 without time for a snapshot: the last one is of step 5" in held.job.text()
     finish(tmp_path, [5], undisturbed(1))
 
 
@@ -261,4 +261,4 @@ def test_what_would_take_too_long_is_not_begun(tmp_path):
     run = tmp_path / "outputs" / "run"
     assert committed(run) == [5]
     assert not (run / "snapshots" / "step_00000008").exists()
-    assert "without time for a snapshot: the last one is that of step 5" in held.job.text()
+    assert "without time for a snapshot: the last one is of step 5" in held.job.text()

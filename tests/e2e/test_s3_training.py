@@ -227,7 +227,7 @@ def test_preempted_while_the_store_is_away(proxy, path, tmp_path):
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(30) == 0, job.text()
     step = last_step(tmp_path / "outputs" / "run")
-    assert f"preempted at step {step}; the same command goes on from there" in job.text()
+    assert f"preempted at step {step}; rerun the same command to resume" in job.text()
     assert SnapshotStore(str(other / "run")).read_latest().step == step
 
 

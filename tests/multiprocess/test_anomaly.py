@@ -225,7 +225,7 @@ def test_whatever_leaves_a_step_out_leaves_the_same_weights(trained, ranks):
 def test_going_back(trained, ranks):
     log = log_of(trained, ranks, "rollback")
     assert "rolled back to the snapshot of step 4, to skip step 6" in log
-    assert "step 6 is skipped since the rollback" in log
+    assert "step 6 is skipped after the rollback" in log
     state = trained(ranks)[1] / "rollback" / "snapshots" / "step_00000008" / "state.json"
     assert json.loads(state.read_text())["train_state"]["skipped_steps"] == [6]
     assert "step 2 has loss nan" in (log := log_of(trained, ranks, "rollback without a snapshot"))
@@ -252,7 +252,7 @@ def test_a_finite_spike_is_caught(trained, ranks):
 def test_more_than_ten_in_a_row_stop(trained, ranks):
     error = errors(trained, ranks, "skip, all bad")
     assert "step 16 has loss nan" in error
-    assert "as had the 10 before it" in error
+    assert "as did the 10 before it" in error
     assert committed(trained(ranks)[1] / "skip-all_bad")[-1] < 16
     check_equal_on_all_ranks(trained, ranks, "skip, ten bad")
 

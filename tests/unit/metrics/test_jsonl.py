@@ -154,7 +154,9 @@ def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, capl
         train(history, range(1, 5), 1.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    warnings = [record for record in caplog.records if f"cannot write {path}, training goes on" in record.getMessage()]
+    warnings = [
+        record for record in caplog.records if f"cannot write {path}, training continues" in record.getMessage()
+    ]
     assert len(set(map(id, warnings))) == 1  # one record, which several handlers may have got
     assert path.read_bytes() == whole
     history.log(8, {"val/loss": 1.0})

@@ -87,7 +87,7 @@ def test_what_must_not_change_is_named_with_both_values(key, value, config):
     with pytest.raises(SnapshotError) as refused:
         check_state(8, state_of(config), changed(config, key, value), CORPUS)
     message = str(refused.value)
-    assert message.startswith("snapshot error: the snapshot of step 8 was made with other settings: ")
+    assert message.startswith("snapshot error: the snapshot of step 8 was saved with other settings: ")
     assert f" {key} ({old} there, {value} now);" in message
     assert "run.resume=never" in message
 
@@ -145,7 +145,7 @@ def test_what_may_change(key, value, config):
 )
 def test_a_state_that_does_not_hold_what_it_should(key, value, config):
     """Its manifest may be right and still it is none of ours."""
-    with pytest.raises(SnapshotError, match="the snapshot of step 8 does not hold what it should"):
+    with pytest.raises(SnapshotError, match="the snapshot of step 8 has an invalid state"):
         check_state(8, {**state_of(config), key: value}, config, CORPUS)
 
 
@@ -304,7 +304,7 @@ def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, c
 def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, config):
     model, optim = live(config)
     save(manager_at(tmp_path, config), TrainState(step=5), model, optim)
-    with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was made with other settings: run.seed"):
+    with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was saved with other settings: run.seed"):
         load_latest(manager_at(tmp_path, changed(config, "run.seed", 7)))
 
 

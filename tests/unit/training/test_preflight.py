@@ -244,9 +244,9 @@ class Sum(Plain):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (LooksAhead, "the model own looks ahead: its logits at a position change with the characters after it"),
-        (MixesSequences, "the model own mixes sequences: the logits of one change with the others of its batch"),
-        (AlwaysDropsOut, "the model own is random in evaluation mode: drop out only where self.training is true"),
+        (LooksAhead, "the model own is not causal: its logits at a position depend on later characters"),
+        (MixesSequences, "the model own mixes sequences: the logits of one depend on the others in its batch"),
+        (AlwaysDropsOut, "the model own is random in evaluation mode: apply dropout only if self.training is true"),
         (Sum, r"must give the mean cross-entropy of its logits, which in evaluation mode are \d\.\d{4} nats, not 1"),
         (OwnGenerator, "the model own would not resume exactly: its loss depends on more than"),
         (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),

@@ -25,7 +25,7 @@ from mingpt_ddp.training.start_log import log_changes, log_start
 
 NAME = "gpt-adamw"
 ENVIRONMENT = {"torch": "2.9.0", "device": "some CPU (AVX2)", "threads": 2, "transport": "gloo", "comm_hook": "none"}
-BITS = "the last bits of the numbers may differ from now on, because of "
+BITS = "results may differ in the last bits from now on, because of "
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_a_limit_below_the_snapshot(lines):
 
 def test_the_last_step_again(lines):
     train(NAME, STEPS)
-    assert about(lines, "complete") == ["INFO complete: the snapshot of step 4 is that of the last step"]
+    assert about(lines, "complete") == ["INFO complete: the snapshot of step 4 is of the last step"]
 
 
 # The environment
@@ -197,7 +197,7 @@ def test_a_new_run_misses_nothing(lines):
 def test_goodput_is_said_of_long_runs_alone(least_s, lines, monkeypatch):
     monkeypatch.setattr(composition, "MIN_GOODPUT_S", least_s)
     train(NAME, STEPS + 1)
-    pattern = r"INFO goodput \d+\.\d%: starting, saving and training steps again took [\d:]+ of [\d:]+"
+    pattern = r"INFO goodput \d+\.\d%: startup, stalls for snapshots and repeated steps took [\d:]+ of [\d:]+"
     assert [bool(re.fullmatch(pattern, line)) for line in about(lines, "goodput")] == [True] * (least_s == 0)
 
 
