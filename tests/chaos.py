@@ -81,7 +81,7 @@ class Log:
         "committed": r"snapshot of step (\d+) committed to ",
         "preempted": r"preempted at step (\d+); ",
         "too late": r"preempted at step (\d+) without time",
-        "failed save": r"cannot write the snapshot of step (\d+): .*; training goes on",
+        "failed save": r"cannot write the snapshot of step (\d+): .*; training continues",
     }
 
     def __init__(self, path: Path) -> None:

@@ -1,11 +1,11 @@
 """Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph per step on a GPU.
 
-On a CPU, decoding with a small model is bound by reading its weights: 16-bit copies halve the bytes, and packed in the
-layout of the kernel they need no conversion. Everything else stays in fp32, where attention is faster too. For few
-sequences at a time fp16 by FBGEMM is fastest (fp32 in and out, faster to start), for many bf16 by oneDNN.
+On a CPU, decoding with a small model is bound by weight bandwidth: 16-bit copies halve the bytes, and packed in the
+layout of the kernel they need no conversion. Everything else stays in fp32, in which attention is faster too. For small
+batches FBGEMM's fp16 is fastest (fp32 in and out, less overhead per call), for large ones oneDNN's bf16.
 
 On a GPU a step is bound by kernel launches, which a CUDA graph reduces to one. torch.compile would fuse some kernels,
-but takes longer to start than thousands of tokens.
+but compiling takes longer than thousands of tokens.
 
 Shapes: B sequences, V = vocab_size.
 """
@@ -20,12 +20,12 @@ from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, ops
 from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
-BF16_MIN_BATCH = 8  # sequences; from here on bf16 is faster than fp16 on a CPU
-WARMUP_STEPS = 3  # before capture, for libraries to allocate their workspaces
+BF16_MIN_BATCH = 8  # sequences; from this batch on bf16 is faster than fp16 on a CPU
+WARMUP_STEPS = 3  # before capture, so that libraries allocate their workspaces
 
 
 def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
-    """Return fp32, bf16 or fp16; auto is 16 bits if the hardware is fast at it and the model is a `SupportsKVCache`."""
+    """Return fp32, bf16 or fp16; auto is 16 bits if the hardware is fast at it and the model has a KV cache."""
     if wanted != "auto":
         return wanted
     if not isinstance(model, SupportsKVCache):
@@ -45,7 +45,7 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
 
     Args:
         precision: fp32, bf16 or fp16: of the whole model on a GPU, of the weights of linear layers on a CPU.
-        batch: sequences at a time for which the weights are laid out; other numbers work too.
+        batch: batch size to pack the weights for; other sizes work too.
 
     Raises:
         ConfigError: this build of torch lacks the kernel for this CPU.
@@ -61,22 +61,22 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
 
 
 def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
-    """Replace linear layers and layer norms, but none with hooks or a forward of its own."""
+    """Replace linear layers and layer norms, except those with hooks or an overridden forward."""
     for name, child in module.named_children():
         fast = FAST_LAYERS.get(type(child).forward)
         if fast is None or has_hooks(child):
             _replace_layers(child, dtype, batch)
         else:
             child.__class__ = fast
-            vars(module)[name] = child  # found without nn.Module.__getattr__
+            vars(module)[name] = child  # bypasses nn.Module.__getattr__
             vars(module)[name].pack(dtype, batch)
 
 
-# `__call__ = forward` skips nn.Module's search for hooks, which costs as much per token as some layers.
+# `__call__ = forward` skips nn.Module's hook dispatch, which costs as much per token as some layers.
 
 
 class FastLinear(nn.Linear):
-    """A linear layer that multiplies by a packed copy of its weight; the types of input and output stay the same."""
+    """A linear layer with a packed copy of its weight; input and output types are unchanged."""
 
     def pack(self, dtype: torch.dtype, batch: int) -> None:
         weight, bias = (None if p is None else p.detach() for p in (self.weight, self.bias))
@@ -89,7 +89,7 @@ class FastLinear(nn.Linear):
 
 
 class FastLayerNorm(nn.LayerNorm):
-    """A layer norm reduced to its operation."""
+    """A layer norm that calls torch.layer_norm directly."""
 
     def pack(self, dtype: torch.dtype, batch: int) -> None:
         weight, bias = (None if p is None else p.detach() for p in (self.weight, self.bias))

@@ -10,7 +10,7 @@ from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
 
-MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32, and sampling has been greedy long before
+MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SamplingParams:
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample from the k likeliest tokens
-    top_p: float | None = None  # from the likeliest with this probability together (Holtzman et al. 2020, 1904.09751)
+    top_p: float | None = None  # from the likeliest that sum to this probability (Holtzman et al. 2020, 1904.09751)
 
 
 @torch.inference_mode()
@@ -29,9 +29,9 @@ def generate(
     """Yield the new tokens one position at a time, each (B,).
 
     Each token is predicted from a window of the text. The window starts as the prompt and grows by each new token until
-    it fills the context of block_size tokens. Then it shrinks to its newer half and grows again. So a model with a KV
-    cache recomputes the cache only after a shift and reads no token more than twice.
-    (A window that slides by one token would move all its tokens to other positions and recompute the cache every time.)
+    it fills the context of block_size tokens, then shrinks to its newer half and grows again. A KV cache is therefore
+    recomputed only after each shift, and no token is read more than twice. (A window that slides by one token would
+    change all positions and recompute the cache for every token.)
 
     Args:
         model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with a KV cache
@@ -42,7 +42,7 @@ def generate(
     was_training = model.training
     model.eval()
     block_size: int = vars(model)["block_size"]
-    text = tokens.new_empty(len(tokens), block_size)  # (B, block_size), of which the first `length` are the window
+    text = tokens.new_empty(len(tokens), block_size)  # (B, block_size); the first `length` columns are the window
     length = min(tokens.shape[1], block_size)
     text[:, :length] = tokens[:, -block_size:]
     prefill = True
@@ -62,7 +62,7 @@ def generate(
 
 
 class DecodeSession:
-    """The logits after a growing window, from a KV cache and a CUDA graph where the model supports them."""
+    """Logits after a growing window, with a KV cache and a CUDA graph if the model supports them."""
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model, self.graph = model, None
@@ -78,7 +78,7 @@ class DecodeSession:
         """Return the logits (B, V) after a window (B, T), valid until the next call.
 
         Args:
-            prefill: compute the cache from scratch; else the window is the previous one and one more token.
+            prefill: compute the cache from scratch; otherwise the window is the previous one plus one token.
         """
         if not isinstance(self.model, SupportsKVCache):
             return self.model(window)[:, -1]
@@ -102,7 +102,7 @@ def sample_token(logits: Tensor, sampling: SamplingParams, rng: torch.Generator 
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p is not None and top_p < 1:
         ranked, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        excluded = ranked.cumsum(dim=-1) - ranked >= top_p  # the likelier tokens reach top_p without it
+        excluded = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier tokens already reach top_p
         logits = logits.masked_fill(excluded.scatter(-1, order, excluded), -torch.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=rng)[:, 0]
 

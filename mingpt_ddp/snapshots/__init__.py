@@ -1,4 +1,4 @@
-"""Snapshots: the state of a run on disk. How it is captured, written while training goes on, found again and restored.
+"""Snapshots: the state of a run on disk. Capture, asynchronous save, lookup and restore.
 
 `state_dict` turns live objects into named tensors and back, `format` and `staging_buffer` define the files, `store`
 writes, reads and deletes them, `load` finds them by URL, `load_model` builds the model alone. A run saves through

@@ -1,6 +1,6 @@
-"""Write one snapshot on a thread of every rank, while training goes on.
+"""Write one snapshot on a thread of every rank, while training continues.
 
-Training waits only until the state has been staged in host memory, and only before it next changes the weights:
+Training waits only for staging in host memory, and only before the next update of the weights:
 Mohan et al. 2021, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing" (USENIX FAST).
 """
 
@@ -25,7 +25,7 @@ Parts = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, o
 
 
 class AsyncSave(threading.Thread):
-    """Stage, write, commit. Every rank runs one for the same step; an error of one rank is raised on all."""
+    """Stage, write, commit. Every rank runs this thread for the same step; an error on one rank is raised on all."""
 
     def __init__(
         self,
@@ -38,21 +38,21 @@ class AsyncSave(threading.Thread):
     ) -> None:
         """
         Args:
-            stores: where to write; each is tried when the one before has failed.
-            buffers: host memory for the staged tensors, by file name; every snapshot uses it again.
+            stores: where to write; each is a fallback for the one before.
+            buffers: staging buffers by file name, reused by every snapshot.
             parts: this rank's files. The tensors may change as soon as `staged` is set.
-            apply_retention: called on rank zero with the store of the commit; it must not raise.
+            apply_retention: called on rank zero with the store of the commit; must not raise.
         """
         super().__init__(name=f"snapshot of step {step}", daemon=True)
         self.runtime, self.stores, self.buffers = runtime, stores, buffers
         self.step, self.parts, self.apply_retention = step, parts, apply_retention
         self.staged = threading.Event()
         self.started_at = time.monotonic()
-        self.duration_s = 0.0  # from here to the commit
+        self.duration_s = 0.0  # from the start to the commit
         # The result, the same on every rank.
         self.url: str | None = None  # of the store that holds the snapshot
-        self.failure: tuple[str, OSError] | None = None  # the URL of the first store and its error
-        self.error: Exception | None = None  # the run cannot go on
+        self.failure: tuple[str, OSError] | None = None  # the first store that failed, and its error
+        self.error: Exception | None = None  # ends the run
         device = runtime.device
         self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -74,7 +74,7 @@ class AsyncSave(threading.Thread):
                         store.write_files(self.step, manifest or {})
                 except OSError as error:
                     self.failure = self.failure or (store.url, error)
-                    if store.storage.local:  # free a full disk; an object store that fails would fail this as well
+                    if store.storage.local:  # free a full disk; a failing object store would fail the deletion too
                         with contextlib.suppress(OSError):
                             group.env.call_on_rank_zero(partial(store.clear, self.step))
                 else:
@@ -90,7 +90,7 @@ class AsyncSave(threading.Thread):
             self.duration_s = time.monotonic() - self.started_at
 
     def _stage(self) -> dict[str, memoryview | bytes]:
-        """Copy the tensors to host memory, on a CUDA stream of its own; return the content of each file."""
+        """Copy the tensors to host memory, on a separate CUDA stream; return the content of each file."""
         tensors = {name: part for name, part in self.parts.items() if isinstance(part, dict)}
         if tensors.keys() != self.buffers.keys() or not all(self.buffers[n].fits(t) for n, t in tensors.items()):
             self.buffers.clear()  # free the memory before allocating again
@@ -99,7 +99,7 @@ class AsyncSave(threading.Thread):
         if self._ready is not None:
             torch.cuda.set_device(self.runtime.device)  # of this thread
             stream = torch.cuda.Stream(self.runtime.device)
-            stream.wait_event(self._ready)  # for what the training stream had queued when the snapshot was taken
+            stream.wait_event(self._ready)  # work queued on the training stream before the snapshot
         with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
             for name, buffer in self.buffers.items():
                 buffer.fill(tensors[name])

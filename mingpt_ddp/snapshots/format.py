@@ -1,17 +1,17 @@
-"""What a snapshot holds: its files, their names, and the manifest that commits them.
+"""The snapshot format: its files, their names, and the manifest that commits them.
 
 A snapshot is a directory `step_00001000` of
 
     model.safetensors      parameters and buffers        (state_dict.py)
     optimizer.safetensors  the optimizer's state         (state_dict.py)
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
-    manifest.json          size and SHA-256 of the others, and of itself; written last
+    manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
-When several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on. Without a valid
-manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. A snapshot
-from a stranger is safe to read: names are checked, and sizes are known before anything is read.
+If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on. Without a valid
+manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted
+snapshots are safe to read: names are validated, and sizes are known before anything is read.
 
-No file, field or tensor is renamed any more. Later versions may add some, which this one ignores.
+Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
 """
 
 import hashlib
@@ -32,15 +32,15 @@ MANIFEST, STATE = "manifest.json", "state.json"
 KINDS = ("model", "optimizer")
 OUR_KINDS = (*KINDS, "state", "manifest")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-MAX_STATE_BYTES = 1 << 24  # a state with every Unicode character in its vocabulary is smaller
-MAX_MANIFEST_BYTES = 1 << 22  # that of 10,000 shards is smaller
+MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
+MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
 MAX_CONFIG_CHARS = 1 << 16  # of a run's configuration, in a snapshot's state or in its config.yaml
 MAX_JSON_DEPTH = 20
-MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than they gain in parallel writing
+MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than parallel writes save
 
 
 class CorruptSnapshotError(Exception):
-    """A file of the snapshot is missing or is not what was written."""
+    """A file of the snapshot is missing, or differs from what was written."""
 
 
 class IncompleteSnapshotError(CorruptSnapshotError):
@@ -49,7 +49,7 @@ class IncompleteSnapshotError(CorruptSnapshotError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of one snapshot, all of it on the CPU."""
+    """The content of one snapshot, on the CPU."""
 
     step: int
     model: dict[str, Tensor]
@@ -67,24 +67,24 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(kind: str, shard: int, shards: int) -> str:
-    """Name the file of one shard; shards count from 0, in the name from 1."""
+    """Name the file of one shard; shards count from 0, names from 1."""
     return f"{kind}.safetensors" if shards == 1 else f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[dict[str, dict[str, Tensor]]]:
-    """Divide whole tensors over the writers, as equally in bytes as possible; every rank gets the same answer.
+    """Assign whole tensors to writers, balanced by bytes; deterministic, so that all ranks agree.
 
     Args:
         tensors: by kind and name.
 
     Returns:
-        For each writer its tensors by file and name; there are fewer writers where shards would be too small.
+        For each writer its tensors by file and name; fewer writers than asked if shards would be too small.
     """
     everything = [(tensor.nbytes, kind, name) for kind, named in tensors.items() for name, tensor in named.items()]
     shards = max(1, min(writers, sum(size for size, _, _ in everything) // MIN_SHARD_BYTES))
     loads = [0] * shards
     files: list[dict[str, dict[str, Tensor]]] = [{shard_name(k, i, shards): {} for k in tensors} for i in range(shards)]
-    for size, kind, name in sorted(everything, reverse=True):  # the largest first, each to the smallest shard
+    for size, kind, name in sorted(everything, reverse=True):  # largest first, each to the smallest shard
         shard = loads.index(min(loads))
         loads[shard] += size
         files[shard][shard_name(kind, shard, shards)][name] = tensors[kind][name]
@@ -92,17 +92,17 @@ def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> 
 
 
 def kind_of(name: str) -> str:
-    """Return what a file of a snapshot holds: model, optimizer, state, or what a later version has added."""
+    """Return the kind of a snapshot file: model, optimizer, state, or one added by a later version."""
     return re.split("[.-]", name)[0]
 
 
 def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
-    """Return the manifest; `added` are fields of a later version."""
+    """Return the manifest; `added` holds fields of a later version."""
     return _with_digest({"format": FORMAT, "step": step, "files": files, **added})
 
 
 def _with_digest(values: dict[str, Any]) -> bytes:
-    """Return the values as JSON whose last field is the SHA-256 of the others, so that any flipped bit is noticed."""
+    """Return the values as JSON whose last field is the SHA-256 of the others, which detects any flipped bit."""
     digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
     return json.dumps({**values, "sha256": digest}, indent=1).encode()
 
@@ -112,7 +112,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
 
     Raises:
         CorruptSnapshotError: it is not byte for byte what `encode_manifest` writes.
-        SnapshotError: another version wrote it, in another format.
+        SnapshotError: another version wrote it in another format.
     """
     try:
         values = load_json(content)
@@ -134,7 +134,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
     shards = max(1, sum(kind_of(name) == KINDS[0] for name in files))
     ours = {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
-    # Of later versions: no path, and nothing that could pass for one of ours.
+    # Files of later versions: no path separators, and no name that collides with ours.
     known = all(re.fullmatch(r"[a-z0-9_]+\.[a-z]+", n) and kind_of(n) not in OUR_KINDS for n in files.keys() - ours)
     if not (valid and known and ours <= files.keys()) or files[STATE]["bytes"] > MAX_STATE_BYTES:
         raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
@@ -142,7 +142,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
 
 
 def load_json(content: bytes) -> Any:
-    """Parse JSON that a stranger may have written.
+    """Parse untrusted JSON.
 
     Raises:
         ValueError: it is not JSON, has NaN or infinite numbers, or is nested too deeply.

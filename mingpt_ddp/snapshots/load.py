@@ -1,4 +1,4 @@
-"""Find snapshots by URL: of a run directory, of a directory of snapshots, or one snapshot."""
+"""Find snapshots by the URL of a run directory, of a directory of snapshots, or of one snapshot."""
 
 import contextlib
 import logging
@@ -19,17 +19,17 @@ from mingpt_ddp.storage.urls import check_url, open_storage
 log = logging.getLogger(__name__)
 
 Step: TypeAlias = int | Literal["newest", "best"]  # best: with the lowest validation loss
-ANSWER_TIMEOUT_S = 10.0  # in which a store has to list its snapshots for a command
+ANSWER_TIMEOUT_S = 10.0  # for a store to list its snapshots for a command
 
 
 def candidate_stores(url: str, follow: bool = True) -> Iterator[SnapshotStore]:
     """Yield the stores that may hold the snapshots of a run directory or of a directory of snapshots.
 
     Args:
-        follow: also those that the run directory names elsewhere.
+        follow: include stores elsewhere that the run directory records.
 
     Raises:
-        SnapshotError: one of their URLs cannot be opened here.
+        SnapshotError: one of their URLs cannot be opened on this machine.
     """
     yield from map(_open_store, [url] if not follow and _linked_directory(url) else [f"{url}/snapshots", url])
     if follow:
@@ -39,13 +39,13 @@ def candidate_stores(url: str, follow: bool = True) -> Iterator[SnapshotStore]:
 def _open_store(url: str) -> SnapshotStore:
     try:
         check_url(url, "URL")
-    except ConfigError as error:  # the run was on another machine
+    except ConfigError as error:  # recorded on another machine
         raise SnapshotError(f"cannot look for snapshots: {error.args[0]}") from error
     return SnapshotStore(url)
 
 
 def stores_of_run(stores: list[SnapshotStore], directory: Path) -> list[SnapshotStore]:
-    """Return the stores of a run, and those that an earlier configuration wrote to.
+    """Return the stores of a run, and those of its earlier configurations.
 
     Raises:
         SnapshotError: as `candidate_stores` does.
@@ -65,7 +65,7 @@ def find_steps(url: str, follow: bool = True) -> list[tuple[SnapshotStore, list[
     """List the stores at a URL that have snapshots, committed or not, with their steps.
 
     Args:
-        follow: also those that the run directory names elsewhere; otherwise one line names them.
+        follow: include stores elsewhere that the run directory records; otherwise log one line that names them.
 
     Raises:
         SnapshotError: there are none.
@@ -79,7 +79,7 @@ def find_steps(url: str, follow: bool = True) -> list[tuple[SnapshotStore, list[
             found.append((store, steps))
         store.storage.set_deadline(math.inf)
     elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
-    hint = f"its run also keeps some at {redact(', '.join(elsewhere))}: add follow=true to go there"
+    hint = f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
     if not found:
         hint = hint if elsewhere else "name a run directory, its snapshots or one of them"
         raise SnapshotError(f"there are no snapshots at {url}; {hint}")
@@ -89,11 +89,11 @@ def find_steps(url: str, follow: bool = True) -> list[tuple[SnapshotStore, list[
 
 
 def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -> Snapshot:
-    """Read a snapshot of a run directory or of a directory of snapshots, or the one that the URL names.
+    """Read a snapshot from a run directory or a directory of snapshots, or the one that the URL names.
 
     Args:
         kinds: which tensors to read; the others are left empty.
-        step: which one; the newest is the newest that is undamaged.
+        step: which one; `newest` skips damaged snapshots.
 
     Raises:
         SnapshotError: there is no such snapshot, or it is damaged.
@@ -120,7 +120,7 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
 
 
 def _find_url(url: str, step: int | str) -> str:
-    """Return the URL of the snapshot of a step, or of the best one, as the newest that can be read records it.
+    """Return the URL of the snapshot of a step, or of the best one by the newest readable state.
 
     Raises:
         SnapshotError: there is none.
@@ -133,24 +133,24 @@ def _find_url(url: str, step: int | str) -> str:
             wanted = best if type(best) is int else step
             break
     if wanted not in found:
-        raise SnapshotError(f"there is no snapshot of step {wanted} at {url}; the newest is that of step {max(found)}")
+        raise SnapshotError(f"there is no snapshot of step {wanted} at {url}; the newest is of step {max(found)}")
     return f"{found[wanted].url}/{layout.directory_name(wanted)}"
 
 
 def recorded_train_state(state: Any) -> dict[str, Any]:
-    """Return the train state as the content of a state.json has it, not checked; empty if it has none."""
+    """Return the train state in a state.json, unchecked; {} if it has none."""
     train_state = state.get("train_state") if isinstance(state, dict) else None
     return train_state if isinstance(train_state, dict) else {}
 
 
 def _linked_directory(run: str) -> list[str]:
-    """Return where the `snapshots` of a local run directory are if that is a symbolic link; otherwise nothing."""
+    """Return the target of `snapshots` in a local run directory if it is a symbolic link; otherwise []."""
     storage = open_storage(f"{run}/snapshots")
     return [os.path.realpath(storage.root)] if storage.local and os.path.islink(storage.root) else []
 
 
 def _recorded_urls(run: str) -> list[str]:
-    """Read from the run's config.yaml where else it writes snapshots, if it does."""
+    """Return the snapshot URLs outside the run directory that its config.yaml records."""
     try:
         directory = open_storage(run)
         recorded = load_yaml(directory.read("config.yaml", limit=layout.MAX_CONFIG_CHARS))
@@ -158,7 +158,7 @@ def _recorded_urls(run: str) -> list[str]:
         depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
     except Exception:  # not a run directory
         return []
-    # A chained URL (a::b) could open a file system that runs what it reads, or writes; snapshot.path is never one.
+    # A chained URL (a::b) could open a filesystem that executes what it reads, or writes; snapshot.path is never one.
     paths = [path for path in paths if isinstance(path, str) and "::" not in path]
-    name = "/".join(directory.root.rstrip("/").split("/")[-depth:])  # the directory's: it may be run.name with a -2
+    name = "/".join(directory.root.rstrip("/").split("/")[-depth:])  # from the directory: it may be run.name with -2
     return [f"{path.removesuffix('/')}/{name}" for path in paths]

@@ -1,4 +1,4 @@
-"""Build the model of a snapshot alone, without a run: the weights and tokenizer for sampling, the shape for export."""
+"""Load the model of a snapshot without a run: weights and tokenizer for sampling, its configuration for export."""
 
 import json
 from dataclasses import dataclass, replace
@@ -31,17 +31,17 @@ def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, CharTokenize
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the state of a snapshot says about its model. Nothing is trusted before `config` has checked it."""
+    """The model's part of a snapshot state. Untrusted until `config` has validated it."""
 
     model: dict[str, Any]  # the group `model` of the run's configuration
     block_size: int  # characters of context
     vocabulary: str  # the character of each token
 
     def config(self) -> ModelConfig:
-        """Check the values and give them their types.
+        """Validate the values and return the typed configuration.
 
         Raises:
-            SnapshotError: a value does not fit, or no Python file has registered the architecture.
+            SnapshotError: a value is invalid, or no Python file has registered the architecture.
         """
         try:
             return build_group("model", self.model)
@@ -51,11 +51,11 @@ class ModelSpec:
                 "registers it, if you trust it, as in code=my_project/mine.py"
             ) from error
         except (ConfigError, TypeError, ValueError) as error:
-            raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
+            raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 
 
 def read_model_spec(state: Any) -> ModelSpec:
-    """Find the model's description in the state of a snapshot, whoever wrote it.
+    """Extract the model's part from an untrusted snapshot state.
 
     Raises:
         SnapshotError: it is missing, too large or of another type.
@@ -68,11 +68,11 @@ def read_model_spec(state: Any) -> ModelSpec:
             raise ValueError("expected a vocabulary and a configuration")
         return ModelSpec(dict(config["model"]), max(1, block_size), vocabulary)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise SnapshotError(f"the snapshot's state does not hold what it should: {error}") from error
+        raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 
 
 def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
-    """Build the model around the snapshot's own tensors: no number in its configuration allocates more than they have.
+    """Build the model around the snapshot's tensors, so that a hostile configuration allocates no more than they take.
 
     Raises:
         SnapshotError: the tensors do not fit the configuration.
@@ -80,7 +80,7 @@ def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
     vocab_size = len(spec.vocabulary)
     with attribute_errors_to_user_code():
         config = spec.config()
-        if not isinstance(config, GPTConfig):  # a user's model may have buffers that it computes when it is built
+        if not isinstance(config, GPTConfig):  # a user's constructor may compute buffers
             model = build_model(config, vocab_size, spec.block_size)
             load_model_state(model, tensors)
             return model
@@ -91,10 +91,10 @@ def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
 
     try:
         one, two = (len(on_meta(n).state_dict()) for n in (1, 2))
-        if one + (config.n_layer - 1) * (two - one) != len(tensors):  # before a billion modules are built
+        if one + (config.n_layer - 1) * (two - one) != len(tensors):  # before building a billion modules
             raise SnapshotError(f"the snapshot's {len(tensors)} tensors are not those of {config.n_layer} layers")
         model = on_meta(config.n_layer)
-    except RuntimeError as error:  # the size of a tensor overflows
+    except RuntimeError as error:  # a tensor size overflows
         raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
     load_model_state(model, tensors, assign=True)
     return model

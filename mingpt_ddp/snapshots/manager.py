@@ -1,4 +1,4 @@
-"""Save and load the snapshots of a run: rank zero reads, every rank that shares rank zero's storage writes a part."""
+"""Save and load the snapshots of a run: rank zero reads, every rank that shares rank zero's storage writes a shard."""
 
 import contextlib
 import json
@@ -23,9 +23,9 @@ from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)
-Check = Callable[[int, Any], None]  # takes the step and the state of a snapshot; raises what refuses it
+Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
 
-QUICK_S = 1.0  # a save that usually takes less is waited for when the next one is due
+QUICK_S = 1.0  # a faster save is awaited when the next one is due
 
 
 class SnapshotManager:
@@ -34,13 +34,13 @@ class SnapshotManager:
     def __init__(self, config: Config, runtime: Runtime, stores: list[SnapshotStore], directory: Path) -> None:
         """
         Args:
-            stores: where to write; each is used when the one before has failed. All of them are read.
-            directory: of the run; where else it leads to, the run wrote under an earlier configuration: only read.
+            stores: where to write; each is a fallback for the one before. All of them are read.
+            directory: of the run; stores of earlier configurations that it records are only read.
         """
         self.config, self.runtime = config, runtime
         self.stores, self.directory = stores, directory
         self.last_step: int | None = None  # of the newest snapshot that is committed
-        self.durable_s: float | None = None  # seconds from the start of the last save to its commit
+        self.durable_s: float | None = None  # from the start of the last save to its commit
         self._failures = 0  # in a row
         self._save: AsyncSave | None = None  # in progress
         self._buffers: dict[str, SafetensorsBuffer] = {}
@@ -52,7 +52,7 @@ class SnapshotManager:
         """Return the newest snapshot of the run, else that of run.resume, on every rank. A collective.
 
         Args:
-            check: called on rank zero with the step and the state of the snapshot; raises what refuses it.
+            check: called on rank zero with the step and the state of the snapshot; raises if it cannot be used.
 
         Raises:
             SnapshotError: there are snapshots, but none that this run can resume from.
@@ -83,7 +83,7 @@ class SnapshotManager:
         for store in stores_of_run(self.stores, self.directory):
             try:
                 found.append(store.read_latest())
-            except SnapshotError as error:  # all that this store holds is damaged
+            except SnapshotError as error:  # all its snapshots are damaged
                 errors.append(error)
         if errors and not any(found):
             raise errors[0]
@@ -96,7 +96,7 @@ class SnapshotManager:
     def save(
         self, step: int, state: dict[str, Any], tensors: Mapping[str, Mapping[str, Tensor]], best_step: int | None
     ) -> None:
-        """Start to save; no other save may be in progress.
+        """Start an asynchronous save; no other save may be in progress.
 
         Args:
             state: the content of state.json.
@@ -116,7 +116,7 @@ class SnapshotManager:
                     for old in fallback.steps():
                         if old < step and old != best:
                             fallback.clear(old)
-            except Exception as error:  # the new snapshot is committed all the same
+            except Exception as error:  # the new snapshot is committed nevertheless
                 log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 
         self._writers = self._writers or self._ranks_with_same_storage()
@@ -130,13 +130,13 @@ class SnapshotManager:
         self._save.start()
 
     def _ranks_with_same_storage(self) -> list[int]:
-        """Return the ranks that see rank zero's files: those of its node, or all where a filesystem is shared."""
+        """Return the ranks that see rank zero's files: those of its node, or all ranks on a shared filesystem."""
         group = self.runtime.group
         storages = [store.storage for store in self.stores if group.world_size > 1 and not store.storage.shared]
 
         def write_probes() -> str:
             name = f"probe-{uuid.uuid4().hex}"
-            with contextlib.suppress(OSError):  # it comes again, and is handled, when a snapshot goes there
+            with contextlib.suppress(OSError):  # the save will hit the same error and handle it
                 for storage in storages:
                     storage.write(name, b"")
             return name
@@ -158,23 +158,23 @@ class SnapshotManager:
 
     @property
     def save_in_progress(self) -> bool:
-        """Whether this rank's thread is still at work."""
+        """Return whether this rank's thread is running."""
         return self._save is not None and self._save.is_alive()
 
     @property
     def quick_deadline(self) -> float:
-        """Until when of time.monotonic() to wait for the save in progress before another one."""
-        # A slow one would hold up training.
+        """The time.monotonic() until which to wait for the save in progress before starting another."""
+        # Waiting for a slow save would stall training.
         return self._save.started_at + QUICK_S if self._save and (self.durable_s or 0.0) < QUICK_S else 0.0
 
     def wait(self, until: float | None = None) -> bool:
-        """Wait for the save in progress, at most until a time of time.monotonic(); return whether it is done.
+        """Wait for the save in progress, at most until `until` by time.monotonic(); return whether it is done.
 
-        A collective: the save is done when it is on all ranks.
+        A collective: the save is done once it is done on all ranks.
 
         Raises:
             StorageUnavailableError: it failed, and snapshot.max_failures are exceeded.
-            RunError: another process has taken over the directory of snapshots.
+            RunError: another process has taken over the lease.
         """
         save = self._save
         if save is None:
@@ -194,10 +194,10 @@ class SnapshotManager:
             if self._failures > (allowed := self.config.snapshot.max_failures):
                 times = f", {self._failures} times in a row" if self._failures > 1 else ""
                 raise StorageUnavailableError(
-                    f"{message}{times}; the older ones are whole: mend this and run again, or set "
+                    f"{message}{times}; older snapshots are intact: fix this and run again, or set "
                     "snapshot.fallback_path"
                 ) from (save.failure[1] if save.failure else None)
-            log.warning("%s; training goes on (failure %d of %d allowed)", message, self._failures, allowed)
+            log.warning("%s; training continues (failure %d of %d allowed)", message, self._failures, allowed)
             return True
         self.last_step, self.durable_s = save.step, save.duration_s
         if save.failure:
@@ -208,6 +208,6 @@ class SnapshotManager:
         return True
 
     def set_deadline(self, seconds: float) -> None:
-        """Limit the time that all further operations on each store but the last may take together."""
+        """Set a deadline, in seconds from now, for the operations on each store but the last."""
         for store in self.stores[:-1]:
             store.storage.set_deadline(seconds)

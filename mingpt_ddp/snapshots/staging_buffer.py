@@ -1,4 +1,4 @@
-"""A safetensors file in host memory: tensors are copied to their final offsets, and the buffer is written as it is.
+"""The staging buffer: a safetensors file in host memory, whose tensors are copied to their final offsets.
 
 The format is that of https://github.com/huggingface/safetensors: the header's length (8 bytes, little-endian), the
 header (JSON), the data. Laying the file out in advance saves the second copy that `safetensors.torch.save` makes.
@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-MAX_HEADER_BYTES = 1 << 24  # that of a model with 100,000 tensors is smaller
+MAX_HEADER_BYTES = 1 << 24  # fits 100,000 tensors
 DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -20,7 +20,7 @@ DTYPES = {
 
 
 class SafetensorsBuffer:
-    """A file for tensors of fixed names, shapes and types, which can be filled with new values again and again."""
+    """A file for tensors of fixed names, shapes and types, reused for new values."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the file and write its header; the memory is pinned if a tensor is on a GPU."""
@@ -37,22 +37,22 @@ class SafetensorsBuffer:
             self._views[name] = self._bytes[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these tensors have exactly the names, shapes and types of the file."""
+        """Return whether the tensors have exactly the names, shapes and types of the file."""
         return _header(tensors) == self._header
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values; those on a GPU have arrived once its current stream has been synchronized."""
+        """Copy the values; copies from a GPU are complete once its current stream is synchronized."""
         for name, view in self._views.items():
             view.copy_(tensors[name].detach(), non_blocking=True)
 
     @property
     def content(self) -> memoryview:
-        """The bytes of the file, not a copy."""
+        """The bytes of the file, without a copy."""
         return memoryview(self._bytes.numpy())  # type: ignore[arg-type]
 
 
 def _header(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Lay the tensors out, the widest types first, so that each is aligned."""
+    """Return the layout of the tensors, widest types first, so that each is aligned."""
     header, end = {}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         begin, end = end, end + tensor.nbytes
@@ -68,9 +68,9 @@ def encode(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def fits_header(start: bytes, size: int) -> bool:
-    """Return whether a safetensors file that begins with these bytes has `size` bytes by its header.
+    """Return whether the header of a safetensors file that begins with these bytes implies `size` bytes.
 
-    A header that goes on behind `start` is not looked at.
+    A header that extends past `start` is not checked.
     """
     length = int.from_bytes(start[:8], "little")
     if len(start) - 8 < length <= MAX_HEADER_BYTES:
@@ -79,7 +79,7 @@ def fits_header(start: bytes, size: int) -> bool:
         header = json.loads(start[8 : 8 + length])
         ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
         return bool(8 + length + max(ends, default=0) == size)
-    except Exception:  # whoever wrote it, it is no header
+    except Exception:  # untrusted: not a header
         return False
 
 
@@ -93,5 +93,5 @@ def decode(content: bytes) -> dict[str, Tensor]:
         raise ValueError("its header is too large")
     try:
         return safetensors.torch.load(content)
-    except Exception as error:  # the library raises a class of its own
+    except Exception as error:  # SafetensorError and others
         raise ValueError(str(error)) from error

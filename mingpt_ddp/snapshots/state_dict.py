@@ -1,4 +1,4 @@
-"""Model and optimizer as named tensors: what of their state a snapshot holds, and how it is loaded again."""
+"""Model and optimizer state as named tensors: what a snapshot holds, and how to load it."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # plain numbers of an optimizer, as tensors
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # numbers in optimizer state, stored as tensors
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name, and copies of the buffers: the next forward pass may change those in place."""
+    """Return the parameters by name, and copies of the buffers, which the next forward pass may change in place."""
     buffers = {name for name, _ in model.named_buffers()}
     return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}
 
@@ -22,7 +22,7 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     """Load what `model_state` returned.
 
     Args:
-        assign: make the tensors themselves the parameters instead of copying their values.
+        assign: use the tensors as the parameters instead of copying their values.
 
     Raises:
         SnapshotError: names, shapes or types differ.
@@ -36,7 +36,7 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
 
 
 def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The optimizer's parameters by the model's names, in the order of the optimizer's state_dict."""
+    """Return the optimizer's parameters by their names in the model, in the order of its state_dict."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -44,7 +44,7 @@ def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the state as `<parameter>:<name>`, and plain numbers as `<parameter>:<name>:<int, float or bool>`.
 
-    Hyper-parameters are not in it: they come from the configuration.
+    Hyper-parameters are omitted: they come from the configuration.
     """
     tensors = {}
     for name, parameter in _parameters(model, optimizer).items():
@@ -60,15 +60,15 @@ def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that a snapshot can hold the state of a user's model and optimizer.
 
     Raises:
-        CodeError: naming what it cannot hold.
+        CodeError: it cannot; names the entry.
     """
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             kind = getattr(value, "dtype", type(value).__name__)
-            raise CodeError(f"the model's {name} cannot be saved: {kind}; use a tensor of a usual type")
+            raise CodeError(f"the model's {name} cannot be saved: {kind}; use a tensor of a standard type")
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
-        raise CodeError("the optimizer has a parameter that is not the model's")
+        raise CodeError("the optimizer has a parameter that is not in the model")
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise CodeError(f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it is of no parameter")
@@ -86,7 +86,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
     """Load what `optimizer_state` returned.
 
     Raises:
-        SnapshotError: it is the state of other parameters, or of another optimizer.
+        SnapshotError: the state is of other parameters or of another optimizer.
     """
     parameters = _parameters(model, optimizer)
     number_types = {kind.__name__: kind for kind in NUMBERS}
@@ -97,7 +97,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
         if name not in states or (kind and (kind not in number_types or tensor.dim())):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = number_types[kind](tensor.item()) if kind else tensor
-    if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):  # those of users are not checked
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):  # user optimizers are not checked
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         for (name, parameter), group in zip(parameters.items(), groups, strict=True):
             _check_state(name, states[name], parameter, _expected_keys(optimizer, group))
@@ -105,7 +105,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
     optimizer.load_state_dict(packed)
-    for name, parameter in parameters.items():  # but it casts all of them to the parameter's type
+    for name, parameter in parameters.items():  # but it casts them to the parameter's type
         for key, value in states[name].items():
             own = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(own, Tensor) and own.dtype != value.dtype:
@@ -113,10 +113,10 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
 
 
 def _check_state(name: str, state: dict[str, Tensor | float], parameter: nn.Parameter, keys: set[str]) -> None:
-    """Check names, shapes and types of the state: fused kernels do not, and would write beyond a tensor that is short.
+    """Check names, shapes and types of the state: fused kernels do not, and would write out of bounds.
 
     Raises:
-        SnapshotError: the built-in optimizer would keep another state for this parameter.
+        SnapshotError: the built-in optimizer has other state for this parameter.
     """
     if state and state.keys() != keys:  # a parameter without gradients has no state
         raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}")
@@ -127,7 +127,7 @@ def _check_state(name: str, state: dict[str, Tensor | float], parameter: nn.Para
 
 
 def _expected_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """The names of what a built-in optimizer keeps for a parameter of this group after its first step."""
+    """Return the state keys of a built-in optimizer for a parameter of this group after its first step."""
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"}
     if group.get("muon"):

@@ -25,7 +25,7 @@ from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
 
-PARALLEL = 4  # files of an object store that are written or read at the same time
+PARALLEL = 4  # concurrent transfers of files with an object store
 
 
 class SnapshotStore:
@@ -34,8 +34,8 @@ class SnapshotStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.storage = open_storage(url)
-        self.damaged: set[int] = set()  # steps that failed their check; retention does not count them
-        self.lease: Lease | None = None  # proves ownership on an object store, which has no file locks
+        self.damaged: set[int] = set()  # steps that failed verification; retention does not count them
+        self.lease: Lease | None = None  # ownership on an object store, which has no file locks
 
     def steps(self) -> list[int]:
         """List the steps that have a directory, committed or not, in ascending order.
@@ -45,7 +45,7 @@ class SnapshotStore:
         """
         try:
             names = self.storage.list()
-        except Exception as error:  # every protocol fails in its own way
+        except Exception as error:  # exceptions differ by protocol
             reason = " ".join(str(error).split()) or type(error).__name__
             kind = StorageUnavailableError if isinstance(error, StorageError) else SnapshotError
             raise kind(f"cannot look for snapshots at {self.url}: {reason[:300]}") from error
@@ -55,7 +55,7 @@ class SnapshotStore:
         return self.size(step, layout.MANIFEST) is not None
 
     def size(self, step: int, name: str) -> int | None:
-        """Bytes of a regular file; None where there is none or it cannot be reached: a loop of links, a broken disk."""
+        """Return the bytes of a regular file; None if there is none or it is unreachable (symlink loop, bad disk)."""
         try:
             return self.storage.size(f"{layout.directory_name(step)}/{name}")
         except StorageError:
@@ -63,17 +63,17 @@ class SnapshotStore:
         except OSError:
             return None
 
-    # Writing: clear, write_files (every rank its share), make_manifest, write_files.
+    # Writing: clear, write_files (every rank its shards), make_manifest, write_files.
 
     def clear(self, step: int) -> None:
-        """Delete a snapshot or what a failed attempt left; the manifest first, so that half a deletion uncommits it."""
+        """Delete a snapshot or the files of a failed save; manifest first, so that a partial deletion uncommits it."""
         self.damaged.discard(step)
         if not (self.storage.local and Path(self.storage.root, layout.directory_name(step)).is_symlink()):
             self.storage.delete(f"{layout.directory_name(step)}/{layout.MANIFEST}")
-        self.storage.delete(layout.directory_name(step))  # of a symbolic link the link alone
+        self.storage.delete(layout.directory_name(step))  # a symbolic link is deleted, not its target
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
-        """Write some of the files of a snapshot; return their entries of the manifest."""
+        """Write some of the files of a snapshot; return their manifest entries."""
         names = [f"{layout.directory_name(step)}/{name}" for name in contents]
         with self._pool() as pool:
             digests = list(pool.map(hashlib.sha256, contents.values()))
@@ -85,15 +85,15 @@ class SnapshotStore:
         return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
 
     def make_manifest(self, step: int, files: Files) -> dict[str, bytes]:
-        """Check that all files have been written; return the manifest, whose writing commits the snapshot.
+        """Check that all files have been written; return the manifest, which commits the snapshot once written.
 
         Raises:
             OSError: a file is missing or has another size.
-            RunError: another process has taken over this directory of snapshots.
+            RunError: another process has taken over the lease.
         """
         for name, file in files.items():
             if self.storage.size(f"{layout.directory_name(step)}/{name}") != file["bytes"]:
-                raise OSError(f"{name} is not there as it was written")
+                raise OSError(f"{name} is missing or has another size than was written")
         if self.lease is not None:
             self.lease.check()
         return {layout.MANIFEST: layout.encode_manifest(step, files)}
@@ -101,7 +101,7 @@ class SnapshotStore:
     # Reading.
 
     def files(self, step: int, kinds: Sequence[str] | None = None) -> Files:
-        """Read the manifest and compare the sizes of the files; every reader starts here.
+        """Read the manifest and compare the file sizes; every reader starts here.
 
         Args:
             kinds: of the tensors; only their files and the state are returned. None: all files.
@@ -113,7 +113,7 @@ class SnapshotStore:
             StorageError: the storage does not answer.
         """
         size = self.size(step, layout.MANIFEST)
-        if size is None:  # or it is a pipe, which could be read for ever
+        if size is None:  # or it is a pipe, which would block
             raise IncompleteSnapshotError("it was never finished")
         listed = layout.decode_manifest(
             self._read_bytes(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)), step
@@ -126,7 +126,7 @@ class SnapshotStore:
         return files
 
     def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
-        """Read the manifest and the state; of the tensors only the sizes are checked. Raises as `files` does."""
+        """Read the manifest and the state; check only the sizes of the tensor files. Raises as `files` does."""
         files = self.files(step, kinds)
         try:
             return files, layout.load_json(self._read_file(step, layout.STATE, files[layout.STATE]))
@@ -152,13 +152,13 @@ class SnapshotStore:
                 raise MemoryError
             with self._pool() as pool:
                 contents = list(pool.map(partial(self._read_file, step), files, files.values()))
-            for name in reversed(files):  # pop: free the bytes of a file when its tensors are there
+            for name in reversed(files):  # pop: free the bytes of a decoded file
                 tensors[layout.kind_of(name)].update(decode(contents.pop()))
-        except StorageError as error:  # says nothing about the snapshot
+        except StorageError as error:  # not the fault of the snapshot
             raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
-        except ValueError as error:  # the manifest fits, but we did not write the file
+        except ValueError as error:  # valid digests, but not our file
             raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
         return Snapshot(step, tensors["model"], tensors["optimizer"], state)
 
@@ -179,7 +179,7 @@ class SnapshotStore:
         return False
 
     def read_latest(self, kinds: Sequence[str] = layout.KINDS) -> Snapshot | None:
-        """Read the newest undamaged snapshot; log one line for each newer one that is damaged.
+        """Read the newest undamaged snapshot; log one line for each newer damaged one.
 
         Args:
             kinds: which tensors to read.
@@ -238,10 +238,10 @@ class SnapshotStore:
     # Retention.
 
     def expired_steps(self, keep_last: int, best: int | None, newest: int) -> list[int]:
-        """List all steps up to `newest` but the last `keep_last` committed ones and the `best` one.
+        """List all steps up to `newest` except the last `keep_last` committed ones and the `best` one.
 
-        Directories beyond `newest` come from an abandoned branch: the run resumed from an older snapshot. They stay
-        until the run saves those steps again.
+        Directories beyond `newest` are from before the run resumed from an older snapshot. They are kept until the run
+        saves those steps again.
         """
         past = [step for step in self.steps() if step <= newest]
         committed = [step for step in past if step not in self.damaged and self.is_committed(step)]
@@ -261,7 +261,7 @@ def _check_digest(name: str, digest: str, file: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _unreadable_is_corrupt(name: str) -> Iterator[None]:
-    """A file that cannot be read is damaged; a storage that does not answer says nothing about the file."""
+    """Raise CorruptSnapshotError for a file that cannot be read, but not if the storage does not respond."""
     try:
         yield
     except StorageError:

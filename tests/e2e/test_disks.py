@@ -65,12 +65,14 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(allowed, tmp_path, dis
     assert done.returncode == 2, done.stdout
     steps = whole(full / "a")
     assert steps and steps == list(range(1, len(steps) + 1))
-    warnings = re.findall(r"cannot write the snapshot of step \d+: .*; training goes on \(failure (\d) of", done.stdout)
+    warnings = re.findall(
+        r"cannot write the snapshot of step \d+: .*; training continues \(failure (\d) of", done.stdout
+    )
     assert warnings == [str(i + 1) for i in range(allowed)]
     errors = [line for line in done.stdout.splitlines() if re.match("[a-z]+ error: ", line)]
     assert len(errors) == 1, done.stdout
     assert done.stdout.splitlines()[-1] == errors[0]
-    assert "No space left on device" in errors[0] and "the older ones are whole" in errors[0]
+    assert "No space left on device" in errors[0] and "older snapshots are intact" in errors[0]
     assert "Traceback" not in done.stdout
 
     subprocess.run(["mount", "-o", "remount,size=16m", str(full)], check=True)

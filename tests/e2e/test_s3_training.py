@@ -154,7 +154,7 @@ def test_store_killed_and_back(aws, seaweed, path, tmp_path):
     try:
         wait_for(lambda: len(committed(tmp_path)) >= 3, what="three snapshots")
         seaweed.kill()
-        wait_for(lambda: "training goes on (failure 1 of 1000 allowed)" in log_of(tmp_path), what="the first failure")
+        wait_for(lambda: "training continues (failure 1 of 1000 allowed)" in log_of(tmp_path), what="the first failure")
         step = last_step(tmp_path / "outputs/run")
         wait_for(lambda: last_step(tmp_path / "outputs/run") > step + 5, what="training without the store")
     finally:
@@ -184,7 +184,7 @@ def test_store_away_for_too_long(proxy, path, tmp_path):
         r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", told[-1]
     )
     assert len([line for line in told if "error: " in line]) == 1
-    assert re.search(r"training goes on \(failure 1 of 1 allowed\)", job.text())
+    assert re.search(r"training continues \(failure 1 of 1 allowed\)", job.text())
     assert "Traceback" not in job.text() + log_of(tmp_path)
     proxy.down = False
     newest = committed(tmp_path)[-1][0]

@@ -253,7 +253,7 @@ def test_one_failure_is_told_and_training_goes_on(root, synchronous):
     for rank in (0, 1):
         (told,) = warnings(run, rank)
         assert "cannot write the snapshot of step 8" in told
-        assert "rank 1: no space is left; training goes on (failure 1 of 3 allowed)" in told
+        assert "rank 1: no space is left; training continues (failure 1 of 3 allowed)" in told
     assert tensor_files(run, STEPS) == tensor_files(synchronous(2), STEPS)
 
 

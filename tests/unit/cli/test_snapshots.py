@@ -192,7 +192,7 @@ def test_nothing_is_done_elsewhere_unless_told(kind, run, config, call, tmp_path
         (tmp_path / "run" / "config.yaml").write_text(json.dumps(recorded))
     else:
         (tmp_path / "run" / "snapshots").symlink_to(tmp_path / "victim")
-    hint = f"its run also keeps some at {victim.url}: add follow=true to go there\n"
+    hint = f"the run also has some at {victim.url}; add follow=true to include them\n"
     commands = [["list"], ["verify"], ["prune", "keep_last=1", "keep_best=false"]]
     for name, *keys in commands:
         assert call(name, run, *keys) == (2, "", f"snapshot error: there are no snapshots at {run}; {hint}")
@@ -300,7 +300,7 @@ def test_export_of_the_best(run, config, call, tmp_path):
     store.clear(4)
     code, _, err = call("export", run, f"to={tmp_path}/c", "step=best")
     assert code == 2
-    assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is that of step 8\n"
+    assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
 
 
 def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_path, monkeypatch):

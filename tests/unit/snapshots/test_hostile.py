@@ -211,7 +211,7 @@ def test_a_giant_number(tmp_path, genuine):
 @pytest.mark.parametrize("content", [b"[]", b"7", b"null", b'"text"', b"{}", b'{"config": {}, "vocabulary": "a"}'])
 def test_a_state_of_another_kind(content, tmp_path, genuine):
     message = refused(lay(tmp_path, {**genuine, STATE: content}))
-    assert "does not hold what it should" in message
+    assert "has an invalid state" in message
     assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"  # a table can be made of it all the same
 
 

@@ -69,14 +69,14 @@ def test_load_of_the_best(store, tmp_path):
     store.storage.delete(f"{directory_name(6)}/{MANIFEST}")
     assert load(run, step="best").step == 4
     assert load(f"{store.url}/step_00000004", step="best").step == 4
-    with pytest.raises(SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is that of step 8"):
+    with pytest.raises(SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is of step 8"):
         load(run, step=5)
 
 
 @pytest.mark.parametrize("best", [None, [4], 4.0, "4", {}])
 def test_load_of_the_best_where_there_is_none(best, store):
     commit(store, with_best(4, best))
-    with pytest.raises(SnapshotError, match=r"there is no snapshot of step best at .*; the newest is that of step 4"):
+    with pytest.raises(SnapshotError, match=r"there is no snapshot of step best at .*; the newest is of step 4"):
         load(store.url, step="best")
 
 
