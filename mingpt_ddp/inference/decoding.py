@@ -2,7 +2,7 @@
 
 On a CPU, decoding with a small model is bound by weight bandwidth: 16-bit copies halve the bytes, and packed in the
 layout of the kernel they need no conversion. Everything else stays in fp32, in which attention is faster too. For small
-batches FBGEMM's fp16 is fastest (fp32 in and out, less overhead per call), for large ones oneDNN's bf16.
+batches FBGEMM's fp16 is fastest (fp32 in and out, faster to start), for large ones oneDNN's bf16.
 
 On a GPU a step is bound by kernel launches, which a CUDA graph reduces to one. torch.compile would fuse some kernels,
 but compiling takes longer than thousands of tokens.

@@ -1,4 +1,4 @@
-"""Architectures by the name that `model.architecture` selects, and the protocols that the rest of the package uses.
+"""Architectures, selected by `model.architecture`, and the protocols that the rest of the package relies on.
 
 Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_size.
 """
@@ -21,13 +21,13 @@ BUILDERS["model"].update(gpt=GPT, modern=Modern)
 
 
 class LanguageModel(Protocol):
-    """What every model must be: an nn.Module with this forward."""
+    """The interface of every model: an nn.Module with this forward."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits of the next token, or the loss if targets are given.
 
         Logits at a position may depend on the tokens up to that position only. Random numbers come from torch's global
-        generators, which are seeded before every call; evaluation mode draws none.
+        generators, which are seeded before every call; in evaluation mode there are none.
 
         Args:
             tokens: (B, T) int64, below V.
@@ -48,7 +48,7 @@ class SupportsKVCache(Protocol):
     def decode(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached tokens.
 
-        Ignore what the cache holds from `start` on; start = 0 begins another text.
+        Ignore cache entries from `start` on; start = 0 begins another text.
         """
 
 
@@ -56,7 +56,7 @@ class SupportsKVCache(Protocol):
 class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
     """Optional: on a GPU, sampling captures `step` in a CUDA graph and replays it for each new token.
 
-    `mingpt_ddp.models.kv_cache` has the parts for it.
+    Build it from `mingpt_ddp.models.kv_cache`.
     """
 
     def step(self, tokens: Tensor, cache: Any, position: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class SupportsFlopsCount(Protocol):
 
 
 def flops_per_token(model: nn.Module) -> float | None:
-    """Return the model's own count, None if it has none.
+    """Return the model's own count; None if it has no `flops_per_token`.
 
     Raises:
         CodeError: a user's model returns something other than a number above 0.
@@ -88,7 +88,7 @@ def flops_per_token(model: nn.Module) -> float | None:
         return None
     count = model.flops_per_token()
     if not isinstance(count, (int, float)) or not 0 < count < math.inf:
-        raise CodeError(f"{type(model).__name__}.flops_per_token() must give a number above 0, not {count!r}")
+        raise CodeError(f"{type(model).__name__}.flops_per_token() must return a number above 0, not {count!r}")
     return float(count)
 
 
@@ -96,7 +96,7 @@ def build_model(config: ModelConfig, vocab_size: int, block_size: int) -> nn.Mod
     """Build the model that `config` describes; torch's global generator draws its weights.
 
     Args:
-        block_size: context length; the model gets it as an attribute if it does not set one.
+        block_size: context length, set as an attribute unless the model sets it.
 
     Raises:
         CodeError: the user's builder returned something other than an nn.Module.
@@ -114,9 +114,9 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def apply_activation_checkpointing(model: nn.Module) -> None:
-    """Keep only the input of each of `model.blocks`; the backward pass recomputes the rest.
+    """Save only the input of each of `model.blocks` for backward, which recomputes the other activations.
 
-    Dropout masks are drawn again as before, so gradients stay identical bit for bit. Parameter names and passes without
+    The RNG state is preserved, so dropout masks and gradients are bit-identical. Parameter names and passes without
     gradients do not change.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).

@@ -1,4 +1,4 @@
-"""GPT-2: a pre-norm decoder with learned positions and one weight for the embedding and the head.
+"""GPT-2: a pre-norm decoder with learned positions and tied embedding and head.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its released code.
@@ -58,7 +58,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
         self.config, self.block_size = config, block_size
-        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # its weight is the head's too
+        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # tied: also the head's weight
         self.position_embedding = nn.Embedding(block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -115,8 +115,8 @@ class GPT(nn.Module):
     def flops_per_token(self) -> int:
         """Count the floating-point operations of a forward and backward pass per token: 6 N + 12 L C T.
 
-        N counts every weight that is multiplied, the tied head among them. Source: Chowdhery et al. 2022, "PaLM"
-        (arXiv:2204.02311), appendix B, with full attention, as is customary when MFU is quoted.
+        N counts every weight used in a product, including the tied head. Source: Chowdhery et al. 2022, "PaLM"
+        (arXiv:2204.02311), appendix B, with full attention, the convention for MFU.
         """
         c = self.config
         n = sum(p.numel() for p in self.parameters()) - self.position_embedding.weight.numel()

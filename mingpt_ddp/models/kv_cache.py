@@ -21,16 +21,16 @@ class KVCache:
         Args:
             shape: (B, H, block_size, D).
         """
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: with a mask, stale NaN would spread
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)  # zeros: masked NaN would propagate
         self.values = torch.zeros_like(self.keys)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout: float, cache: KVCache | None, start: CachePosition) -> Tensor:
-    """Attend to all positions up to each query's own, with a cache also to those before the first query.
+    """Attend causally; with a cache, also to the positions before the first query.
 
     Args:
         q, k, v: (B, H, T, D) of the positions from `start` on; T is 1 if `start` is a tensor.
-        dropout: probability with which an attention weight is dropped; 0 with a cache.
+        dropout: probability of dropping an attention weight; 0 with a cache.
         cache: stores the new keys and values; its entries from `start` on are overwritten or ignored.
 
     Returns:

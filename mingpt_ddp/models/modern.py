@@ -1,4 +1,4 @@
-"""A modern decoder: the changes since GPT-2 that make small models learn faster, each with its source.
+"""A modern decoder: changes since GPT-2 that make small models learn faster, each with its source.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 Combined as in Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat". There are no biases, and norms have
@@ -15,11 +15,11 @@ from mingpt_ddp.config.schema import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
 
-LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # of a block, with the last inputs (B, 1, C) of its two smears
+LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # KV cache, last inputs (B, 1, C) of both smears
 
 
 class Smear(nn.Module):
-    """Add to each token's vector a learned share of the previous one.
+    """Add a learned fraction of the previous token's vector to each token's, per channel.
 
     Source: the token shift of Peng et al. 2023, "RWKV" (arXiv:2305.13048).
     """
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        vars(self.qkv)["parts"] = 3  # Muon orthogonalizes each of the three matrices by itself
+        vars(self.qkv)["parts"] = 3  # Muon orthogonalizes the three matrices separately
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
@@ -108,7 +108,7 @@ class Block(nn.Module):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # share of the embedding x0 that is added again
+        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # fraction of the embedding x0 that is added
         self.smear_1, self.smear_2 = Smear(config.n_embd), Smear(config.n_embd)
         self.attention = Attention(config)
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class Cache(NamedTuple):
-    """What decoding keeps of the tokens read so far."""
+    """Decoding state of the tokens so far."""
 
     layers: list[LayerCache]  # by block
     last: Tensor  # (B, 1, C) embedding of the newest token, for the smear
@@ -147,7 +147,7 @@ class Modern(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Set to zero what writes to the residual stream: each block starts as the identity."""
+        """Zero all layers that write to the residual stream, so that each block starts as the identity."""
         nn.init.normal_(self.token_embedding.weight)
         bound = (3 / self.config.n_embd) ** 0.5  # uniform with standard deviation 1 / sqrt(C)
         for name, parameter in self.named_parameters():

@@ -1,4 +1,4 @@
-"""Operations with a faster form for some device: precision, causal attention, RMSNorm, squared ReLU.
+"""Operations with a faster implementation per device: causal attention, RMSNorm, squared ReLU; device and precision.
 
 Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """
@@ -14,7 +14,7 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUERY_BLOCK = 64  # queries at a time on a CPU; keys after the last of them are skipped
+QUERY_BLOCK = 64  # queries per block on a CPU; later keys are skipped
 
 
 def choose_device(wanted: str, key: str) -> torch.device:
@@ -43,7 +43,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the type that products with this parameter have: autocast's, else the parameter's own."""
+    """Return the dtype of products with this parameter: that of autocast, else that of the parameter."""
     device = parameter.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
 
@@ -51,12 +51,12 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Attend causally; the last query is at the position of the last key.
 
-    One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix products take a block of
-    queries at a time and skip the third of the work that lies above the diagonal.
+    One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix products process blocks of
+    queries and skip the third of the work that is above the diagonal.
 
     Args:
         q: (B, H, T, D). k, v: (B, H, S, D).
-        dropout: probability with which an attention weight is dropped.
+        dropout: probability of dropping an attention weight.
 
     Returns:
         (B, H, T, D)
@@ -102,7 +102,7 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with few temporaries; on a CPU torch's own is a chain of operations, each as large as x."""
+    """RMSNorm with few temporaries; on a CPU torch composes it from operations with temporaries as large as x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
-    """Apply F.dropout; return x itself, without a call, where it would do nothing."""
+    """Apply F.dropout; return x itself, without a call, if it is a no-op."""
     return F.dropout(x, probability) if training and probability > 0 else x
 
 
@@ -136,7 +136,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 class _ReLUSquared(torch.autograd.Function):
-    """Two operations forward and two backward, where autograd has five."""
+    """Two operations forward and two backward; autograd records five."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

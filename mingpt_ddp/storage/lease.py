@@ -1,7 +1,7 @@
-"""A lease on a URL: one writer at a time in object stores, which have no lock that ends with its holder.
+"""A lease on a URL: one writer at a time in object stores, which lack locks that end with the process.
 
 The owner writes `owner.json` with its id and a counter, and keeps increasing the counter. A process that finds the file
-watches it: if the counter moves the owner is alive, otherwise the lease is stale. No clocks are compared.
+polls it: if the counter changes the owner is alive, otherwise the lease is stale. No clocks are compared.
 """
 
 import json
@@ -20,28 +20,28 @@ log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
 HEARTBEAT_INTERVAL_S = 5.0  # between two heartbeats
-LEASE_TTL_S = 60.0  # without a heartbeat, after which a lease is stale; longer than a request with its retries
-TAKEOVER_GRACE_S = 1.0  # after which the last of several processes that wrote owner.json at once has the lease
+LEASE_TTL_S = 60.0  # without a heartbeat until a lease is stale; longer than a request with its retries
+TAKEOVER_GRACE_S = 1.0  # after which the last of several concurrent writers of owner.json has the lease
 MAX_RECORD_BYTES = 1 << 16
 
 
 class Lease:
-    """The right to write below a URL, held by a heartbeat thread until `release` or the end of the process."""
+    """Exclusive write access below a URL, kept by a heartbeat thread until `release` or the end of the process."""
 
     def __init__(self, storage: Storage, dead: str | None = None) -> None:
-        """Become the owner; takes LEASE_TTL_S seconds if an earlier owner may be alive.
+        """Acquire the lease; takes LEASE_TTL_S seconds if an earlier owner may be alive.
 
         Args:
-            dead: the id of an earlier owner that is known to be dead.
+            dead: id of an earlier owner known to be dead.
 
         Raises:
             RunError: the owner is alive.
-            StorageUnavailableError: the storage does not answer.
+            StorageUnavailableError: the storage does not respond.
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
         self._count = 0  # of heartbeats
-        self._new_owner: str | None = None  # that took the lease over
+        self._new_owner: str | None = None  # that took over the lease
         self._stopped = threading.Event()
         try:
             self._acquire(dead)
@@ -64,7 +64,7 @@ class Lease:
             raise still_running(self.storage.url, _describe(owner))
 
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
-        log.info("%s belongs to %s; waiting %.0f s for a heartbeat", self.storage.url, _describe(owner), LEASE_TTL_S)
+        log.info("%s is locked by %s; waiting %.0f s for a heartbeat", self.storage.url, _describe(owner), LEASE_TTL_S)
         silence, last_read = 0.0, time.monotonic()
         while silence < LEASE_TTL_S:
             time.sleep(HEARTBEAT_INTERVAL_S / 4)
@@ -73,7 +73,7 @@ class Lease:
                 return
             if current != owner:
                 raise still_running(self.storage.url, _describe(current))
-            # A read that took long says nothing about the owner, so each read counts for half an interval at most.
+            # A slow read is no evidence about the owner, so each read counts for at most half an interval.
             silence += min(time.monotonic() - last_read, HEARTBEAT_INTERVAL_S / 2)
             last_read = time.monotonic()
 
@@ -82,7 +82,7 @@ class Lease:
         return json.dumps({"id": self.id, "owner": owner, "heartbeat": self._count}).encode()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the record of the owner: None if there is none, empty if it is damaged."""
+        """Return the record of the owner: None if there is none, {} if it is damaged."""
         try:
             record = json.loads(self.storage.read(OWNER, limit=MAX_RECORD_BYTES))
         except FileNotFoundError:
@@ -99,7 +99,7 @@ class Lease:
                 self.storage.write(OWNER, self._record())
             except RunError as error:
                 log.error("%s", error)
-            except Exception as error:  # the storage does not answer: the next snapshot will report it
+            except Exception as error:  # storage unavailable: the next snapshot reports it
                 log.info("no heartbeat at %s: %s", self.storage.url, error, extra={"file_only": True})
 
     def check(self) -> None:
@@ -107,7 +107,7 @@ class Lease:
 
         Raises:
             RunError: another process has taken it over.
-            OSError: the storage does not answer.
+            OSError: the storage does not respond.
         """
         if self._new_owner is None:
             owner = self._read()
@@ -115,11 +115,11 @@ class Lease:
                 self._new_owner = _describe(owner)
         if self._new_owner is not None:
             raise RunError(
-                f"{self.storage.url} was taken over by {self._new_owner}, because this run seemed to be dead"
+                f"{self.storage.url} was taken over by {self._new_owner}, because this run sent no heartbeats"
             )
 
     def release(self) -> None:
-        """Delete owner.json; if the storage does not answer soon, it stays, and the next owner waits LEASE_TTL_S."""
+        """Delete owner.json; if the storage is too slow it remains, and the next owner waits LEASE_TTL_S."""
         self._stopped.set()
         thread = threading.Thread(target=self._delete, name="lease", daemon=True)
         thread.start()
@@ -136,7 +136,7 @@ class Lease:
 
 def still_running(location: object, owner: str) -> RunError:
     """Return the error for a run directory or URL that another process has locked."""
-    return RunError(f"{location} belongs to {owner}, which is still running; wait for it, or choose another run.name")
+    return RunError(f"{location} is locked by {owner}, which is still running; wait for it, or choose another run.name")
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
 """Files on any remote fsspec filesystem: a timeout per request, retries, and a deadline per operation.
 
-Both limits grow with the bytes that move. Until its deadline an operation retries transient errors (5xx, throttling,
+Both limits grow with the bytes transferred. Until its deadline an operation retries transient errors (5xx, throttling,
 resets, timeouts) with random exponential backoff. Permanent errors are raised at once: a missing file or bucket, bad
 credentials, no permission. `set_deadline`, for the grace period of a preemption, makes requests time out and retry
-sooner, those under way too.
+sooner, including those in flight.
 """
 
 import asyncio
@@ -27,26 +27,26 @@ T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / MIN_BANDWIDTH
 OPERATION_DEADLINE_S = 60.0  # seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
-MIN_BANDWIDTH = 1 << 20  # bytes per second that all requests together are assumed to move at least
+MIN_BANDWIDTH = 1 << 20  # bytes per second, the least assumed for all requests together
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0  # before a retry; doubled each time
-REQUEST_SHARE, BACKOFF_SHARE = 0.5, 0.05  # of the rest of a grace period, that one may take at most
-DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches what is under way within this
-PART = 1 << 24  # bytes: larger files are moved in parts of this size, so that a fault costs one part
-PARALLEL = 4  # parts that move, and are in memory, at the same time
+REQUEST_SHARE, BACKOFF_SHARE = 0.5, 0.05  # of the remaining grace period, the most that one may take
+DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches operations in flight within this time
+PART = 1 << 24  # bytes: larger files are transferred in parts of this size, so that a fault costs one part
+PARALLEL = 4  # parts in flight, and in memory, at a time
 
 _RETRY_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Throttling", "XAmzContentSHA256Mismatch"}
 _RETRY_STATUS = {408, 409, 425, 429}
 _PERMANENT_STATUS = {501, 507}  # not implemented; full
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-_jitter = random.SystemRandom()  # leaves the seeded generators of a run alone
+_jitter = random.SystemRandom()  # does not touch a run's seeded generators
 
 
 class StorageError(OSError):
-    """An operation failed for good or until its deadline; the message is one line without credentials."""
+    """An operation failed permanently or until its deadline; the message is one line without credentials."""
 
 
 def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
-    """Return the HTTP status and the store's error code behind an exception, or None for what it does not have."""
+    """Return the HTTP status and the store's error code of an exception; None for each that it lacks."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)
@@ -58,7 +58,7 @@ def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
 
 
 def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether a retry of the same request may succeed; without an HTTP status, by the exception's type."""
+    """Return whether retrying the request may succeed; without an HTTP status, by the exception's type."""
     status, code = http_status_and_code(error)
     if status is None:
         return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
@@ -66,7 +66,7 @@ def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return the text as one line of at most 300 characters, without the passwords and signatures of URLs in it."""
+    """Return the text as one line of at most 300 characters, without passwords and signatures of URLs."""
     text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(text.split()))
     return re.sub(r"\?[\w%.-]+=[^\s\"']*", "?***", text)[:300]
 
@@ -80,7 +80,7 @@ def describe(error: BaseException) -> str:
 
 
 async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
-    """Return the result of a job, which is cancelled at the time.monotonic() `end`; that may move meanwhile.
+    """Return the result of a job, cancelled once time.monotonic() reaches `end()`, which may change meanwhile.
 
     Raises:
         TimeoutError: it was cancelled.
@@ -90,7 +90,7 @@ async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
         while not task.done() and (left := end() - time.monotonic()) > 0:
             await asyncio.wait([task], timeout=min(left, DEADLINE_CHECK_S))
     finally:
-        task.cancel()  # which does nothing to one that is done
+        task.cancel()  # a no-op if it is done
         await asyncio.wait([task])
     if task.cancelled():
         raise TimeoutError
@@ -98,7 +98,7 @@ async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
 
 
 def _joined(parts: list[Any], size: int) -> bytes:
-    """Return the bytes of all parts, which fsspec returns together with the errors."""
+    """Return the concatenated parts; raise the first exception that fsspec returned among them."""
     if errors := [part for part in parts if isinstance(part, Exception)]:
         raise errors[0]
     if (length := sum(map(len, parts))) != size:
@@ -107,18 +107,18 @@ def _joined(parts: list[Any], size: int) -> bytes:
 
 
 class RemoteStorage(Storage):
-    """A directory of an fsspec filesystem that is not this machine's disk."""
+    """A directory on an fsspec filesystem other than the local disk."""
 
     local = False
 
     def __init__(self, url: str, root: str, fs: Any) -> None:
-        from aiohttp import ClientError  # loaded by those alone who leave the local disk
+        from aiohttp import ClientError  # slow to import; not needed on a local disk
 
         super().__init__(url, root)
         self.fs = fs
         self.loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
         self.transient: tuple[type[Exception], ...] = (OSError, EOFError, asyncio.TimeoutError, ClientError)
-        self._grace = (-math.inf, math.inf)  # its begin and end by time.monotonic()
+        self._grace = (-math.inf, math.inf)  # begin and end by time.monotonic()
 
     def set_deadline(self, seconds: float) -> None:
         self._grace = (time.monotonic(), time.monotonic() + seconds)
@@ -151,7 +151,7 @@ class RemoteStorage(Storage):
             if status == 501:  # a store without conditional writes
                 self.write(name, content)
             elif isinstance(error, FileExistsError) or status == 412:
-                # It may be this call's own, by a request whose answer was lost; HTTP clients retry a PUT as well.
+                # It may be this call's own file, if the response was lost: HTTP clients retry a PUT.
                 return self.read(name) == data
             else:
                 raise
@@ -181,7 +181,7 @@ class RemoteStorage(Storage):
         return dict(self._request("look at", path, "info", path))
 
     def _parts(self, path: str, size: int, step: int) -> Iterator[bytes]:
-        """Read the first `size` bytes of a file, `step` at a time, of which each PART is a request."""
+        """Read the first `size` bytes of a file, `step` at a time, with one request per PART."""
         for start in range(0, size, step):
             end = min(start + step, size)
             starts = list(range(start, end, PART))
@@ -191,17 +191,17 @@ class RemoteStorage(Storage):
     def _request(
         self, what: str, path: str, method: str, *args: Any, size: int = 0, seconds: float | None = None, **kwargs: Any
     ) -> Any:
-        """Call a method of the filesystem that moves `size` bytes, until it succeeds, fails for good or the deadline.
+        """Call a filesystem method that transfers `size` bytes; retry transient errors until the deadline.
 
         Args:
-            what, path: for the message of an error.
-            seconds: another deadline than OPERATION_DEADLINE_S.
+            what, path: for error messages.
+            seconds: deadline instead of OPERATION_DEADLINE_S.
 
         Raises:
-            FileNotFoundError, NotADirectoryError, FileExistsError: as the filesystem says.
+            FileNotFoundError, NotADirectoryError, FileExistsError: as the filesystem raises them.
             StorageError: any other error, or the deadline has passed.
         """
-        self.fs.invalidate_cache()  # of listings: other processes write here as well
+        self.fs.invalidate_cache()  # of listings: other processes write here too
         start, seconds = time.monotonic(), (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
         deadline, errors = self._end(seconds, share=1), deque[Exception](maxlen=1)
 
@@ -210,7 +210,7 @@ class RemoteStorage(Storage):
             return _joined(result, size) if method == "cat_ranges" else result
 
         try:
-            # The timeout is for an event loop that hangs.
+            # The timeout guards against a hanging event loop.
             retrying = self._retry(call, errors)
             return fsspec.asyn.sync(self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S)
         except Exception as error:
@@ -223,7 +223,7 @@ class RemoteStorage(Storage):
             raise StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
 
     async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
-        """Return the result of a call, repeated after transient errors, each of which is put into `errors`."""
+        """Return the result of a call, retried after transient errors, which are appended to `errors`."""
         backoff = INITIAL_BACKOFF_S
         while True:
             try:
@@ -243,7 +243,7 @@ class RemoteStorage(Storage):
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
 
     def _end(self, seconds: float, share: float) -> Callable[[], float]:
-        """Return when a wait of `seconds` from now ends, which gets a `share` of a grace period's rest at most."""
+        """Return the end of a wait of `seconds` from now, limited to a `share` of the remaining grace period."""
         start = time.monotonic()
 
         def end() -> float:
@@ -253,5 +253,5 @@ class RemoteStorage(Storage):
         return end
 
     def end_of_request(self, size: int) -> Callable[[], float]:
-        """Return when a request that moves `size` bytes and begins now times out; `set_deadline` moves that."""
+        """Return when a request of `size` bytes that begins now times out; `set_deadline` may shorten it."""
         return self._end(REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH, REQUEST_SHARE)

@@ -1,4 +1,4 @@
-"""The run directory: its name, its lock, the configurations it was started with, its result."""
+"""The run directory: name, lock, recorded configurations, result."""
 
 import contextlib
 import fcntl
@@ -24,26 +24,26 @@ from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
 log = logging.getLogger(__name__)
 
-LOCK_WAIT_S = 10.0  # processes of the last attempt that were killed may take a moment to exit
+LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 RESULT = "result.json"
 PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..lease-*.partial", ".hydra/.*.partial")
-# What a run writes into without replacing it: a symbolic link there could lead to any file.
+# Files that a run appends to: a symbolic link there could lead to any file.
 WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.jsonl", "tensorboard", "tensorboard/*")
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
-YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
 
 class RunStatus(str, Enum):
     """How a run ended, as `status` in result.json."""
 
-    COMPLETE = "complete"  # it has reached its limits
-    PREEMPTED = "preempted"  # a signal stopped it: the same command resumes it
-    PRUNED = "pruned"  # a job of a sweep, stopped because it did worse than others
+    COMPLETE = "complete"  # reached its limits
+    PREEMPTED = "preempted"  # stopped by a signal: the same command resumes it
+    PRUNED = "pruned"  # a job of a sweep that did worse than others
 
 
 def run_directory(config: Config) -> Path:
-    """Return the directory of this run, a function of the configuration alone."""
+    """Return the run directory, a function of the configuration alone."""
     return Path(config.run.root) / config.run_name()
 
 
@@ -53,7 +53,7 @@ def with_run_name(config: Config, name: str) -> Config:
 
 
 def next_free_name(config: Config) -> str:
-    """Return the first of the run's name, `name-2`, `name-3` ... that has no directory yet."""
+    """Return the first of `name`, `name-2`, `name-3` ... that has no directory yet."""
     first = run_directory(config)
     numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     free = next(path for path in itertools.chain([first], numbered) if not path.exists())
@@ -61,14 +61,13 @@ def next_free_name(config: Config) -> str:
 
 
 class RunDirectory:
-    """A run directory that this process has locked; only rank 0 makes one."""
+    """A run directory locked by this process; only rank zero creates one."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
         """Create the directory if needed, lock it with flock, and delete partial files of an owner that was killed.
 
         Raises:
-            RunError: another process has locked it, it cannot be written to, or a symbolic link is in it where a run
-                writes.
+            RunError: another process has locked it, it is not writable, or it has a symbolic link where a run writes.
         """
         self.path = path
         self._locks = [acquire_lock(path, wait_s)]
@@ -82,16 +81,16 @@ class RunDirectory:
                 partial.unlink(missing_ok=True)
 
     def lock_snapshots(self, storage: Storage) -> None:
-        """Lock a location of snapshots that other runs may use too: with flock if it is local, else with a lease.
+        """Lock a snapshot location outside the run directory: with flock if it is local, else with a lease.
 
         Raises:
-            RunError: another process has locked it, or it cannot be written to.
-            StorageUnavailableError: the storage does not answer.
+            RunError: another process has locked it, or it is not writable.
+            StorageUnavailableError: the storage does not respond.
         """
         if storage.local and self.path.absolute() not in (path := Path(storage.root)).parents:
             self._locks.append(acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots"))
         elif storage.shared:
-            # This process holds the lock of the run directory, so the owner that wrote this file is dead.
+            # This process holds the run directory's lock, so the owner recorded here is dead.
             record = self.path / f".lease-{hashlib.sha256(storage.url.encode()).hexdigest()[:8]}"
             try:
                 dead = record.read_text() if record.exists() else None
@@ -127,7 +126,7 @@ class RunDirectory:
             _write(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False))
 
     def clear_result(self) -> None:
-        """Delete result.json, because the run goes on."""
+        """Delete result.json, because the run continues."""
         try:
             (self.path / RESULT).unlink(missing_ok=True)
         except OSError as error:
@@ -146,7 +145,7 @@ def _write(path: Path, content: str) -> None:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the result of the run in this directory; empty if it has none that can be read."""
+    """Return the result of the run in this directory; {} if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         result = json.loads(read_regular(directory / RESULT, MAX_RECORD_BYTES))
         return result if isinstance(result, dict) else {}
@@ -171,7 +170,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Parse one YAML document of untrusted content; the caller limits its length.
+    """Parse one untrusted YAML document; the caller limits its length.
 
     Raises:
         ValueError: it is not YAML, or has tags that name objects, aliases (a few expand to gigabytes) or deep nesting.
@@ -193,10 +192,10 @@ def acquire_lock(
     """Create a directory if needed and lock it with flock, until the returned file is closed or the process ends.
 
     Args:
-        what, key: the directory's name for users, and what they can change to choose another.
+        what, key: for messages: what the directory is, and the setting that changes it.
 
     Raises:
-        RunError: another process has locked it, or it cannot be written to.
+        RunError: another process has locked it, or it is not writable.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -215,9 +214,9 @@ def acquire_lock(
                 lock.seek(0)
                 raise still_running(directory, lock.read().strip() or "another process") from error
             if attempt == 10:
-                log.info("waiting %.0f seconds for another process to leave %s", wait_s, directory)
+                log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
             time.sleep(0.1)
-    with contextlib.suppress(OSError):  # a full disk will be reported by a write that matters
+    with contextlib.suppress(OSError):  # a full disk: a later write reports it
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
@@ -231,5 +230,5 @@ def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def _format(value: Any) -> str:
-    """Return a value as one types it in an override."""
+    """Format a value as in an override."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Files by name below a URL, and on a local disk atomic and durable writes."""
+"""Files by name below a URL; atomic and durable writes on a local disk."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ Content = bytes | bytearray | memoryview
 
 
 class Storage:
-    """A directory of small trees, addressed by relative names with forward slashes: here on a local disk.
+    """A directory, addressed by relative names with forward slashes; this class is for a local disk.
 
-    On a local disk all methods raise OSError. On any other filesystem, those of `RemoteStorage` retry transient errors,
-    return before the deadline of the operation and raise StorageError: one line that names the URL and the cause. No
-    method creates a bucket.
+    Methods raise OSError. Those of `RemoteStorage`, for all other filesystems, retry transient errors, return before
+    the deadline of the operation and raise StorageError: one line that names the URL and the cause. No method creates a
+    bucket.
     """
 
     local = True  # flock works
@@ -40,22 +40,22 @@ class Storage:
         """Read the whole file, or its first `limit` bytes.
 
         Args:
-            expected_size: bytes of the file, as `size` has just returned: it saves a remote storage one request.
+            expected_size: bytes of the file, as `size` has returned; saves a remote storage one request.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
         with open_regular(Path(self._path(name))) as file:
             return file.read(min((size for size in (limit, expected_size) if size is not None), default=-1))
 
     def chunks(self, name: str, step: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
-        """Read the file in chunks of `step` bytes, with one in memory at a time; an empty file has none.
+        """Read the file in chunks of `step` bytes, one in memory at a time; an empty file yields none.
 
         Args:
             expected_size: as for `read`.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such file.
         """
         with open_regular(Path(self._path(name))) as file:
             while chunk := file.read(step):
@@ -64,21 +64,21 @@ class Storage:
     def write(self, name: str, content: Content) -> None:
         """Write a file atomically; on a local disk it is durable when this returns.
 
-        Large content is never copied as a whole on its way to a local disk or to S3.
+        Large content is not copied as a whole for a local disk or S3.
         """
         atomic_write(Path(self._path(name)), content)
 
     def put_if_absent(self, name: str, content: Content) -> bool:
         """Write a file atomically unless it exists; return whether this call wrote it.
 
-        Of several processes that try, one succeeds. On filesystems without a conditional write this checks first, which
-        leaves a short race. If `shared`, callers must pass different contents, by a random id for example: a retry
-        whose first request was carried out, but not answered, recognises its own file by them.
+        Of several concurrent callers one succeeds. Without conditional writes this checks first, which leaves a short
+        race. If `shared`, callers must pass distinct contents, e.g. with a random id: a retry whose first
+        request succeeded, but whose response was lost, recognises its own file by them.
         """
         return atomic_write(Path(self._path(name)), content, overwrite=False)
 
     def set_deadline(self, seconds: float) -> None:
-        """Let all operations on a remote storage, running and later ones, fail after this many seconds from now."""
+        """Make all remote operations, in flight and later ones, fail this many seconds from now."""
 
     def size(self, name: str) -> int | None:
         """Return the bytes of the file, or None if there is none."""
@@ -89,7 +89,7 @@ class Storage:
         return None
 
     def list(self) -> list[str]:
-        """Return the names directly below this directory, sorted; empty if the directory does not exist."""
+        """Return the names directly below this directory, sorted; [] if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self.root))
         return []
@@ -161,7 +161,7 @@ def atomic_write(path: Path, content: Content, overwrite: bool = True) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Fsync a local directory, so that the names in it are durable."""
+    """Fsync a local directory, so that its entries are durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,9 +20,9 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
     """Refuse a URL whose protocol is unknown, not installed, needs more than a URL or, if `writable`, is read-only.
 
     Raises:
-        ConfigError: naming `key`, the configuration key that holds the URL.
+        ConfigError: names `key`, the configuration key of the URL.
     """
-    check("://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} names nothing; give a path after it")
+    check("://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} has no path; add one")
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
         is_read_only = protocol in ("http", "https")
@@ -44,15 +44,15 @@ def open_storage(url: str, key: str = "URL") -> Storage:
 
     Raises:
         ConfigError: its protocol needs more than a URL; the message names `key`.
-        StorageUnavailableError: its protocol sends a request, and the storage does not answer.
+        StorageUnavailableError: its protocol sends a request, and the storage does not respond.
     """
     url = url.rstrip("/") or url
     try:
-        # An instance of its own, so that its cache of listings is never older than the last request made here.
+        # A separate instance, so that its listings cache is never older than the last request made here.
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except OSError as error:
         raise StorageUnavailableError(redact(f"cannot open {url}: {describe(error)}")) from error
-    except (TypeError, AttributeError, ValueError) as error:  # a filesystem with parameters, or one upon another
+    except (TypeError, AttributeError, ValueError) as error:  # a filesystem with parameters, or a chained one
         raise ConfigError(f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL; {INSTEAD}") from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)

@@ -102,9 +102,9 @@ class _Trial:
         shape = (*inputs[0].shape, self.vocab_size) if len(inputs) == 1 else ()
         found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         if found != shape:
-            wanted = f"model(tokens) must give logits of the shape {shape}"
+            wanted = f"model(tokens) must return logits of shape {shape}"
             if not shape:
-                wanted = "model(tokens, targets) must give the mean loss, a scalar"
+                wanted = "model(tokens, targets) must return the mean loss, a scalar"
             raise CodeError(f"the model {self.config.model.architecture}: {wanted}, not {found}")
         return output
 
@@ -148,7 +148,7 @@ class _Trial:
                 raise CodeError(f"the model {name} {problem}")
         if not math.isclose(float(loss), expected, abs_tol=tolerance):
             raise CodeError(
-                f"the model {name}: model(tokens, targets) must give the mean cross-entropy of its logits, which in "
+                f"the model {name}: model(tokens, targets) must return the mean cross-entropy of its logits, which in "
                 f"evaluation mode are {expected:.4f} nats, not {float(loss):.4f}"
             )
 

@@ -146,7 +146,7 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path):
         second = train(tmp_path, "ddp.timeout_s=2")
         assert second.returncode == 2, second.stdout
         error = second.stdout.splitlines()[-1]
-        assert error.startswith("run error: outputs/a belongs to process ")
+        assert error.startswith("run error: outputs/a is locked by process ")
         assert f"process {first.process.pid} on " in error and "still running" in error
         assert first.process.poll() is None
     finally:

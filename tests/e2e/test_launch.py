@@ -313,7 +313,7 @@ def test_two_runs_cannot_share_a_snapshot_directory(tmp_path):
         wait_for(lambda: last_step(tmp_path / "first" / "a") >= 1)
         done = call([*python_main(), *options, "run.root=second"], tmp_path)
         assert done.returncode == 2
-        assert "shared/a belongs to process" in done.stdout
+        assert "shared/a is locked by process" in done.stdout
     finally:
         job.kill_tree()
 

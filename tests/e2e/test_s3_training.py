@@ -259,7 +259,7 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
         done = call([*command, "run.root=second"], tmp_path, **limits)
         assert done.returncode == 2
         [line] = [line for line in done.stdout.splitlines() if "waiting" not in line]
-        assert re.match(rf"run error: {path}/run belongs to process {first.process.pid} on .*still running", line)
+        assert re.match(rf"run error: {path}/run is locked by process {first.process.pid} on .*still running", line)
         assert first.process.poll() is None
         step = committed(tmp_path, "first")[-1][0]
         wait_for(lambda: committed(tmp_path, "first")[-1][0] > step, what="the first, unimpressed")

@@ -262,4 +262,4 @@ def test_sweeps_of_the_same_name_do_not_run_at_the_same_time(tmp_path):
     second = call(in_this_process(*words), tmp_path)
     first.kill_tree()
     assert second.returncode == 2
-    assert second.stdout.startswith("run error: outputs/sweep belongs to process"), second.stdout
+    assert second.stdout.startswith("run error: outputs/sweep is locked by process"), second.stdout

@@ -232,7 +232,7 @@ def test_prune_refuses_while_the_run_is_running(below, run, config, call, tmp_pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, out, err = call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")
         assert (code, out) == (2, "") and err.count("\n") == 1
-        assert "belongs to process 7 on there, which is still running; wait for it" in err and "run.name" not in err
+        assert "is locked by process 7 on there, which is still running; wait for it" in err and "run.name" not in err
         assert store.steps() == [4, 8]
     assert call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")[0] == 0
     assert store.steps() == [8]

@@ -90,7 +90,7 @@ def test_nothing_is_logged_where_all_steps_were_skipped(config, runtime, tmp_pat
 def test_a_count_that_is_none_is_refused(count):
     model = nn.Linear(1, 1)
     model.flops_per_token = lambda: count
-    with pytest.raises(CodeError, match=r"Linear.flops_per_token\(\) must give a number above 0"):
+    with pytest.raises(CodeError, match=r"Linear.flops_per_token\(\) must return a number above 0"):
         flops_per_token(model)
 
 

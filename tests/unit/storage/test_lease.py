@@ -80,7 +80,7 @@ def test_the_owner_sends_heartbeats(storage, acquire):
 def test_a_living_owner_keeps_the_lease_and_is_named(storage, acquire):
     lease = acquire()
     begin = time.monotonic()
-    with pytest.raises(RunError, match=r"belongs to process \d+ on .*still running.*run\.name"):
+    with pytest.raises(RunError, match=r"is locked by process \d+ on .*still running.*run\.name"):
         acquire()
     assert time.monotonic() - begin < LEASE_TTL_S, "one heartbeat is enough"
     lease.check()

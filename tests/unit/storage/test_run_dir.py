@@ -53,7 +53,7 @@ def test_a_directory_has_one_owner_and_the_error_names_it(holder, tmp_path):
     with pytest.raises(RunError) as refused:
         RunDirectory(tmp_path / "run", wait_s=0.2)
     message = str(refused.value)
-    assert message.startswith(f"run error: {tmp_path / 'run'} belongs to process {holder.pid} on ")
+    assert message.startswith(f"run error: {tmp_path / 'run'} is locked by process {holder.pid} on ")
     assert "still running" in message and "\n" not in message
 
 

@@ -268,7 +268,7 @@ def test_a_protocol_that_needs_more_than_a_url(url):
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://", "dir://"])
 def test_a_protocol_alone(url):
-    with pytest.raises(ConfigError, match=f"snapshot.path={url} names nothing; give a path after it"):
+    with pytest.raises(ConfigError, match=f"snapshot.path={url} has no path; add one"):
         check_url(url, "snapshot.path")
 
 
