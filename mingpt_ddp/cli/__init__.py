@@ -1,4 +1,4 @@
-"""Commands: one module each. Arguments in, exit code out."""
+"""Commands, one module each: arguments in, exit code out."""
 
 import re
 import sys
@@ -9,8 +9,8 @@ COMMANDS = ("train", "sample", "snapshots", "report")  # mingpt_ddp.X runs X, an
 def refuse_other_modules() -> None:
     """Exit with code 2 if `python -m` is about to run a module of this package that is not a command.
 
-    Called while `python -m` imports the packages above the module: its words are then sys.argv[1:], and the word before
-    them in sys.orig_argv is the module's name, or -mNAME.
+    Call it while `python -m` imports the parent packages: the arguments are then sys.argv[1:], and the one before them
+    in sys.orig_argv is the module's name, or -mNAME.
     """
     module = re.fullmatch(r"(?:-\w*?m)?(mingpt_ddp(?:\..*)?)", sys.orig_argv[-len(sys.argv)])
     doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]

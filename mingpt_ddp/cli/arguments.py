@@ -1,4 +1,4 @@
-"""The grammar of all commands but train: URLs by position, then `key=value`, `--key value` or `--key=value`."""
+"""The grammar of all commands except train: positional URLs, then `key=value`, `--key value` or `--key=value`."""
 
 import contextlib
 import dataclasses
@@ -18,18 +18,18 @@ from mingpt_ddp.storage.urls import check_url
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
-FREE_TEXT = {"free_text": True}  # metadata of a field whose text may look like a URL with a password
+FREE_TEXT = {"free_text": True}  # metadata of a field that may contain what looks like a URL with a password
 
 
 def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
-    """Call a command with the words of the command line and exit with its code; without words print the usage.
+    """Call a command with the command-line arguments and exit with its code; without arguments print the usage.
 
     Args:
-        command: one, or several by name, of which the first word names one. The type of its argument `config` says
-            which keys it has.
+        command: one, or several by name, selected by the first argument. The type of its parameter `config`
+            defines its keys.
     """
     words, code = sys.argv[1:], 0
-    if sys.stdout:  # None where it is closed
+    if sys.stdout:  # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
@@ -46,12 +46,12 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
 
 
 def parse_arguments(config_class: type[T], words: list[str]) -> T:
-    """Build a config from the words of the command line; the text of a field of type str is taken literally.
+    """Build a config from the command-line arguments; fields of type str take their text literally.
 
-    The class's first field takes the words without a key: one URL, or a list of directories.
+    The first field takes the arguments without a key: one URL, or a list of directories.
 
     Raises:
-        ConfigError: a word has another form, a key is repeated, or a key or a value does not fit.
+        ConfigError: an argument is malformed, a key is repeated, or a key or value is invalid.
     """
     hints = typing.get_type_hints(config_class)
     fields = {field.name: field for field in dataclasses.fields(config_class)}  # type: ignore[arg-type]
@@ -74,9 +74,9 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
 
 
 def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str | None, Any]]:
-    """Yield each word with its key, None for a URL, and its text.
+    """Yield each argument with its key (None for a URL) and its text.
 
-    A word with a slash or a colon before its first = is a URL: the directories of a sweep's jobs have a = in them.
+    An argument with a slash or a colon before its first = is a URL: the job directories of a sweep contain a =.
     """
     rest = iter(words)
     for word in rest:
@@ -94,7 +94,7 @@ def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str |
 
 
 def echo(text: str) -> None:
-    """Print text that a stranger may have written: no terminal escapes."""
+    """Print untrusted text without terminal escapes."""
     print(printable(text), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Train a small GPT, and use what was trained.
+"""Train a small GPT, sample from it, and manage its snapshots.
 
     mingpt-ddp COMMAND [URL ...] [key=value ...]
 
@@ -18,8 +18,8 @@ from mingpt_ddp.cli.arguments import run_command
 
 
 def main() -> None:
-    """Run the command that the first word names, with the words behind it."""
+    """Run the command named by the first argument with the remaining arguments."""
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         import_module(f"mingpt_ddp.cli.{sys.argv.pop(1)}").main()
     else:
-        run_command(__doc__, dict.fromkeys(COMMANDS, len))  # it refuses the word
+        run_command(__doc__, dict.fromkeys(COMMANDS, len))  # refuses the name

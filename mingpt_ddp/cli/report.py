@@ -1,10 +1,10 @@
-"""Show what came out of a sweep, or of any runs.
+"""Report the results of a sweep, or of any runs.
 
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...]
 
-runs       directories: each is a run, or holds runs one or two levels below
+runs       directories: runs, or parents of runs one or two levels below
 
-Prints a table of the jobs, the best first, and writes a page with their curves to report.html in the first directory.
+Prints a table of the jobs, best first, and writes a page with their curves to report.html in the first directory.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def main() -> None:
 def _command(config: ReportConfig) -> int:
     for url in config.runs:
         if "://" in url:
-            raise RunError(f"{url} is not a local directory; only snapshots may be elsewhere, not runs' directories")
+            raise RunError(f"{url} is not a local directory; only snapshots may be remote, not run directories")
     directories = [Path(run) for run in config.runs]
     print(report(directories, directories[0] / PAGE), flush=True)
     return 0

@@ -3,15 +3,15 @@
     python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL
-step            newest (the default), best (of the lowest validation loss) or a number
+step            newest (the default), best (lowest validation loss) or a number
 prompt          what the text starts with; - reads it from standard input
 max_new_tokens  how many characters to generate
-temperature     below 1 is cautious, above 1 is bold, 0 always takes the likeliest character
-top_k, top_p    sample from the k likeliest characters; from the likeliest that together have probability p
+temperature     divides the logits: below 1 is more predictable, 0 is greedy
+top_k, top_p    sample from the k likeliest characters; from the likeliest that sum to probability p
 seed, samples   another seed gives another text; how many texts to generate
 device          auto (the GPU if there is one), cpu or cuda
-precision       auto (16 bits where the hardware is fast at it), fp32, bf16 or fp16; with another device or precision
-                the same seed may give another text
+precision       auto (16 bits where the hardware is fast at it), fp32, bf16 or fp16; on another device or in another
+                precision the same seed may give another text
 code            your Python file that registers the model, if the model is not built in
 """
 
@@ -68,7 +68,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         SnapshotError: there is no snapshot, or no model can be built from it.
         DataError: the prompt has characters that the model does not know.
     """
-    # torch takes a second to import: only when all keys are right.
+    # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
     from mingpt_ddp.inference.decoding import choose_precision, prepare
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
@@ -87,6 +87,6 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
             texts = generate_text(
                 model, tokenizer, prompt, config.max_new_tokens, sampling, config.seed, config.samples
             )
-    except RuntimeError as error:  # weights that are not finite, a context too long for the memory
+    except RuntimeError as error:  # non-finite weights, or a context too long for the memory
         raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error
     return [prompt + text for text in texts]

@@ -6,12 +6,12 @@
     python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=best format=safetensors
 
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
-list       show what is there; reads manifests and sizes only, so it is quick
+list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss
-follow     true: list, verify or prune also what the run keeps elsewhere, where its config.yaml says or a link leads
+follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
 export     write the weights as one model.safetensors and a config.json to a new local directory
-step       which one to export: newest (the default), best (of the lowest validation loss) or a number
+step       which one to export: newest (the default), best (lowest validation loss) or a number
 """
 
 import contextlib
@@ -79,17 +79,17 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """One snapshot, as its manifest, its state and the sizes of its files describe it."""
+    """One snapshot, described by its manifest, its state and its file sizes."""
 
     step: int
     status: str  # whole | damaged | unfinished
     size: int  # bytes
     files: int
-    train_state: dict[str, Any]  # as state.json has it, not checked
+    train_state: dict[str, Any]  # from state.json, unchecked
 
 
 def list_snapshots(config: ListConfig) -> int:
-    """Print a table for each store."""
+    """Print a table per store."""
     for store, steps in find_steps(config.url, config.follow):
         entries = [inspect(store, step) for step in steps]
         best = next((e.train_state.get("best_step") for e in reversed(entries) if e.status == "whole"), None)
@@ -104,8 +104,8 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
     """Describe a snapshot without reading its tensors.
 
     Raises:
-        SnapshotError: another version wrote it, in another format.
-        StorageError: the storage does not answer.
+        SnapshotError: another version wrote it in another format.
+        StorageError: the storage does not respond.
     """
     try:
         files, state = store.read_metadata(step)
@@ -120,7 +120,7 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
 def _row(entry: Entry, best: Any) -> tuple[str, ...]:
     def cell(key: str, text: Callable[[Any], str]) -> str:
         value: Any = entry.train_state.get(key)
-        with contextlib.suppress(ValueError, OverflowError, OSError):  # a year that datetime does not have
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # a year beyond datetime
             if type(value) in (int, float) and abs(value) < 1e15:
                 return text(value)
         return "-"
@@ -133,7 +133,7 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
 
 
 def human_size(size: int) -> str:
-    """Format bytes in the unit that suits them."""
+    """Format bytes in a suitable unit."""
     power = min((max(size, 1).bit_length() - 1) // 10, 4)  # of 1024
     return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
 
@@ -154,7 +154,7 @@ def verify(config: ListConfig) -> int:
 
 
 def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
-    """Read a whole snapshot, with a progress bar on a terminal; return what is wrong with it and let the store know."""
+    """Read a whole snapshot, with a progress bar on a terminal; return its damage, noted in `store.damaged`."""
     with tqdm(desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
         try:
             store.verify(step, bar.update)
@@ -168,16 +168,16 @@ def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
 
 
 def prune(config: PruneConfig) -> int:
-    """Delete old snapshots; the newest whole one of each store always stays."""
+    """Delete old snapshots; keep at least the newest whole one of each store."""
     if step_in(config.url) is not None:
         raise ConfigError(f"{config.url} is one snapshot; prune takes a run directory or its snapshots")
     stores = [store for store, _ in find_steps(config.url, config.follow)]
     with _locked(config.url, stores):
         for store in stores:
             intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
-            whole = list(itertools.islice(intact, config.keep_last))  # in which every byte is right
+            whole = list(itertools.islice(intact, config.keep_last))  # every byte verified
             if not whole:
-                raise SnapshotError(f"there is no whole snapshot at {store.url}, so that nothing is deleted")
+                raise SnapshotError(f"there is no whole snapshot at {store.url}; nothing is deleted")
             best = inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
             expired = store.expired_steps(config.keep_last, best if isinstance(best, int) else None, whole[0])
             for step in expired:
@@ -189,11 +189,11 @@ def prune(config: PruneConfig) -> int:
 
 @contextlib.contextmanager
 def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
-    """Hold the locks and leases that a run holds, so that none can be using these snapshots.
+    """Hold the locks and leases of a run, so that no run uses these snapshots.
 
     Raises:
         RunError: a run is using them.
-        StorageUnavailableError: a storage does not answer.
+        StorageUnavailableError: a storage does not respond.
     """
     run, owners = open_storage(url), list[RunDirectory]()
     paths = [Path(run.root)] if run.local and (Path(run.root) / "config.yaml").exists() else []
@@ -220,9 +220,9 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
 
 
 def export(config: ExportConfig) -> int:
-    """Write the weights and their description to a directory that appears complete or not at all."""
+    """Write the weights and their description to a new directory, atomically."""
     target = Path(config.to)
-    check(not os.path.lexists(target), f"to={config.to} is there already; name a new directory")
+    check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")
     snapshot = load(config.url, ("model",), config.step)
     files: dict[str, bytes | memoryview] = {MODEL: encode(snapshot.model), "config.json": describe(snapshot)}
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
@@ -240,13 +240,13 @@ def export(config: ExportConfig) -> int:
 
 
 def describe(snapshot: Snapshot) -> bytes:
-    """Return as JSON what a program needs to use the weights: the model's shape and the character of each token.
+    """Return the JSON that describes the weights: the model's configuration and the character of each token.
 
     Raises:
-        SnapshotError: the snapshot's state does not hold it.
+        SnapshotError: the snapshot's state lacks it.
     """
     spec = read_model_spec(snapshot.state)
-    if spec.model["architecture"] in MODELS:  # what a user's file registers is copied unchecked: export runs no code
+    if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
         spec.config()
     values = {
         "step": snapshot.step,

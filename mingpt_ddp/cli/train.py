@@ -1,4 +1,4 @@
-"""From the command line to the run: compose, check, start local workers where asked, and one line for every error."""
+"""The train command: compose, validate, start local workers if requested, report every error as one line."""
 
 import gc
 import io
@@ -32,11 +32,11 @@ log = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Run main.py and `python -m mingpt_ddp`; every way out is os._exit."""
+    """Run main.py and `python -m mingpt_ddp`; always exit through os._exit."""
     gc.set_threshold(20_000)  # by default a third of the time in which torch is imported goes into collections
     if has_parent_launcher():
         die_with_parent()
-    if os.getpid() == 1:  # of a container: the kernel drops signals until there is a handler
+    if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
     sweep, exits = Sweep(), ProcessExit()
     try:
@@ -45,12 +45,12 @@ def main() -> None:
             exit_process(None, 0)
         _prepare(exits.env)
         if exits.env.is_standalone and any(re.match(r"ddp\.nproc_per_node=[1-9]", word) for word in sys.argv):
-            start_server()  # its imports take longer than the composition of the configuration
+            start_server()  # its imports take longer than composing the configuration
         with sweep.active():
             directory = str(hydra_utils.config_directory())
             hydra.main(version_base="1.3", config_path=directory, config_name="config")(train)()
     except JobError as error:
-        if sweep.uses_external_launcher:  # else it is recorded already
+        if sweep.uses_external_launcher:  # otherwise already recorded
             sweep.failed.append(error.args[0])
     except UserError as error:
         exits.user_error(error)
@@ -58,24 +58,24 @@ def main() -> None:
         exit_process("interrupted (SIGINT); rerun the same command to resume", 128 + signal.SIGINT)
     except BrokenPipeError:  # stdout was closed early, e.g. --help piped into head
         exit_process(None, 0)
-    except Exception as error:  # of Hydra, or of an external launcher: `train` lets none pass
-        if sweep.done or not sweep.failed:  # else it is Optuna's, which has no best trial
+    except Exception as error:  # from Hydra or an external launcher; `train` raises none
+        if sweep.done or not sweep.failed:  # otherwise from Optuna, which has no best trial
             is_launcher = type(error).__module__.startswith(("submitit.", "ray."))
             exits.user_error(RunError(str(error)) if is_launcher else ConfigError(hydra_utils.explain(error)))
     logs.to_console(exits.env)
     sweep.finish()
-    # A normal interpreter shutdown sometimes aborts in a background thread of torch's, which torchrun takes for a
-    # failure. Everything is written, and the process group is closed.
+    # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun counts as a
+    # failure. All files are written and the process group is closed.
     exit_process(None, 0)
 
 
 def _prepare(env: DistEnv) -> None:
-    """Make the command line and the streams fit for Hydra and for any terminal.
+    """Normalize the command line for Hydra, and the streams for any terminal.
 
     Raises:
-        ConfigError: the command line holds a password, which Hydra would save.
+        ConfigError: the command line contains a password, which Hydra would save.
     """
-    # torch.distributed.launch adds --local-rank, which Hydra does not know, to LOCAL_RANK in the environment.
+    # torch.distributed.launch passes --local-rank, which Hydra rejects, besides LOCAL_RANK.
     words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
     sys.argv[1:] = hydra_utils.reorder_argv(words)
     for stream in (sys.stdout, sys.stderr):  # never crash on characters that the terminal cannot encode
@@ -89,7 +89,7 @@ def _prepare(env: DistEnv) -> None:
 
 
 def train(cfg: DictConfig) -> float:
-    """Run one job, from what Hydra composed to its validation loss.
+    """Run one job, from the composed configuration to its validation loss.
 
     Raises:
         JobError: all ranks have failed in the same way, or the only one has; the sweep continues with the next job.
@@ -100,7 +100,7 @@ def train(cfg: DictConfig) -> float:
     signals.install()
     try:
         return _run_job(cfg, sweep, signals)
-    except JobError:  # of a sweep's local workers, recorded already
+    except JobError:  # from a sweep's local workers, already recorded
         raise
     except UserError as error:
         if not (hydra_utils.is_multirun() and exits.failed_on_all_ranks(error)):
@@ -109,23 +109,23 @@ def train(cfg: DictConfig) -> float:
     except Exception as error:
         if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
             exits.failure(error)
-        log.error("the job has failed", exc_info=error)
+        log.error("the job failed", exc_info=error)
         failure = sweep.record_failed(f"error: {type(error).__name__}: {error}", FAILURE)
     finally:
-        exits.group = None  # the signal handlers outlive the job; without this they would keep it in memory
+        exits.group = None  # the signal handlers outlive the job and would keep it in memory
         logs.close()
     gc.collect()
-    raise failure  # here, where it has no context: the traceback of `error` would keep the model in memory
+    raise failure  # outside the handlers: a context would keep the model in memory through its traceback
 
 
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
-    started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: with the process
+    started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
     env = read_env().with_workers(config.ddp.nproc_per_node or 1)
     _check_urls(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
-    from mingpt_ddp.distributed.runtime import Runtime  # torch: imported after a mistyped key was reported
+    from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
     from mingpt_ddp.training.run import run
 
     signals.exits.is_symmetric = env.world_size == 1
@@ -139,7 +139,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
     loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at)
-    signalled = any(group.all_gather(signals.signal_name is not None))  # perhaps too late for this job
+    signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
     runtime.close()
     return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
 
@@ -149,7 +149,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
     config, known_loss = sweep.start_job(config, lambda work: work())
     if known_loss is not None:
         return known_loss
-    if config.run.resume == "never" and env.is_standalone:  # one new directory, not another at every restart
+    if config.run.resume == "never" and env.is_standalone:  # one new directory for all restarts
         config = with_run_name(config, next_free_name(config))
         overrides.append("run.resume=auto")
     directory = run_directory(config)
@@ -158,7 +158,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
     if code not in (0, config.ddp.preempted_exit_code) and not signalled:
         if not hydra_utils.is_multirun():
             exit_process(None, code)
-        raise sweep.record_failed(f"job error: its workers ended with exit code {code}", code)
+        raise sweep.record_failed(f"job error: its workers exited with code {code}", code)
     result = read_result(directory)
     ended = code == 0 and result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     loss = float(result["val_loss"]) if ended else None

@@ -14,8 +14,8 @@ from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str
-SHUFFLE_CHUNK = 1 << 13  # positions of the epoch that are permuted at a time
-GATHER_TOKENS = 1 << 15  # tokens to gather at a time: x and y take 256 KiB each as int64 and stay in a core's cache
+SHUFFLE_CHUNK = 1 << 13  # positions of an epoch permuted at a time
+GATHER_TOKENS = 1 << 15  # tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache
 MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
 
 
@@ -30,7 +30,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a step's batch is split into micro-batches and these among ranks."""
+    """How a step's batch is split into micro-batches, and these over ranks."""
 
     batch_size: int
     micro_batch_size: int
@@ -65,7 +65,7 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
         )
     if trainer.compile == "cuda_graphs" and plan.n_micro > 1:  # the next replay overwrites the gradients
         raise ConfigError(
-            f"trainer.compile=cuda_graphs takes a step in one pass, trainer.batch_size={batch} makes {plan.n_micro} of "
+            f"trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size={batch} makes {plan.n_micro} of "
             f"{micro} sequences; use trainer.compile=true"
         )
     return plan
@@ -108,7 +108,7 @@ class TokenLoader:
         return self._steps[step - self._first]
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
-        """Gather this step and some that follow in its epoch: one call's overhead for all of them."""
+        """Gather this step and following ones of its epoch in one call, to amortize its overhead."""
         epoch, first = divmod(step - 1, self.steps_per_epoch)
         indices, size = plan.indices_for_rank(rank), plan.micro_batch_size
         count = max(1, GATHER_TOKENS // (len(indices) * size * self.block_size))
@@ -120,7 +120,7 @@ class TokenLoader:
         return [micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))]
 
     def _window_starts(self, epoch: int, begin: int, end: int) -> Ints:
-        """Return where the windows at positions begin .. end - 1 of an epoch start; permute some thousand at a time."""
+        """Return where the windows at positions begin .. end - 1 of an epoch start; permute SHUFFLE_CHUNK at a time."""
         cached_epoch, first, starts = self._starts
         if epoch != cached_epoch or begin < first or end > first + len(starts):
             first, n = begin, self.windows_per_epoch
@@ -132,15 +132,15 @@ class TokenLoader:
 
 
 class TokenWindows:
-    """Windows of the tokens, gathered onto a device with few transfers and without waiting for any.
+    """Windows of the tokens, gathered onto a device with few, asynchronous transfers.
 
-    CUDA supports few unsigned types besides uint8: tokens are viewed as signed and masked back after widening.
+    CUDA has few unsigned types besides uint8: tokens are viewed as signed and masked after widening.
     """
 
     def __init__(self, tokens: Ints, length: int, device: torch.device, resident: bool) -> None:
         """
         Args:
-            length: T + 1, of a window.
+            length: T + 1, the length of a window.
             resident: keep all tokens on the device and send only the starts of windows.
         """
         self._device = device

@@ -12,7 +12,7 @@ from mingpt_ddp.errors import DataError
 
 @dataclass(frozen=True)
 class EncodedText:
-    """A directory with an encoded text, described by plain values that can be sent between ranks."""
+    """An encoded text on disk, described by JSON values that ranks can exchange."""
 
     directory: str
     sha256: str  # of the source's bytes, before decompression

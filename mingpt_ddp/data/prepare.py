@@ -1,7 +1,7 @@
-"""Download a text, decode it and encode it once per machine into a memory-mapped cache, found by content.
+"""Download, decode and encode a text once per machine, into a content-addressed cache that is memory-mapped.
 
-Two passes of bounded memory read the text: the first decodes it and collects the distinct characters, the second writes
-one small integer per character. A cache directory holds `tokens.bin` and `meta.json` and appears whole or not at all.
+Two passes read the text in bounded memory: the first collects the distinct characters, the second writes one small
+integer per character. A cache directory holds `tokens.bin` and `meta.json` and is created atomically.
 """
 
 import codecs
@@ -40,7 +40,7 @@ def prepare(config: DataConfig) -> EncodedText:
     """Find the text in the cache, or fetch and encode it.
 
     Raises:
-        DataError: the text cannot be read, has another SHA-256 than `data.sha256`, or is not a text to learn from.
+        DataError: the text cannot be read, has another SHA-256 than `data.sha256`, or has no two distinct characters.
     """
     cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
     try:
@@ -50,7 +50,7 @@ def prepare(config: DataConfig) -> EncodedText:
         raise DataError(f"data.path={config.path}: there is no such file") from error
     except UserError:
         raise
-    except Exception as error:  # each protocol raises its own
+    except Exception as error:  # exceptions differ by protocol
         reason = str(error) or type(error).__name__
         raise DataError(
             f"cannot read data.path={config.path} ({reason[:200]}); without a network, set data.path to a local copy"
@@ -61,8 +61,8 @@ def prepare(config: DataConfig) -> EncodedText:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with open(cache / ".lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process encodes, the others wait and find its work
-            for leftover in cache.glob(".partial-*"):  # of processes that were killed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process encodes, the others wait for its result
+            for leftover in cache.glob(".partial-*"):  # of killed processes
                 shutil.rmtree(leftover, ignore_errors=True)
             return _read_cache(directory, sha256) or _encode(open_text, directory, sha256, config.path)
     except OSError as error:
@@ -70,7 +70,7 @@ def prepare(config: DataConfig) -> EncodedText:
 
 
 def user_cache() -> Path:
-    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp where that variable holds no absolute path."""
+    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute path."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mingpt_ddp"
 
@@ -96,7 +96,7 @@ def _opener(path: str | Path) -> OpenBytes:
 
 
 def _download(fs: Any, name: str, target: Path, config: DataConfig) -> Path:
-    """Download a file to `target`, unless it is there with the expected SHA-256."""
+    """Download a file to `target`, unless it exists with the expected SHA-256."""
     if target.exists() and config.sha256 and _sha256(_opener(target)) == config.sha256:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def python_docs() -> str:
 
 
 class TextIteratorIO(io.RawIOBase):
-    """The text that a user's reader yields, as a file of UTF-8 that is never whole in memory."""
+    """The text that a user's reader yields, as a UTF-8 stream that is never whole in memory."""
 
     def __init__(self, config: DataConfig) -> None:
         self._pieces, self._rest = _read_pieces(config), memoryview(b"")  # the rest of the last piece
@@ -127,7 +127,7 @@ class TextIteratorIO(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """
         Raises:
-            CodeError: the reader fails; the message names its line.
+            CodeError: the reader raised an exception; names its line.
             DataError: the reader yields something other than text, or cannot read its source.
         """
         while not self._rest and (piece := next(self._pieces, None)) is not None:
@@ -160,12 +160,12 @@ def _sha256(open_bytes: OpenBytes) -> str:
 
 
 def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
-    """Return the SHA-256 of a text; raise DataError if `data.sha256` is another."""
+    """Return the SHA-256 of a text; raise DataError if it differs from `data.sha256`."""
     sha256 = _sha256(open_bytes)
     if config.sha256 not in (None, sha256):
         raise DataError(
             f"data.path={config.path} has SHA-256 {sha256}, not data.sha256={config.sha256}; "
-            "set data.sha256=null to use it all the same"
+            "set data.sha256=null to use it anyway"
         )
     return sha256
 
@@ -184,7 +184,7 @@ def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
 
 
 def _decode(open_text: OpenBytes, path: str) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the text, unzipped and without a byte order mark, as arrays of code points, a few MiB at a time.
+    """Yield the text, decompressed and without a byte order mark, as arrays of code points, a few MiB at a time.
 
     Raises:
         DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
@@ -200,7 +200,7 @@ def _decode(open_text: OpenBytes, path: str) -> Iterator[np.ndarray[Any, Any]]:
                 position += len(chunk)
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                at = position - len(error.object) + error.start  # the decoder's input ends where the chunk does
+                at = position - len(error.object) + error.start  # the chunk ends at the end of the decoder's input
                 raise DataError(f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv") from error
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
@@ -233,7 +233,7 @@ def _encode(open_text: OpenBytes, directory: Path, sha256: str, path: str) -> En
             file.flush()
             os.fsync(file.fileno())
         if _sha256(open_text) != sha256:
-            raise DataError(f"data.path={path} changed while it was read; run again")
+            raise DataError(f"data.path={path} changed while being read; run again")
         tokens_sha256 = _sha256(_opener(tokens))
         encoded = EncodedText(str(directory), sha256, length, "".join(map(chr, distinct)), dtype, tokens_sha256)
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}

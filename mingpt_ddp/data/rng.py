@@ -1,4 +1,4 @@
-"""Keyed randomness: every draw depends on the run's seed and its purpose, never on earlier draws."""
+"""Keyed randomness: every draw depends on the seed and its key, never on earlier draws."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,7 @@ ROUNDS = 6
 
 
 def derive_seed(*keys: int | str) -> int:
-    """Hash keys (a purpose and some numbers) to a 63-bit seed; other keys give an unrelated seed."""
+    """Hash keys (a purpose and numbers) to a 63-bit seed; different keys give independent seeds."""
     digest = hashlib.blake2b(",".join(map(str, keys)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -20,15 +20,15 @@ def seed_everything(*keys: int | str) -> None:
     """Seed torch's global generators, on the CPU and on every GPU in use, from keys."""
     seed = derive_seed(*keys)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():  # torch.manual_seed would record a stack trace otherwise
+    if torch.cuda.is_initialized():  # otherwise torch.manual_seed records a stack trace
         torch.cuda.manual_seed_all(seed)
 
 
 def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
     """Permute positions of 0 .. n - 1 by a key, without a table of n entries.
 
-    A Feistel network over the next even number of bits, applied again to every value that falls outside (cycle walking:
-    Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). At least one value in four is inside.
+    A Feistel network over the next even number of bits, repeated for values that are out of range (cycle walking:
+    Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). At least one value in four is in range.
 
     Args:
         positions: integers in 0 .. n - 1, any shape.

@@ -309,7 +309,7 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("there", "link"):
         code, _, err = call("export", run, f"to={tmp_path / name}")
-        assert code == 2 and "is there already" in err
+        assert code == 2 and "already exists" in err
     before = sorted(tmp_path.iterdir())
 
     def full(path, content):

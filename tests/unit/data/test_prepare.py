@@ -367,5 +367,5 @@ def test_a_reader_runs_once_when_its_text_is_cached(settings, reader):
 def test_a_reader_that_yields_another_text_each_time_is_refused(settings, reader):
     count = itertools.count()
     reader(lambda config: iter([LINE, str(next(count))]))
-    with pytest.raises(DataError, match="changed while it was read"):
+    with pytest.raises(DataError, match="changed while being read"):
         prepare(settings(LINE, reader="own"))
