@@ -1,4 +1,4 @@
-"""Data parallelism: the model in DistributedDataParallel, compiled if wanted, and its gradients averaged over ranks."""
+"""Data parallelism: DistributedDataParallel, torch.compile, and the communication of gradients."""
 
 import importlib.util
 import os
@@ -23,10 +23,10 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.shared_memory import SharedMemoryAllReduce
 from mingpt_ddp.errors import ConfigError
 
-WARMUP_PASSES = 2  # after which DDP does not regroup its buckets any more
-TIMED_EVERY = 10  # steps: DDP times its communication in one of them
-# Gradients are rounded to 16 bits, and so are their sums; fp16 has more digits, bf16 the range of fp32. By itself DDP
-# accepts torch's bf16 hook only with NCCL, but gloo can add such numbers too.
+WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
+TIMED_EVERY = 10  # steps between two that DDP times
+# Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32. DDP accepts torch's
+# bf16 hook only with NCCL, although gloo can sum bf16 too.
 HALF_PRECISION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 COMPILE_BACKEND = "inductor"
 COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "clang++", "c++"))}
@@ -34,14 +34,14 @@ MIN_CAPABILITY = (7, 0)  # of a GPU, for Triton
 
 
 class DDPStrategy:
-    """How a model is trained by all ranks of a process group; a single rank just compiles it."""
+    """Train a model on all ranks of a process group; a single rank only compiles it."""
 
     def __init__(self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool) -> None:
         self.config, self.device, self.group, self.compiles = config, device, group, compiles
-        self.all_reduce_s = 0.0  # in the latest backward pass, during which this thread computed no gradients
+        self.all_reduce_s = 0.0  # blocking all-reduce of the latest backward pass
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the model for training. All ranks get the weights of rank 0."""
+        """Return the model for training. All ranks receive the weights of rank zero."""
         ddp = self.config.ddp
         if self.group.world_size > 1 and ddp.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -61,7 +61,7 @@ class DDPStrategy:
             find_unused_parameters=ddp.find_unused_parameters,
         )
         if self.compiles:
-            # A graph with activation checkpointing cannot be cut; outside of DDP the compiler finds no single graph.
+            # A graph with activation checkpointing cannot be split; outside of DDP the compiler finds no single graph.
             torch_internals.cut_graph_at_buckets(parallel, not self.config.trainer.activation_checkpointing)
         torch_internals.keep_process_group(parallel)
         torch_internals.time_communication(parallel, TIMED_EVERY)
@@ -77,8 +77,7 @@ class DDPStrategy:
     def _comm_hook(self, all_reduce: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:
         """Return the average of a bucket over all ranks, and measure the time.
 
-        The order of the buckets is the same on every rank. A hook keeps no state from step to step, so no snapshot has
-        to hold it.
+        The order of the buckets is the same on every rank. Hooks are stateless, so snapshots need not hold them.
         """
         start = time.perf_counter()
         future = all_reduce(bucket)
@@ -86,10 +85,10 @@ class DDPStrategy:
         return future
 
     def warm_up(self, parallel_model: nn.Module, forward: Callable[[], Tensor]) -> None:
-        """Run throw-away backward passes, so that a resumed run adds up gradients as an uninterrupted one does.
+        """Run warm-up passes, so that a resumed run sums gradients in the same order as an uninterrupted one.
 
-        DDP regroups its buckets after the first backward, and with three or more ranks another grouping is another
-        order of additions. The first pass compiles what is to be compiled; the second records CUDA graphs.
+        DDP rebuilds its buckets after the first backward, which changes the summation order on three or more ranks.
+        The first pass compiles; the second records CUDA graphs.
 
         Args:
             forward: returns the loss of a micro-batch.
@@ -110,7 +109,7 @@ class DDPStrategy:
             buffer.copy_(buffers[name])
 
     def begin_step(self) -> None:
-        """Let CUDA graphs overwrite what they returned in the last step."""
+        """Let CUDA graphs reuse the memory of their outputs of the last step."""
         if self.config.trainer.compile == "cuda_graphs":
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -119,17 +118,17 @@ class DDPStrategy:
         return nullcontext() if last or not isinstance(parallel_model, DDP) else parallel_model.no_sync()
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give all ranks the buffers of rank 0, which are those that a snapshot holds."""
+        """Broadcast the buffers of rank zero, which snapshots hold."""
         if self.group.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
-        """Return the seconds of averaging gradients in the latest timed step, and those not hidden by computation."""
+        """Return the seconds of gradient communication in the latest timed step: in total, and not overlapped."""
         if not isinstance(parallel_model, DDP):
             return 0.0, 0.0
         total, hidden = torch_internals.communication_times(parallel_model)
-        if self.device.type == "cpu":  # DDP counts the work of a hook as computation
+        if self.device.type == "cpu":  # DDP counts time in a hook as computation
             hidden = max(0.0, hidden - self.all_reduce_s)
         return total, max(0.0, total - hidden)
 
@@ -138,11 +137,11 @@ class DDPStrategy:
 
 
 def should_compile(config: Config, device: torch.device) -> bool:
-    """Whether to compile the model. auto: our own models on a GPU, if everything needed is installed.
+    """Return whether to compile the model. auto: built-in models on a GPU, if all requirements are installed.
 
-    On a CPU compiling makes a step 10% faster at best and takes half a minute. Only training is compiled, into one
-    graph of static shapes; evaluation and sampling have varying shapes and call the same weights eagerly. torch caches
-    compiled code in TORCHINDUCTOR_CACHE_DIR, or else in the directory for temporary files.
+    On a CPU compiling takes half a minute for a step at most 10% faster. Only training is compiled, into one graph of
+    static shapes; evaluation and sampling have varying shapes and run the same weights eagerly. torch caches compiled
+    code in TORCHINDUCTOR_CACHE_DIR, by default in the directory for temporary files.
 
     Raises:
         ConfigError: trainer.compile cannot work on this machine.
@@ -159,7 +158,7 @@ def should_compile(config: Config, device: torch.device) -> bool:
 
 
 def _missing_requirement(device: torch.device) -> str | None:
-    """Return what torch's compiler needs and this machine lacks."""
+    """Return a requirement of torch.compile that this machine lacks; None if it lacks none."""
     variable, programs = COMPILERS[device.type]
     if device.type == "cuda":
         if importlib.util.find_spec("triton") is None:
@@ -172,10 +171,10 @@ def _missing_requirement(device: torch.device) -> str | None:
 
 
 def check_compiles(model: nn.Module, config: Config, x: Tensor, y: Tensor) -> None:
-    """Capture the graph of the model without generating code for it.
+    """Capture the graph of the model without generating code.
 
     Raises:
-        ConfigError: torch cannot make one graph of the model.
+        ConfigError: torch cannot capture the model as one graph.
     """
     with report_compile_errors(config):
         torch.compile(model, fullgraph=True, dynamic=False, backend="eager")(x, y)

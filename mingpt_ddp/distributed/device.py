@@ -1,4 +1,4 @@
-"""The device of a rank: which one it is, whether its kernels are deterministic, and how much memory it has."""
+"""The device of a rank: its choice, deterministic kernels, and memory."""
 
 import contextlib
 import ctypes
@@ -16,8 +16,8 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import ops
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
-MMAP_THRESHOLD = 32 << 20  # bytes: glibc always asks the kernel for larger blocks
-TRIM_THRESHOLD = 1 << 30  # bytes of freed memory that the process keeps
+MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
+TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of the container, or `max`
 
 
@@ -37,14 +37,14 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = env.local_rank if gpus > 1 or env.shares_devices else 0  # a scheduler may show each process only its own
+    index = env.local_rank if gpus > 1 or env.shares_devices else 0  # a scheduler may expose one GPU per process
     if index >= gpus:
-        raise ConfigError(f"local rank {index} has no GPU, there are {gpus}; start {gpus} ranks or use the CPU")
+        raise ConfigError(f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks or use the CPU")
     return torch.device("cuda", index)
 
 
 def refuse_shared_gpus(gpus: list[str]) -> None:
-    """Check what NCCL requires, a GPU for each rank; its own error is hard to understand.
+    """Check that each rank has its own GPU, as NCCL requires; its own error is hard to understand.
 
     Args:
         gpus: the UUID of each rank's GPU, in rank order.
@@ -61,12 +61,12 @@ def refuse_shared_gpus(gpus: list[str]) -> None:
 
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
-    """Make it the current device of this process, with deterministic kernels if wanted."""
-    if device.type == "cuda":  # torch reads it once, at the first product: a later job may have to be deterministic
+    """Make the device current in this process, with deterministic kernels if requested."""
+    if device.type == "cuda":  # read once, at the first product: a later job may need it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter imports modules for a second
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter takes a second to import modules
         torch.use_deterministic_algorithms(deterministic)
-        # Filling them takes a kernel for each new tensor and changes no result.
+        # Filling uninitialized memory takes a kernel per tensor and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda":
@@ -77,10 +77,10 @@ def set_up_device(device: torch.device, deterministic: bool) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep freed memory for its next step.
+    """Keep freed memory in the process for its next step.
 
-    By default glibc returns it to the kernel, which clears every page when the next step asks for it again: up to a
-    quarter of a small model's step on a CPU. Other C libraries, and MALLOC_ settings of the user, are left alone.
+    By default glibc returns it to the kernel, which zeroes every page when the next step allocates again: up to a
+    quarter of a small model's step on a CPU. A no-op with other C libraries and if MALLOC_ variables are set.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -89,7 +89,7 @@ def keep_freed_memory() -> None:
 
 
 def installed_memory() -> int:
-    """Return the bytes that this process may use: the smallest limit of machine, container and `ulimit -v`."""
+    """Return the bytes that this process may use: the smallest of physical memory, container limit and `ulimit -v`."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]]
     with contextlib.suppress(OSError, ValueError):
         limits.append(int(CGROUP.read_text()))
@@ -97,7 +97,7 @@ def installed_memory() -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or that of the processor with the vector instructions that torch uses of it."""
+    """Return the name of the GPU, or of the CPU with the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.machine()
@@ -108,12 +108,12 @@ def device_name(device: torch.device) -> str:
 
 
 def total_memory(device: torch.device) -> int:
-    """Return the bytes of the GPU, or those that this process may use if there is none."""
+    """Return the memory of a GPU in bytes, or for a CPU the `installed_memory`."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else installed_memory()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: of allocations on a GPU, else of the resident memory of the process."""
+    """Return the peak in bytes: of GPU allocations, or for a CPU of the resident memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""This process's ranks; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR, PET_NODE_RANK and the like."""
+"""The ranks of this process; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR, PET_NODE_RANK etc."""
 
 import os
 import time
@@ -24,14 +24,14 @@ class DistEnv:
     is_standalone: bool = True  # RANK and WORLD_SIZE are not set
     has_local_rank: bool = False  # LOCAL_RANK is set: the launcher starts one process per local rank
     shares_devices: bool = False  # all local ranks have the same CUDA_VISIBLE_DEVICES
-    counts_nodes: bool = False  # rank and world_size count machines, until `with_workers` says how many ranks each has
+    counts_nodes: bool = False  # rank and world_size count nodes; `with_workers` converts them
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
     def with_workers(self, per_node: int) -> "DistEnv":
-        """Return the ranks of this machine's first worker, where this process has read those of the machine."""
+        """Return the ranks of this node's first worker, if this process has read those of the node."""
         if not self.counts_nodes:
             return self
         return replace(self, rank=self.rank * per_node, world_size=self.world_size * per_node, counts_nodes=False)
@@ -42,10 +42,10 @@ class DistEnv:
 
 
 def read_env() -> DistEnv:
-    """Read RANK and its relatives, as torchrun or the user's own script sets them, or those of a pod.
+    """Read RANK etc., as torchrun or the user's launcher sets them, or the variables of a Kubeflow pod.
 
     Raises:
-        ConfigError: some of them are missing or contradict each other.
+        ConfigError: some of them are missing or inconsistent.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return _read_pod_env()
@@ -73,7 +73,7 @@ def read_env() -> DistEnv:
 
 
 def _read_pod_env() -> DistEnv:
-    """Read what Kubeflow's operator sets in each pod for torchrun; a single pod is standalone."""
+    """Read the variables that Kubeflow's operator sets for torchrun in each pod; a single pod is standalone."""
     if "PET_NODE_RANK" not in os.environ or _read_int("PET_NNODES", "1") == 1:
         return DistEnv()
     return DistEnv(
@@ -98,10 +98,10 @@ def _read_int(name: str, default: str = "") -> int:
 
 
 def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[str, str]:
-    """Return the environment variables of worker number `index` of a machine, as torchrun sets them.
+    """Return the environment variables of worker `index` of a node, as torchrun sets them.
 
     Args:
-        first: the ranks of the machine's first worker.
+        first: the ranks of the node's first worker.
     """
     variables = {
         "RANK": first.rank + index,
@@ -117,15 +117,15 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
 
 
 def process_start_time() -> float:
-    """Return when this process began, or the attempt whose worker it is, as time.monotonic() counts.
+    """Return time.monotonic() at the start of this process, or of the attempt whose worker it is.
 
-    Where Linux does not say, return the time of now.
+    Without Linux's /proc, return the current time.
     """
     if STARTED_AT in os.environ:
         return float(os.environ[STARTED_AT])
     try:
         with open("/proc/self/stat") as stat:
-            ticks = int(stat.read().rpartition(")")[2].split()[19])  # since the machine was started
+            ticks = int(stat.read().rpartition(")")[2].split()[19])  # since boot
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         age_s = 0.0

@@ -1,4 +1,4 @@
-"""How a process ends: the exit codes, the last line of its log, and os._exit."""
+"""Process exit: the exit codes, the last log line, and os._exit."""
 
 import contextlib
 import ctypes
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 # The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted worker exits with
 # ddp.preempted_exit_code, by default 0: torchrun's agent restarts it after any other code.
-FAILURE = 1  # a crash: a restart may help
-USER_ERROR = 2  # the last line says what to fix: a restart would not help
+FAILURE = 1  # a crash: a restart may succeed
+USER_ERROR = 2  # the last line says what to fix: a restart would fail too
 EX_TEMPFAIL = 75  # of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
 
-ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
-AGENT_POLL_S = 1.0  # an agent notices within this time that a worker has exited, and kills the others
+ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
+AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
 def exit_process(message: str | None, code: int) -> NoReturn:
@@ -42,7 +42,7 @@ def exit_process(message: str | None, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
-        if multiprocessing.parent_process() is None:  # multiprocessing removes it only when the interpreter shuts down
+        if multiprocessing.parent_process() is None:  # os._exit skips multiprocessing's own cleanup
             shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
     finally:  # in a signal handler any of these may raise
         os._exit(code)
@@ -50,7 +50,7 @@ def exit_process(message: str | None, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Turn the errors of a command-line tool into one line and an exit code."""
+    """Report errors of a command-line tool as one line and an exit code."""
     try:
         yield
     except BrokenPipeError:  # stdout was closed early, e.g. piped into head
@@ -64,7 +64,7 @@ def cli_errors() -> Iterator[None]:
 
 
 def die_with_parent() -> None:
-    """End this process when its parent dies: an orphaned worker must not train along with its successor."""
+    """Exit when the parent process dies: an orphaned worker must not train concurrently with its successor."""
     parent = os.getppid()
 
     def poll_parent() -> None:
@@ -74,8 +74,8 @@ def die_with_parent() -> None:
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        launcher = multiprocessing.parent_process()  # of a forked worker, whose parent is the server that forked it
-        if os.getppid() != parent or (launcher is not None and not launcher.is_alive()):  # it died before the call
+        launcher = multiprocessing.parent_process()  # of a forked worker, whose parent is the fork server
+        if os.getppid() != parent or (launcher is not None and not launcher.is_alive()):  # died before prctl
             exit_process(None, FAILURE)
     else:
         threading.Thread(target=poll_parent, name="parent-watch", daemon=True).start()
@@ -84,15 +84,15 @@ def die_with_parent() -> None:
 def signal_exit_code(env: DistEnv, code: int) -> int:
     """Return the exit code of a process that a signal ends early.
 
-    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), but not when its time
-    limit was reached before training began: the next attempt would not get further.
+    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), except if it reached its
+    time limit before training began: the next attempt would get no further.
     """
     submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
     return EX_TEMPFAIL if submitted and code != 128 + signal.SIGUSR1 else code
 
 
 class ProcessExit:
-    """Ends this process with a last line that names the root cause, which another rank may have reported."""
+    """Exit with a last line that names the root cause, which another rank may have reported."""
 
     def __init__(self, job: int = 0) -> None:
         """
@@ -103,10 +103,10 @@ class ProcessExit:
         with contextlib.suppress(ConfigError):  # `train` raises it again
             self.env = read_env()
         self.group: ProcessGroup | None = None  # once this rank has joined it
-        self.is_symmetric = True  # an error now is the same on all ranks
+        self.is_symmetric = True  # errors are the same on all ranks
 
     def user_error(self, error: UserError) -> NoReturn:
-        """Log the error once per agent, although every rank may have it."""
+        """Log the error once per agent, even if every rank has it, and exit."""
         if self.group is not None:
             self.group.report_failure(str(error))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -114,19 +114,19 @@ class ProcessExit:
             logs.to_console(self.env)
         if self.env.has_agent and not self.env.is_rank_zero:
             time.sleep(AGENT_POLL_S)  # rank zero reports first
-        if isinstance(error, StorageUnavailableError):  # the same on every rank, but a restart may help
+        if isinstance(error, StorageUnavailableError):  # the same on every rank, but a restart may succeed
             code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
             exit_process(self.env.call_on_rank_zero(lambda: str(error)), code)
         is_first = True
         if self.env.has_agent:
             from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
 
-            # Where the store is unreachable, print the error, even if another rank does too.
+            # If the store is unreachable, print the error, even if another rank does too.
             is_first = ask_store(lambda: claim_error_report(self.env, self.job, str(error)), otherwise=True)
         exit_process(str(error) if is_first else None, USER_ERROR)
 
     def failure(self, error: Exception) -> NoReturn:
-        """Report the error of this rank; after the loss of a peer, wait for the peer's report and repeat that."""
+        """Report the error of this rank and exit; after losing a peer, wait for its report and log that instead."""
         import torch.distributed as dist
 
         rank, summary = self.env.rank, " ".join(f"{type(error).__name__}: {error}".split())
@@ -136,21 +136,21 @@ class ProcessExit:
                 self.group.report_failure(summary)
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            with contextlib.suppress(Exception):  # the file from which torchrun makes its summary
+            with contextlib.suppress(Exception):  # the error file for torchrun's summary
                 get_error_handler().record_exception(error)
             log.error("rank %d failed", rank, exc_info=error)
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
         cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) or f"rank {rank} lost another rank: {summary[:200]}"
         log.error("error: %s", cause)
-        logs.close()  # so that errors of other threads do not follow the root cause
+        logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
-            time.sleep(AGENT_POLL_S)  # torchrun blames the first worker to exit: let that be the failed one
+            time.sleep(AGENT_POLL_S)  # torchrun blames the first worker that exits: let it be the failed one
         exit_process(None, FAILURE)
 
     def on_signal(self, number: int) -> NoReturn:
-        """End at once. The signal may come from an agent after another rank has failed: then log the root cause."""
+        """Exit. If the signal comes from an agent after another rank failed, log the root cause."""
         try:
             if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
                 log.error("error: %s", cause)
@@ -160,7 +160,7 @@ class ProcessExit:
             exit_process(None, signal_exit_code(self.env, 128 + number))
 
     def failed_on_all_ranks(self, error: UserError) -> bool:
-        """Return whether every rank has this error, so that all of them can start the next job of a sweep."""
+        """Return whether every rank has this error, so that all can start the next job of a sweep."""
         return self.is_symmetric or (self.group is not None and self.group.have_all_failed(str(error)))
 
     def peer_failure(self, wait_s: float = 0.0) -> str | None:

@@ -1,6 +1,6 @@
 """Processes forked from a server that has imported torch once: `multiprocessing`'s forkserver.
 
-The server dies with the process that has started it, and what it has forked dies with the server.
+The server dies with the process that started it, and its children die with the server.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_d
 
 
 def start_server() -> None:
-    """Start the server unless it runs; its imports take seconds, and this process goes on meanwhile."""
+    """Start the server unless it is running; it imports torch for seconds, concurrently with this process."""
     before = dict(os.environ)
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store is gone
-    # A look for GPUs would otherwise initialize CUDA, which a forked process cannot use.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store closes
+    # Otherwise torch.cuda.is_available() would initialize CUDA, which a forked process cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
         forkserver.set_forkserver_preload(PRELOADED)
@@ -43,7 +43,7 @@ def new_process(method: Literal["forkserver", "spawn"], target: Callable[..., No
 
 @contextlib.contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block the signals in this process, and in those that it starts meanwhile."""
+    """Block the signals in this process and in processes started in this context."""
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     try:
         yield

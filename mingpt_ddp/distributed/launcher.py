@@ -1,4 +1,4 @@
-"""Start the workers of `ddp.nproc_per_node`, wait for them, and restart them when one dies."""
+"""Start the workers of `ddp.nproc_per_node`, wait for them, and restart all when one dies."""
 
 import contextlib
 import ctypes
@@ -27,7 +27,7 @@ from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
 log = logging.getLogger(__name__)
 
-STORE_LINGER_S = 3.0  # for which the first parent keeps its store after a failure, so that others can read the reason
+STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
 EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
 
 
@@ -35,9 +35,9 @@ EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit af
 class WorkerExit:
     """How the workers ended."""
 
-    code: int = 0  # the exit code of the first worker that failed, -n if signal n killed it; 0: none has failed
+    code: int = 0  # the exit code of the first worker that failed, -n if signal n killed it; 0: none failed
     rank: int = 0  # of that worker
-    signal: int = 0  # that this process received meanwhile
+    signal: int = 0  # that this process received
 
 
 def train_on_workers(
@@ -49,11 +49,11 @@ def train_on_workers(
         env: the ranks of the first worker.
         directory: the run's.
         overrides: the command line that composes `config`.
-        started_at: when the work on this run began, as time.monotonic() counts.
+        started_at: time.monotonic() when this run began.
 
     Returns:
-        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one, 128 + n where signal n
-        ended it otherwise; and whether this process has received a signal, perhaps too late for the run.
+        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one, 128 + n if signal n
+        ended it otherwise; and whether this process received a signal, possibly too late for the run.
 
     Raises:
         ConfigError: WORLD_SIZE is too small for so many workers.
@@ -68,14 +68,14 @@ def train_on_workers(
         raise ConfigError(f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more")
     if config.ddp.launcher == "forkserver":
         start_server()
-    from mingpt_ddp.distributed.rendezvous import connect, loopback_store  # torch, which the server imports meanwhile
+    from mingpt_ddp.distributed.rendezvous import connect, loopback_store  # imports torch, like the server meanwhile
 
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_standalone:
         store = loopback_store()  # until this function returns
         first = replace(first, master_address=("localhost", store.port))
     elif env.is_rank_zero:
-        connect(env, 0, config.ddp.timeout_s)  # hosts a store that lasts as long as this process
+        connect(env, 0, config.ddp.timeout_s)  # hosts a store for the lifetime of this process
     attempt = partial(_run_attempt, config, first, overrides)
     code, interrupted = _run_with_restarts(attempt, started_at, config.ddp, directory)
     if code and env.is_rank_zero and not env.is_standalone:
@@ -86,7 +86,7 @@ def train_on_workers(
 def _run_with_restarts(
     attempt: Callable[[float], WorkerExit], started_at: float, config: DDPConfig, directory: Path
 ) -> tuple[int, bool]:
-    """Call `attempt`, with the time when it began, until it succeeds or a restart cannot help.
+    """Call `attempt`, with its start time, until it succeeds or a restart would not help.
 
     Returns:
         The same as `train_on_workers`.
@@ -102,19 +102,19 @@ def _run_with_restarts(
             if result.get("status") == RunStatus.PREEMPTED:
                 return config.preempted_exit_code, True
             return 0 if result and result != before else 128 + workers.signal, True
-        if workers.code < 0:  # it could not log that itself
-            log.error("error: rank %d was ended by %s", workers.rank, signal.Signals(-workers.code).name)
+        if workers.code < 0:  # it could not log this itself
+            log.error("error: rank %d was killed by %s", workers.rank, signal.Signals(-workers.code).name)
         if workers.code in (0, USER_ERROR, config.preempted_exit_code):
             return workers.code, False
     return USER_ERROR if workers.code == EX_TEMPFAIL else FAILURE, False
 
 
 def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_at: float) -> WorkerExit:
-    """Start the workers once and wait for all of them; other parents may start further ranks.
+    """Start the workers once and wait for all of them; launchers on other nodes may start further ranks.
 
     Args:
         first: the ranks of the first worker.
-        started_at: when the work on this attempt began, as time.monotonic() counts.
+        started_at: time.monotonic() when this attempt began.
     """
     n = config.ddp.nproc_per_node or 0
     shared = _shared_environ(n, first.is_standalone)
@@ -122,7 +122,7 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     workers = [new_process(config.ddp.launcher, _worker, environ, overrides) for environ in environs]
     with _started(workers) as received:
         code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
-    number = received[-1] if received and (code or first.is_standalone) else 0  # not every machine reads result.json
+    number = received[-1] if received and (code or first.is_standalone) else 0  # other nodes may not see result.json
     return WorkerExit(code, first.rank + index, number)
 
 
@@ -142,7 +142,7 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
-    """Start the workers and send them the signals that this process receives; yield the list of those."""
+    """Start the workers and forward the signals that this process receives; yield the list of these."""
     received: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -164,19 +164,19 @@ def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
 
 
 def _join(workers: list[BaseProcess], timeout_s: float, preempted_code: int) -> tuple[int, int]:
-    """Wait until all workers have exited. When one fails, end the others.
+    """Wait until all workers have exited. When one fails, terminate the others.
 
-    After a death by a signal they are killed: there is no failure to report, and no collective can complete.
+    If a signal killed it, SIGKILL them: there is no failure to report, and no collective can complete.
 
     Args:
-        timeout_s: for the others to exit before they are killed.
-        preempted_code: of a worker that has not failed, besides 0.
+        timeout_s: for the others to exit before SIGKILL.
+        preempted_code: exit code of a preempted worker, which has not failed.
 
     Returns:
         The exit code and the index of the worker that failed; else 0 or `preempted_code`, and 0.
     """
     while True:
-        codes = [worker.exitcode for worker in workers]  # read once: a worker may end at any moment
+        codes = [worker.exitcode for worker in workers]  # read once: a worker may exit at any moment
         failed = {code: index for index, code in enumerate(codes) if code not in (None, 0, preempted_code)}
         if failed or None not in codes:
             break
@@ -201,8 +201,8 @@ def _worker(environ: dict[str, str], overrides: list[str]) -> None:
     os.environ.update(environ)
     import torch
 
-    with contextlib.suppress(ValueError):  # a list, one number for each level of parallel regions
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch has read it when the server imported it
+    with contextlib.suppress(ValueError):  # a list, one number per nesting level
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch read it when the server imported it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(15, f"rank {environ['RANK']}".encode())  # PR_SET_NAME of <sys/prctl.h>, for ps and top
     sys.argv[1:] = overrides

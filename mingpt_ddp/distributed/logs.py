@@ -1,4 +1,4 @@
-"""The console, a log file per global rank, and rank zero's progress bar."""
+"""Logging: the console, a log file per global rank, and rank zero's progress bar."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is None or getattr(record, "file_only", False):
             return
-        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe has exited: train on
+        with contextlib.suppress(OSError, ValueError):  # the reader of a pipe exited: continue
             text = self.format(record)
             tqdm.write(printable(text) if sys.stderr.isatty() else text, file=sys.stderr)
             sys.stderr.flush()
@@ -52,7 +52,7 @@ def to_file(directory: Path, env: DistEnv) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.is_file():  # opening a named pipe would block
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror or error}") from error
@@ -69,7 +69,7 @@ def close() -> None:
 
 
 def progress_bar(env: DistEnv, done: int, total: int, **options: Any) -> tqdm:
-    """Return a bar, disabled on other ranks than zero and where stderr is no terminal.
+    """Return a progress bar, disabled on ranks other than zero and if stderr is not a terminal.
 
     Args:
         options: of tqdm.

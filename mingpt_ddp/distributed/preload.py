@@ -1,10 +1,10 @@
-"""Imported by the server that forks the workers, before it forks them (fork_server.py)."""
+"""Imported by the fork server before it forks workers (fork_server.py)."""
 
 import signal
 
 from mingpt_ddp.distributed.exit import die_with_parent
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
 
-# A scheduler may send a signal to all processes of a job: the launcher forwards it, and the workers unblock it.
+# A scheduler may signal all processes of a job; only the launcher reacts and forwards it. Workers unblock signals.
 signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 die_with_parent()

@@ -1,6 +1,6 @@
-"""The process group of one attempt: its collectives, its heartbeat, and how a rank reports a failure.
+"""The process group of one attempt: collectives, heartbeat, and failure reports.
 
-With a single process every collective is the identity, so callers never ask how many ranks there are.
+With a single process every collective is the identity, so callers need not check the world size.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from mingpt_ddp.errors import UserError
 
 T = TypeVar("T")
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
-ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks run into the same error, if they all do
+ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What the training thread is doing; the watchdog reads it to find the rank that keeps the others waiting."""
+    """The training thread's activity; the watchdog reads it to find the straggler."""
 
     count: int  # grows with every change
     activity: str
@@ -39,7 +39,7 @@ class Heartbeat:
 
 
 def _serialize_error(error: Exception) -> tuple[str, str]:
-    """Return the class and the message of an error as JSON values; any class but UserError becomes an OSError."""
+    """Return class and message of an error as JSON values; all but UserErrors become OSErrors."""
     if isinstance(error, UserError):
         return type(error).__name__, str(error.args[0])
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
@@ -47,7 +47,7 @@ def _serialize_error(error: Exception) -> tuple[str, str]:
 
 
 class ProcessGroup:
-    """All ranks of the job, seen from one of them."""
+    """This rank's handle on all ranks of the job."""
 
     def __init__(self, env: DistEnv, device: torch.device, ddp: DDPConfig, job: int) -> None:
         """Join the process group of this attempt.
@@ -56,7 +56,7 @@ class ProcessGroup:
             job: index of the job in a sweep; every job has its own process group.
 
         Raises:
-            RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt hit an error that will repeat.
+            RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt failed with a fatal error.
             ConfigError: two ranks use the same GPU.
         """
         self.env, self.timeout_s = env, ddp.timeout_s
@@ -66,8 +66,8 @@ class ProcessGroup:
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
         self.heartbeat = Heartbeat(0, "starting", waiting=False)
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
-        self._io_group: dist.ProcessGroup | None = None  # for the one thread that works next to the training thread
-        if self.world_size > 1 or env.has_agent:  # a worker whose agent has died finds no store
+        self._io_group: dist.ProcessGroup | None = None  # for the snapshot thread, concurrent with the training thread
+        if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
             self._job_store = connect(env, job, self.timeout_s)
             raise_if_fatal(self._job_store)
             if self.world_size > 1:
@@ -93,14 +93,14 @@ class ProcessGroup:
         self.transport = "shared memory" if self.shared_memory else gpu if device.type == "cuda" else cpu
 
     def close(self) -> None:
-        """Leave the process group together: a rank that left early would stall the launcher's exit barrier."""
+        """Destroy the process group on all ranks together: an early exit would stall the launcher's exit barrier."""
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
         if self.shared_memory is not None:
             self.shared_memory.close()
 
-    # Control data travels as JSON in CPU tensors, because torch's object collectives unpickle what they receive.
+    # Control data is JSON in CPU tensors, because torch's object collectives unpickle what they receive.
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -117,7 +117,7 @@ class ProcessGroup:
         """Return the JSON value of every rank, in rank order.
 
         Args:
-            io: called from the thread next to the training thread; the two do not wait for each other.
+            io: called from the snapshot thread, on a group of its own.
         """
         if self.world_size == 1:
             return [value]
@@ -132,7 +132,7 @@ class ProcessGroup:
         return [json.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
 
     def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start to gather a CPU tensor (n); the function returned waits for the result, (world size, n)."""
+        """Start an all_gather of a CPU tensor (n); the returned function waits for the result (world size, n)."""
         if self.world_size == 1:
             return lambda: values[None]
         if self.shared_memory is not None:
@@ -152,7 +152,7 @@ class ProcessGroup:
         return wait
 
     def broadcast_tensors(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Return rank 0's CPU tensors; the other ranks pass None."""
+        """Broadcast rank zero's CPU tensors; the other ranks pass None."""
         if self.world_size == 1:
             assert tensors is not None
             return tensors
@@ -168,7 +168,7 @@ class ProcessGroup:
         """Call `work` on rank 0, or on the first rank of every node; return its JSON value on every rank.
 
         Raises:
-            UserError: on every rank, what the calling rank raised; or the nodes returned different values.
+            UserError: on every rank, the error of the calling rank; or the nodes returned different values.
         """
         own: list[T] = []
         with self.raise_everywhere(UserError, io=False):
@@ -176,20 +176,20 @@ class ProcessGroup:
                 own.append(work())
         values = [value for part in self.all_gather(own) for value in part]
         if any(value != values[0] for value in values):
-            raise errors.RunError(f"the machines do not see the same text or configuration: {values}"[:300])
+            raise errors.RunError(f"the nodes have different texts or configurations: {values}"[:300])
         return values[0]
 
     @contextlib.contextmanager
     def raise_everywhere(self, caught: type[Exception] = Exception, io: bool = True) -> Iterator[None]:
-        """Raise on every rank what one rank raises in this context.
+        """Raise on every rank the error that one rank raises in this context.
 
         Args:
-            caught: which errors; by default any, because the other ranks must not wait for this one.
-            io: called from the thread next to the training thread.
+            caught: which errors; any by default, because the other ranks must not wait for this one.
+            io: called from the snapshot thread.
 
         Raises:
-            UserError: of the same class, if that is what the first failing rank raised.
-            OSError: naming that rank and its error.
+            UserError: of the same class, if the first failing rank raised one.
+            OSError: names that rank and its error.
         """
         failure: Exception | None = None
         try:
@@ -204,13 +204,13 @@ class ProcessGroup:
                 raise OSError(message if self.world_size == 1 else f"rank {rank}: {message}") from failure
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
-        """Return what `make` returned on the first attempt; restarts by the same agent get that value again."""
+        """Return the value of `make` from the first attempt; restarts by the same agent get the same value."""
         if self._job_store is None:
             return make()
         return self._job_store.compare_set(key, "", make()).decode()
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
-        """Record for the watchdog what this rank does now, and whether that needs the other ranks."""
+        """Update the heartbeat with the activity of this rank, and whether it waits for other ranks."""
         self.heartbeat = Heartbeat(self.heartbeat.count + 1, activity, waiting)
 
     @contextlib.contextmanager
@@ -219,16 +219,16 @@ class ProcessGroup:
         yield
         self.set_activity(self.heartbeat.activity)
 
-    # Failures: the first rank that fails leaves its error in the store, where the ranks that lose it find the reason.
+    # Failures: the first rank that fails writes its error to the store, where its peers find the root cause.
 
     def report_failure(self, message: str) -> None:
-        """Leave the error of this rank in the store, unless another rank has failed before."""
+        """Write the error of this rank to the store, unless another rank failed before."""
         if self.store is not None:
             store, report = self.store, f"rank {self.rank}: {message}"
             ask_store(lambda: store.compare_set(FAILURE, "", report), otherwise=b"")
 
     def reported_failure(self, wait_s: float) -> str | None:
-        """Return what the first failing rank reported, if it does within `wait_s` seconds."""
+        """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
         if self.store is None:
             return None
         store, deadline = self.store, time.monotonic() + wait_s
@@ -243,7 +243,7 @@ class ProcessGroup:
         return ask_store(poll, None, wait_s)
 
     def have_all_failed(self, message: str) -> bool:
-        """Whether every rank fails with the same error; then the process group is gone, and the next job can begin."""
+        """Return whether every rank failed with the same error; if so, destroy the process group for the next job."""
         if self.store is None:
             return True
         store, keys = self.store, [f"failed/{rank}" for rank in range(self.world_size)]

@@ -1,9 +1,9 @@
-"""How the ranks of one attempt find each other in a key-value store.
+"""The rendezvous: how the ranks of one attempt find each other in a key-value store.
 
 The launcher's store outlives the workers: after a restart it still holds the addresses of dead processes. Therefore
 every process writes a fresh id. Rank 0 proposes an attempt with one id per rank, each rank whose id is in it confirms,
-and when all have confirmed rank 0 starts the attempt. The keys of its process group begin with rank 0's id, which no
-other attempt has.
+and once all have confirmed rank 0 starts the attempt. The keys of its process group are prefixed with rank 0's id,
+which is unique to the attempt.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ from mingpt_ddp.errors import RunError
 
 T = TypeVar("T")
 POLL_S = 0.02
-STORE_TIMEOUT_S = 5.0  # for one answer of the store on a busy machine
-FATAL = "fatal"  # key in the store: an error that every attempt would hit again
+STORE_TIMEOUT_S = 5.0  # for one response of the store on a busy machine
+FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 
 
 def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
@@ -35,7 +35,7 @@ def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
         job: index of the job in a sweep; every job has its own keys.
 
     Raises:
-        RunError: nobody answers within `timeout_s` seconds.
+        RunError: the host does not respond within `timeout_s` seconds.
     """
     host, port = env.master_address
     timeout = timedelta(seconds=timeout_s)
@@ -52,7 +52,7 @@ def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
 
 
 def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
-    """Wait until the store listens; torch's own client fills the screen with warnings meanwhile."""
+    """Wait until the store listens; torch's own client would log warnings while waiting."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -64,15 +64,15 @@ def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-@cache  # it lives as long as the process: other ranks may ask for the next job before this one has left the last
+@cache  # per process: other ranks may connect for the next job while this rank finishes the last
 def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
 def loopback_store() -> TCPStore:
-    """Host a store for local workers: on a free port, reachable from this machine only.
+    """Host a store for local workers, on a free port of the loopback interface.
 
-    By itself a TCPStore listens on all interfaces.
+    By default a TCPStore listens on all interfaces.
     """
     family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]  # as a client resolves it
     listener = socket.create_server((str(address[0]), 0), family=family)
@@ -84,7 +84,7 @@ def loopback_store() -> TCPStore:
 def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
     """Return what `work` returns; `otherwise` if it raises, or takes longer than STORE_TIMEOUT_S + `wait_s` seconds.
 
-    A store behind a broken network neither answers nor gives up, and one whose host has died raises.
+    On a broken network a store call never returns; if the host died, it raises.
     """
     answers: list[T] = []
 
@@ -99,28 +99,28 @@ def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
 
 
 def claim_error_report(env: DistEnv, job: int, message: str) -> bool:
-    """Record an error that every attempt would hit again; whether this is the first worker of its parent to do so."""
+    """Record a fatal error for later attempts; return whether this is the first worker of its parent to do so."""
     store = connect(env, job, STORE_TIMEOUT_S)
     store.set(FATAL, message)
-    parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has a console of its own
+    parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has its own console
     return store.add(f"reported/{parent}", 1) == 1
 
 
 def raise_if_fatal(store: Store) -> None:
-    """Fail at once if an earlier attempt hit an error that would repeat: an agent restarts its workers anyway.
+    """Fail if an earlier attempt recorded a fatal error: the agent restarts its workers regardless.
 
     Raises:
-        RunError: that error.
+        RunError: the recorded error.
     """
     if store.check([FATAL]):
-        raise RunError(_get(store, FATAL).partition(": ")[2])  # its class adds what kind of error it is
+        raise RunError(_get(store, FATAL).partition(": ")[2])  # RunError adds the kind
 
 
 def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
-    """Wait for the other ranks of this attempt; return a store for them alone.
+    """Wait for the other ranks of this attempt; return a store with a prefix for it.
 
     Raises:
-        RunError: a rank did not appear within `timeout_s` seconds.
+        RunError: a rank did not join within `timeout_s` seconds.
     """
     own_id, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     store.set(f"hello/{env.rank}", own_id)
@@ -142,7 +142,7 @@ def _propose(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
                 store.set("go", proposal)
                 return own_id
         absent = ", ".join(map(str, missing))
-        _pause(store, 0, own_id, deadline, f"rank {absent} did not appear in time; start all ranks")
+        _pause(store, 0, own_id, deadline, f"rank {absent} did not join in time; start all ranks")
 
 
 def _confirm(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
@@ -154,7 +154,7 @@ def _confirm(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
             store.set(f"confirm/{env.rank}", proposal)
             if _get(store, "go") == proposal:
                 return ids[0]
-        message = f"rank {env.rank} waited, but the ranks did not all appear in time; start them"
+        message = f"rank {env.rank} waited, but not all ranks joined in time; start all ranks"
         _pause(store, env.rank, own_id, deadline, message)
 
 
@@ -164,10 +164,10 @@ def _get(store: Store, key: str) -> str:
 
 
 def _pause(store: Store, rank: int, own_id: str, deadline: float, message: str) -> None:
-    """Sleep for a moment; raise if the time is over or another rank has reported a fatal error."""
+    """Sleep briefly; raise on timeout or if another rank has recorded a fatal error."""
     raise_if_fatal(store)
     if time.monotonic() > deadline:
-        if _get(store, f"hello/{rank}") != own_id:  # not earlier: it may be the successor of this process, cut off
-            raise RunError(f"another process has RANK={rank} too; give every process a rank of its own")
-        raise RunError(f"{message}, or give them longer with ddp.timeout_s")
+        if _get(store, f"hello/{rank}") != own_id:  # only now: it may be the successor of this process
+            raise RunError(f"another process also has RANK={rank}; give every process its own rank")
+        raise RunError(f"{message}, or raise ddp.timeout_s")
     time.sleep(POLL_S)

@@ -1,4 +1,4 @@
-"""What a rank computes on and with: device, precision, process group, strategy."""
+"""The runtime of a rank: device, precision, process group, strategy."""
 
 import gc
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from mingpt_ddp.models.ops import DTYPES, choose_precision
 
 
 class Runtime:
-    """Everything that a run needs of this machine and of the other ranks."""
+    """Device, precision, process group and strategy of this rank."""
 
     def __init__(self, config: Config, env: DistEnv, job: int = 0) -> None:
         """Join the process group of this attempt.
@@ -34,7 +34,7 @@ class Runtime:
         self.strategy = DDPStrategy(config, self.device, self.group, self.compiles)
 
     def close(self) -> None:
-        """Leave the process group together with all ranks, and nothing behind for the next job of this process."""
+        """Destroy the process group on all ranks together; free all state before the next job of this process."""
         self.group.close()
         gc.collect()
         if self.compiles:
@@ -44,7 +44,7 @@ class Runtime:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def environment(self) -> dict[str, str | int]:
-        """Return what the last bits of a step depend on, apart from the settings of the model and the batch."""
+        """Return everything besides model and batch settings that affects the last bits of a step."""
         return {
             "torch": torch.__version__,
             "device": device_name(self.device),

@@ -1,9 +1,9 @@
-"""All ranks of one machine, connected by Unix sockets and shared memory.
+"""Collectives for ranks on one machine, by Unix sockets and shared memory.
 
-A gloo collective between two processes of one machine goes through the kernel's TCP stack and a thread on each side:
-ten times the CPU time of copying and adding for a few megabytes, and a thousand times for a few bytes. Memory is
-anonymous, and so are the sockets' names, so ranks that are killed leave nothing behind. A rank that dies closes its
-sockets, which the others notice at once.
+A gloo collective between two processes on one machine passes through the kernel's TCP stack and a thread on each side:
+ten times the CPU time of copying and adding for a few megabytes, a thousand times for a few bytes. Shared memory and
+socket names are anonymous, so killed ranks leave no files. The kernel closes a dead rank's sockets, which the others
+notice immediately.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class SharedMemoryGroup:
         """
         self.rank, self.world_size, self.timeout_s = rank, len(sockets) + 1, timeout_s
         self._sockets = sockets
-        self._skip_bytes = 0  # which every other rank has sent before what is received next
+        self._skip_bytes = 0  # sent by every other rank, to drop before the next message
 
     def close(self) -> None:
         """Close the connections."""
@@ -43,10 +43,10 @@ class SharedMemoryGroup:
             connection.close()
 
     def send_all(self, message: bytes, skip: bool = False) -> None:
-        """Send a short message to all other ranks; it does not wait for them.
+        """Send a short message to all other ranks without waiting for them.
 
         Args:
-            skip: every rank sends one, of which only the arrival matters: the next `recv_all` drops it.
+            skip: the message is an acknowledgement that every rank sends; the next `recv_all` drops it.
         """
         for rank, connection in self._sockets.items():
             with self._name_peer(rank):
@@ -63,7 +63,7 @@ class SharedMemoryGroup:
         return {rank: self._recv(rank, skip + size)[0][skip:] for rank in self._sockets}
 
     def _recv(self, rank: int, size: int) -> tuple[bytes, list[int]]:
-        """Return a message of `size` bytes, and the file descriptors that came with it."""
+        """Return a message of `size` bytes and the file descriptors sent with it."""
         content, files = b"", list[int]()
         while len(content) < size:
             with self._name_peer(rank):
@@ -76,16 +76,16 @@ class SharedMemoryGroup:
 
     @contextlib.contextmanager
     def _name_peer(self, rank: int) -> Iterator[None]:
-        """Raise errors of the connection as errors that name the rank."""
+        """Re-raise connection errors as errors that name the rank."""
         try:
             yield
         except TimeoutError as error:
-            raise dist.DistNetworkError(f"rank {rank} has been silent for {self.timeout_s:g} s") from error
+            raise dist.DistNetworkError(f"rank {rank} has sent nothing for {self.timeout_s:g} s") from error
         except OSError as error:
             raise dist.DistNetworkError(f"the connection to rank {rank} is broken: {error}") from error
 
     def all_gather_async(self, values: Tensor) -> Callable[[], list[Tensor]]:
-        """Send a CPU tensor to all ranks; the function returned waits for theirs, in rank order."""
+        """Send a CPU tensor to all ranks; the returned function waits for theirs, in rank order."""
         self.send_all(values.numpy().tobytes())
 
         def wait() -> list[Tensor]:
@@ -96,9 +96,9 @@ class SharedMemoryGroup:
         return wait
 
     def allocate(self, size: int) -> list[Tensor]:
-        """Return `size` bytes of every rank, in rank order: each rank writes to its own and reads all. A collective."""
+        """Allocate `size` bytes per rank, in rank order: each rank writes its own and reads all. A collective."""
         own = os.memfd_create("gradients")
-        os.posix_fallocate(own, 0, size)  # too little memory is an error now, not a SIGBUS later
+        os.posix_fallocate(own, 0, size)  # insufficient memory raises now, not SIGBUS later
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [own])
         files = {self.rank: own, **{rank: self._recv(rank, 1)[1][0] for rank in self._sockets}}
@@ -113,7 +113,7 @@ def connect_local_ranks(
 ) -> SharedMemoryGroup | None:
     """Connect all ranks; None if they are not all on this machine. A collective.
 
-    The sockets have abstract names, which end with their process and need no file system.
+    The sockets have abstract names, which need no filesystem and end with the process.
 
     Args:
         all_gather: returns the JSON value of every rank, in rank order.
@@ -138,13 +138,13 @@ def connect_local_ranks(
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
             _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.getuid():  # /proc/net/unix shows the names to every user
+            if user == os.getuid():  # /proc/net/unix shows the names to all users
                 sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
         return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
 
 
 def _machine() -> list[str] | None:
-    """Return an id of this machine and network namespace; None where sockets have no abstract names."""
+    """Return an id of this machine and network namespace; None if the OS lacks abstract socket names."""
     try:
         return [
             socket.gethostname(),
@@ -156,21 +156,21 @@ def _machine() -> list[str] | None:
 
 
 class SharedMemoryAllReduce:
-    """Averages in memory that all ranks share.
+    """Average gradients in shared memory.
 
-    Ranks are added in their order, however gradients are bucketed. It waits for the last bucket: starting earlier
-    gains nothing, because the cores that would copy the first buckets are computing the others.
+    Sums are in rank order, independent of the bucketing. It waits for the last bucket: starting earlier gains nothing,
+    because the cores that would copy the first buckets are computing the others.
     """
 
     def __init__(self, shared_memory: SharedMemoryGroup, parameters: list[nn.Parameter]) -> None:
         """
         Args:
-            parameters: those that have gradients.
+            parameters: those with gradients.
         """
         self.shared_memory = shared_memory
         self._memory = shared_memory.allocate(sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters))
         self._buckets: list[tuple[Tensor, list[Tensor], Future[Tensor]]] = []
-        self._end = 0  # of the buckets so far, in bytes
+        self._end = 0  # bytes of the buckets so far
 
     def all_reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Copy the bucket to this rank's memory; the last one completes the futures of all."""

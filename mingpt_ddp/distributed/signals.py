@@ -25,14 +25,14 @@ class SignalHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.signal_name is None
-        # A scheduler's signal may come twice, the second time through the launcher: only a second Ctrl-C counts.
+        # A scheduler's signal may arrive twice, the second time from the launcher: only a second Ctrl-C counts.
         repeated_interrupt = not first and number == signal.SIGINT
-        # After the failure of another rank a collective save would hang.
+        # After a failure of another rank a collective save would hang.
         if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failure():
             self.exits.on_signal(number)
         if first:
             self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()
 
     def elapsed(self) -> float:
-        """Return the seconds since the first signal; 0 where there was none."""
+        """Return the seconds since the first signal; 0 if there was none."""
         return time.monotonic() - self.received_at if self.signal_name is not None else 0.0

@@ -1,4 +1,4 @@
-"""The watchdog: every rank puts its heartbeat into the store, and all of them look for the rank that hangs."""
+"""The watchdog: every rank writes its heartbeat to the store and reads those of all ranks to find one that hangs."""
 
 import contextlib
 import json
@@ -19,35 +19,35 @@ from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s: collectives that time out would blame the ranks that waited
+TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s: earlier than collectives, whose timeout would blame the waiting ranks
 HANG = "hang"  # key in the store: which rank hangs
 PERIOD_S = 0.25  # between two heartbeats
 
 
 class Watchdog:
-    """A thread that ends the process when a rank hangs, after all ranks have agreed on which one it is."""
+    """A thread that ends the process when a rank hangs, after all ranks have agreed on which one."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
-        # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value, and since when.
+        # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value and when it changed.
         self._latest: dict[tuple[int, str], tuple[int, float]] = {}
         self._stopped = threading.Event()
         if group.store is not None:
             self._store = clone_store(group.store)
-            self._send_heartbeat(beat=0)  # a rank that is stopped before its thread runs must be visible too
+            self._send_heartbeat(beat=0)  # a rank may be stopped before its thread runs
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Ignore every hang from now on."""
+        """Ignore hangs from now on."""
         self._stopped.set()
 
     def _run(self) -> None:
         beat = 0
         while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
             beat += 1
-            with contextlib.suppress(Exception):  # the store died with its host, which collectives report
+            with contextlib.suppress(Exception):  # the store died with its host; collectives report that
                 self._send_heartbeat(beat)
                 self._check()
 
@@ -71,37 +71,37 @@ class Watchdog:
             stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
             log.error("rank %d hangs here:\n%s", self.group.rank, stack, extra={"file_only": True})
         log.error("error: %s", reason)
-        time.sleep(AGENT_POLL_S)  # let the other ranks log the reason as well
+        time.sleep(AGENT_POLL_S)  # so that the other ranks log the reason too
         exit_process(None, FAILURE)
 
     def _find_hang(self, heartbeats: list[dict[str, Any]]) -> str | None:
-        """Return which rank hangs, if one does; `heartbeats` are in rank order."""
+        """Return a message that names the rank that hangs, if any; `heartbeats` are in rank order."""
         idle_s = [self._unchanged_s(rank, heartbeat, "count") for rank, heartbeat in enumerate(heartbeats)]
         silent_s = [self._unchanged_s(rank, heartbeat, "beat") for rank, heartbeat in enumerate(heartbeats)]
         ranks = range(len(heartbeats))
-        unresponsive = [rank for rank in ranks if silent_s[rank] > self.limit_s]  # stopped, or its machine is down
+        unresponsive = [rank for rank in ranks if silent_s[rank] > self.limit_s]  # stopped, or its node is down
         stragglers = [rank for rank in ranks if idle_s[rank] > self.limit_s and not heartbeats[rank]["waiting"]]
         for rank in unresponsive or stragglers:
             reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {heartbeats[rank]['activity']}"
-            # Its training thread may have been seen last some heartbeats before its watchdog.
+            # The training thread's last change may precede the watchdog's by some heartbeats.
             if silent_s[rank] <= self.limit_s / 2:
                 return reason
             self._kill_if_local(heartbeats[rank])
-            return f"{reason}; no sign of life from there"
+            return f"{reason}; its process does not respond"
         if min(idle_s) > self.limit_s:
             activity = heartbeats[0]["activity"]
-            return f"all ranks wait for each other for {min(idle_s):.0f} s while {activity}: look at the network"
+            return f"all ranks have waited for each other for {min(idle_s):.0f} s while {activity}: check the network"
         return None
 
     def _unchanged_s(self, rank: int, heartbeat: dict[str, Any], counter: str) -> float:
-        """Return how many seconds ago a counter of a rank changed, as seen from here."""
+        """Return the seconds since a counter of a rank changed, by the clock of this rank."""
         value, now = heartbeat[counter], time.monotonic()
         if self._latest.get((rank, counter), (None, 0.0))[0] != value:
             self._latest[rank, counter] = (value, now)
         return now - self._latest[rank, counter][1]
 
     def _kill_if_local(self, heartbeat: dict[str, Any]) -> None:
-        """SIGKILL a stopped process of the same agent: it does not react to the agent, which would wait for it."""
+        """SIGKILL a stopped process of the same agent: it ignores SIGTERM, and the agent would wait for it."""
         if (heartbeat["host"], heartbeat["agent"]) == (socket.gethostname(), os.getppid()):
             with contextlib.suppress(OSError):
                 os.kill(heartbeat["pid"], signal.SIGKILL)

@@ -133,7 +133,7 @@ def test_two_machines_by_hand(tmp_path, undisturbed):
     machines.reach(1)
     machines.jobs[1].kill_worker(-1)
     machines.reach(2)
-    assert "rank 2 was ended by SIGKILL" in machines.jobs[1].text()
+    assert "rank 2 was killed by SIGKILL" in machines.jobs[1].text()
     orphans = machines.jobs[0].kill_agent()
     wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
     machines.start(0)
@@ -166,7 +166,7 @@ def test_killed_restarted_and_interrupted(launcher, tmp_path):
     wait_for(lambda: "\nstep " in job.text().partition("resuming from the snapshot")[2], what="the resumption")
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait() == 0, job.text()
-    assert "rank 1 was ended by SIGKILL" in job.text()
+    assert "rank 1 was killed by SIGKILL" in job.text()
     assert "restart 1 of 3" in job.text()
     assert {path.name for path in runs.iterdir()} == {"run", "run-2"}
     assert result(runs / "run-2")["status"] == "preempted"

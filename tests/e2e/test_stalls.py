@@ -109,7 +109,7 @@ def test_a_stopped_worker_is_ended_and_the_run_goes_on(tmp_path, undisturbed):
     begin = datetime.now()
     wait_for(lambda: not is_running(stopped), timeout=30, what="the end of the stopped worker")
     # What it told last, up to half a second before.
-    reason = r"error: rank 1 has stalled for [4-7] s while .+; no sign of life from there"
+    reason = r"error: rank 1 has stalled for [4-7] s while .+; its process does not respond"
     assert held.end(60) == 0, held.job.text()
     assert (told(run, 0, reason) - begin).total_seconds() < TIMEOUT_S + 1
     assert re.search(reason, held.job.text())

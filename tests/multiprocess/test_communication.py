@@ -280,7 +280,7 @@ def lose_a_rank(config: dict[str, Any]) -> str:
 
 def test_a_rank_that_is_silent_or_gone_is_named(tmp_path):
     told = run_ranks(3, lose_a_rank, tmp_path, config=configure())
-    assert told == ["rank 2 has been silent for 1 s; rank 2 has closed its connection"] * 2 + [""]
+    assert told == ["rank 2 has sent nothing for 1 s; rank 2 has closed its connection"] * 2 + [""]
 
 
 def test_ranks_on_different_machines_are_not_connected():

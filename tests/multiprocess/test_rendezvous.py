@@ -103,7 +103,7 @@ def test_a_rank_that_never_comes_is_named(tmp_path, store):
     config = configure("ddp.timeout_s=1")
     with Ranks(WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config) as ranks:
         rank_0, rank_1 = ranks.results()
-    assert rank_0.startswith("run error: rank 2 did not appear in time; start all ranks, or give them longer")
+    assert rank_0.startswith("run error: rank 2 did not join in time; start all ranks, or raise ddp.timeout_s")
     assert rank_1.startswith("run error: ")
 
 
@@ -116,7 +116,7 @@ def test_a_rank_given_to_two_processes_is_named(tmp_path, store, twice):
         wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{twice}"]))
         with Ranks(WORLD, try_to_join, tmp_path / "other", **same) as other:
             (first,), (second,) = one.results(), other.results()
-    assert first == f"run error: another process has RANK={twice} too; give every process a rank of its own"
+    assert first == f"run error: another process also has RANK={twice}; give every process its own rank"
     assert second.startswith("run error: rank ")
 
 

@@ -45,7 +45,7 @@ def test_each_local_rank_has_a_visible_gpu(launcher, device):
 
     assert device(0, **variables(1)) == "cpu"
     assert [device(2, **variables(local_rank)) for local_rank in (0, 1)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ConfigError, match="local rank 2 has no GPU, there are 2; start 2 ranks or use the CPU"):
+    with pytest.raises(ConfigError, match="local rank 2 has no GPU, this machine has 2; start 2 ranks or use the CPU"):
         device(2, **variables(2))
 
 
@@ -53,7 +53,7 @@ def test_a_gpu_shown_to_one_process_alone(device):
     """As SLURM does with --gpus-per-task=1; processes below one parent see the same, and cannot share it."""
     variables = {**SHARED, "RANK": "1", "LOCAL_RANK": "1"}
     assert device(1, **variables) == "cuda:0"
-    with pytest.raises(ConfigError, match="local rank 1 has no GPU, there are 1"):
+    with pytest.raises(ConfigError, match="local rank 1 has no GPU, this machine has 1"):
         device(1, **variables, TORCHELASTIC_RUN_ID="none")
 
 

@@ -46,12 +46,12 @@ def test_a_stopped_process_is_killed(find, waiting):
         assert find(8.25, (2, 9, True), (1, 2, waiting)) == (None, []), "its watchdog was seen 7.75 s ago"
     reason, killed = find(8.75 if waiting else 8.25, (3, 10, True), (1, 2, waiting))
     assert reason is not None
-    assert reason.endswith("while training; no sign of life from there")
+    assert reason.endswith("while training; its process does not respond")
     assert killed == [1]
 
 
 def test_all_wait(find):
     assert find(0, (1, 1, True), (1, 1, True)) == (None, [])
     reason, killed = find(9, (1, 9, True), (1, 9, True))
-    assert reason == "all ranks wait for each other for 9 s while training: look at the network"
+    assert reason == "all ranks have waited for each other for 9 s while training: check the network"
     assert killed == []
