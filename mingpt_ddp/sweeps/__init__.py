@@ -1,1 +1,1 @@
-"""Hydra multirun: pre-flight, job directories, search, and the report of what came out."""
+"""Hydra multirun: pre-flight, job directories, search, and the report of the results."""

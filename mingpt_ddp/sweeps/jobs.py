@@ -20,14 +20,14 @@ def look_up(config: Config, swept: dict[str, str]) -> tuple[str, float | None]:
 
 
 def job_name(config: Config, swept: dict[str, str]) -> str:
-    """Return the `run.name` of a job: below the sweep's, the swept overrides in readable form and a digest.
+    """Return the `run.name` of a job: the sweep's name, then the swept overrides in readable form and a digest.
 
-    The digest identifies the job: a directory that ends with it is the job's, even if the sweep was edited since and
-    the readable part would be another one.
+    The digest identifies the job: a directory that ends with it is the job's, even if an edit of the sweep has changed
+    the readable part.
     """
     plain = config.to_dict()
     values = flatten(plain)
-    covered = {*numeric_keys(plain), "model", "optimizer", "data"}  # presets too
+    covered = {*numeric_keys(plain), "model", "optimizer", "data"}  # including presets
     # Parsed values, not their spelling: 100 and 1e2 are the same job.
     extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in covered}
     hashed = {"swept": extra} if extra else {}
@@ -48,11 +48,11 @@ def _validation_loss(directory: Path, config: Config) -> float | None:
     try:
         pruned = result.get("status") == RunStatus.PRUNED and config.trainer.prune != "none"
         ended = result.get("status") == RunStatus.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
-        # A limit of null was no limit: the other one was reached. A smaller limit was reached on the way.
+        # A recorded limit of null did not apply: the other one was reached. Any smaller limit was reached too.
         limits = [(recorded["trainer"][key], getattr(config.trainer, key)) for key in LIMITS]
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
         same = numeric_values(recorded) == numeric_values(config.to_dict())
         valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
         return float(result["val_loss"]) if ended and reached and same and valid else None
-    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # files of another origin
+    except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # not written by a run
         return None

@@ -1,4 +1,4 @@
-"""Render the page of a report: one HTML file that loads nothing and runs no script but its own."""
+"""Render the page of a report: one self-contained HTML file that runs only its own scripts."""
 
 import json
 import math
@@ -16,24 +16,24 @@ from plotly.offline import get_plotlyjs
 from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, identity, number
 from mingpt_ddp.sweeps.table import brief, cells, cut, fixed, short_names, shown
 
-DRAWN = 12  # parameters that have a plot; the table has them all
+DRAWN = 12  # parameters with a plot; the table has all
 POINTS = 200  # of a curve
 LONGEST = 40  # characters of a name or value in a plot
-LACKING = -0.16  # where a line passes the axis, from 0 to 1, of a parameter that the job does not have
+LACKING = -0.16  # position on the axis, from 0 to 1, of a parameter that the job lacks
 COLOURS = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]  # best to worst, legible on white and on black
 INCOMPLETE = "rgb(138,147,158)"
-CURVE_HOVER = "step %{x}: %{y:.4f}<br>%{text}<extra></extra>"  # a template of plotly's; the text it inserts is none
+CURVE_HOVER = "step %{x}: %{y:.4f}<br>%{text}<extra></extra>"  # a plotly template; inserted text is literal
 LABEL = {"showarrow": False, "xanchor": "right", "xshift": -5, "font": {"size": 11}, "bgcolor": "white"}
 
 
 def render_page(title: str, jobs: list[Job], keys: list[str]) -> str:
     """Return the whole document.
 
-    Names and values of runs are data: they are escaped in HTML, and in plotly's labels, which would render a few tags.
-    No script runs but those with the nonce, which the data cannot know.
+    Names and values of runs are untrusted: they are escaped in HTML and in plotly's labels, which render some tags.
+    Only scripts with the nonce run.
 
     Args:
-        jobs: the best first.
+        jobs: best first.
         keys: the parameters in which they differ.
     """
     plots, statuses = Plots(jobs, keys), [job.status for job in jobs]
@@ -57,7 +57,7 @@ def render_page(title: str, jobs: list[Job], keys: list[str]) -> str:
     return Template(Path(__file__).with_name("page.html").read_text()).substitute(
         title=escape(title),
         body=f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>{body}",
-        figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # no end tag of the element that holds it
+        figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # cannot close the script element
         plotly=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )
@@ -83,7 +83,7 @@ def _table(jobs: list[Job], keys: list[str]) -> str:
 
 
 class Plots:
-    """The figures of a page, as plain data for plotly; the best job is drawn last, above the others."""
+    """The figures of a page, as plain data for plotly; the best job is drawn last, on top."""
 
     def __init__(self, jobs: list[Job], keys: list[str]) -> None:
         self.figures: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ class Plots:
             self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{loss}", *values[:DRAWN]])
 
     def legend(self) -> str:
-        """Say what the colours mean."""
+        """Return the legend of the colours."""
         text = ""
         if self._objectives:
             low, more = fixed(min(self._objectives), ".3f"), " or more" * (max(self._objectives) > self._highest)
@@ -108,7 +108,7 @@ class Plots:
         return text + incomplete * (len(self._objectives) < len(self._jobs))
 
     def curves(self, key: str, title: str) -> str:
-        """Draw a loss over the steps of every job that has measured it."""
+        """Draw a loss over the steps of every job that has logged it."""
         traces: list[dict[str, Any]] = []
         for job in self._jobs:
             points = [(x, y) for x, y in job.history.series(key) if number(x) is not None and number(y) is not None]
@@ -119,7 +119,7 @@ class Plots:
         return self._plot(traces, {"title": {"text": title}, **axes}, 340)
 
     def against(self, key: str) -> str:
-        """Draw the objective of every job over one parameter; a loss far above the others is a triangle at the edge."""
+        """Draw the objective of every job over one parameter; outliers are triangles at the edge."""
         drawn = [(job, job.val_loss) for job in self._jobs if key in job.config and job.val_loss is not None]
         at, ticks = _positions(job.config[key] for job, _ in drawn)
         losses = [min(loss, self._highest) for _, loss in drawn]
@@ -135,7 +135,7 @@ class Plots:
         return self._plot([trace] if drawn else [], {"xaxis": xaxis, "yaxis": _loss_axis(losses)}, 260)
 
     def parallel(self, keys: list[str]) -> str:
-        """Draw a line for each job through its parameters to its objective, below the axes of what it lacks."""
+        """Draw a line per job through its parameters to its objective, below the axes of those it lacks."""
         jobs = [job for job in self._jobs if any(key in job.config for key in keys)]
         columns: list[dict[Path, Value]]
         columns = [{job.directory: job.config[key] for job in jobs if key in job.config} for key in keys]
@@ -166,7 +166,7 @@ class Plots:
         return str(sample_colorscale(COLOURS, [share])[0])
 
     def _plot(self, traces: list[dict[str, Any]], layout: dict[str, Any], height: int, width: int = 0) -> str:
-        """Keep the figure and return the element for it; nothing where there is nothing to draw."""
+        """Add the figure and return its HTML element; "" if there are no traces."""
         if not traces:
             return ""
         self.figures.append({"data": traces, "layout": layout})
@@ -179,9 +179,9 @@ def _label(text: str, longest: int = LONGEST) -> str:
 
 
 def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[float, str]]:
-    """Return where values are on an axis from 0 to 1, by identity, and the labels that fit at it, by position.
+    """Return the positions of values on an axis from 0 to 1, by identity, and the tick labels that fit, by position.
 
-    Numbers in proportion, by their logarithms where they span a factor of ten; anything else in equal distances.
+    Numbers are on a linear scale, or logarithmic if they span a factor of ten; other values are equidistant.
     """
     distinct = [*{identity(value): value for value in values}.values()]
     distinct.sort(key=lambda value: (number(value) is None, number(value) or 0, shown(value)))
@@ -204,7 +204,7 @@ def _ticks(labels: Mapping[float, str]) -> dict[str, Any]:
 
 
 def _highest(losses: list[float]) -> float:
-    """Return the highest loss that is not far above the others: beyond three times the quartiles' distance."""
+    """Return the highest loss that is at most three interquartile ranges above the third quartile."""
     if len(losses) < 4:
         return max(losses, default=0.0)
     first, _, third = quantiles(losses, n=4, method="inclusive")

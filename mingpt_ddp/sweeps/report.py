@@ -13,11 +13,11 @@ PAGE = "report.html"
 def report(directories: list[Path], page: Path) -> str:
     """Return the table of the jobs in `directories`, and write the page.
 
-    The table is not lost with the page: without plotly its last line says how to install it, and where the page cannot
+    The table does not depend on the page: without plotly its last line says how to install it, and if the page cannot
     be written the table is printed before the error is raised.
 
     Args:
-        directories: runs, or directories that hold runs one or two levels below.
+        directories: runs, or parents of runs one or two levels below.
         page: the HTML file to write.
 
     Raises:
@@ -29,7 +29,7 @@ def report(directories: list[Path], page: Path) -> str:
     try:
         from mingpt_ddp.sweeps.page import render_page
     except ImportError:
-        return f"{text}\nthere is no page without plotly; pip install 'mingpt_ddp[report]'"
+        return f"{text}\nthe page needs plotly; pip install 'mingpt_ddp[report]'"
     try:
         title = ", ".join(directory.resolve().name for directory in directories)
         atomic_write(page, render_page(title, jobs, keys).encode(errors="replace"))

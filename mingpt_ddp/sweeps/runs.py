@@ -1,4 +1,4 @@
-"""Read the directories of a sweep's jobs, whose content is never trusted: configuration, result, metrics, command."""
+"""Read the untrusted directories of a sweep's jobs: configuration, result, metrics, command."""
 
 import contextlib
 import fcntl
@@ -23,18 +23,18 @@ from mingpt_ddp.storage.storage import open_regular, read_regular
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
 NO_PARAMETERS = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
-PRESETS = ("model", "optimizer", "data")  # groups whose key `name` says which preset a job has
+PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
 LARGEST = 1e100  # larger numbers are not drawn
-NO_COMMAND = "there is no command line for it: its configuration cannot be read, and with it the run.name to continue"
+NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run, as far as it got."""
+    """One run, complete or not."""
 
     name: str  # its directory, relative to the one named on the command line
     directory: Path
-    status: str  # of result.json: complete, preempted, pruned ...; without one running, stopped or unfinished
+    status: str  # of result.json: complete, preempted, pruned ...; or running, stopped, unfinished
     config: dict[str, Value]  # of the last start, by dotted key
     result: dict[str, Any]
     history: MetricsHistory
@@ -55,7 +55,7 @@ class Job:
 
     @cached_property
     def step(self) -> int | None:
-        """The last step on record."""
+        """The last recorded step."""
         steps = [number(self.result.get("step")), *(float(row["step"]) for row in self.history.rows[-1:])]
         return max((int(step) for step in steps if step is not None), default=None)
 
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def faults(self) -> int | None:
-        """How many attempts ended by a preemption or a kill and were followed by another."""
+        """The number of attempts that a preemption or a kill ended and another followed."""
         return self.history.faults if self.history.starts else None
 
 
@@ -75,10 +75,10 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     """Read the jobs in these directories; sort them by objective, those without one last.
 
     Args:
-        directories: runs, or directories that hold runs one or two levels below.
+        directories: runs, or parents of runs one or two levels below.
 
     Raises:
-        RunError: one of them is no directory, or holds no run.
+        RunError: one of them is not a directory, or contains no run.
     """
     found: dict[Path, tuple[Path, str]] = {}
     for directory in directories:
@@ -102,9 +102,9 @@ def best_of(jobs: list[Job]) -> Job | None:
 
 
 def varying(jobs: list[Job]) -> list[str]:
-    """List the keys in which jobs differ that have them.
+    """List the keys whose values differ between jobs.
 
-    Keys that say where a run lives do not count, nor do those that only follow from the preset of their group.
+    Storage locations do not count, nor do keys that only follow from their group's preset.
     """
     values: dict[str, dict[Hashable, set[Hashable]]] = {}  # of each key, by preset
     for job in jobs:
@@ -139,9 +139,9 @@ def _read(path: Path, name: str) -> Job:
 
 
 def _status(path: Path, result: dict[str, Any]) -> str:
-    """Return "running" where a process holds the lock of the directory, else the status of its result.
+    """Return "running" if a process holds the lock of the directory, else the status of its result.
 
-    A complete run may be trained on with larger limits: its result is then that of an earlier end.
+    A complete run may be continued with larger limits: its result is then that of an earlier end.
     """
     without_result = "stopped"
     try:
@@ -149,13 +149,13 @@ def _status(path: Path, result: dict[str, Any]) -> str:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return "running"
-    except OSError:  # a copy has no lock, and some filesystems know none
+    except OSError:  # copies have no lock, and some filesystems lack flock
         without_result = "unfinished"
     return str(result.get("status", without_result))
 
 
 def plain(value: Any) -> Value:
-    """Return a scalar or a list of scalars as it is, and the name of the type of anything else."""
+    """Return scalars and lists of scalars unchanged, and the type name of anything else."""
     if isinstance(value, list) and len(value) <= 100 and not any(isinstance(v, (list, dict)) for v in value):
         return [plain(v) for v in value]
     if value is None or isinstance(value, (bool, str)) or number(value) is not None:
@@ -169,17 +169,17 @@ def number(value: Any) -> float | None:
 
 
 def identity(value: Value) -> Hashable:
-    """Return what is equal for values that mean the same: for 1 and 1.0, but not for 1 and true."""
+    """Return a key that is equal for equivalent values: for 1 and 1.0, but not for 1 and true."""
     return isinstance(value, bool), tuple(value) if isinstance(value, list) else value
 
 
 def command_line(job: Job) -> str:
     """Return `python main.py key=value ...`, quoted for the shell and for Hydra; NO_COMMAND without a run.name.
 
-    It composes to the configuration of the job's last start, run.name included: it continues the job, or trains it
-    again under another run.name. Where there is no main.py it is `python -m mingpt_ddp ...`.
+    It composes to the configuration of the job's last start, run.name included: it continues the job, or repeats it
+    under another run.name. Without main.py in the current directory it is `python -m mingpt_ddp ...`.
     """
-    if "run.name" not in job.config:  # the overrides alone may have the name of the sweep, which is another run
+    if "run.name" not in job.config:  # the overrides may have the sweep's run.name, which is another run
         return NO_COMMAND
     overrides = _read_record(job.directory, "overrides")
     if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
@@ -187,10 +187,10 @@ def command_line(job: Job) -> str:
         with contextlib.suppress(KeyError, TypeError):
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
     else:
-        # Without these presets, whose keys differ from one to another.
+        # Remove these presets, whose keys differ.
         words = ["~model", "~optimizer", *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
     name = job.config["run.name"]
-    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the name of the sweep
+    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the sweep's run.name
         words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
         words.append(f"run.name={hydra_value(name)}")
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
@@ -203,7 +203,7 @@ def _read_record(directory: Path, name: str) -> Any:
 
 
 def hydra_value(value: Value) -> str:
-    """Write the value so that Hydra's grammar of overrides reads it back."""
+    """Format a value so that Hydra's override grammar parses it back."""
     if isinstance(value, list):
         return f"[{','.join(map(hydra_value, value))}]"
     if not isinstance(value, str):

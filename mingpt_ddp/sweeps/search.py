@@ -1,6 +1,6 @@
-"""A search: a sweep whose values Optuna draws.
+"""A search: a sweep whose values Optuna samples.
 
-A search resumes by drawing the same trials again from the sampler's seed: complete jobs return their recorded loss.
+A search resumes by sampling the same trials from the same seed: complete jobs return their recorded loss.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError, RunError
 
 SQLITE_URL = r"sqlite:///([^?]+)(\?.*)?"
-SQLITE_TIMEOUT_S = 60  # for which Optuna waits while another process reads the study
+SQLITE_TIMEOUT_S = 60  # for which Optuna waits for another process to unlock the study
 
 
 def is_search(config: DictConfig) -> bool:
@@ -24,10 +24,10 @@ def is_search(config: DictConfig) -> bool:
 
 
 def check_search(config: DictConfig) -> None:
-    """Check what the plugin would refuse only after it has created a study.
+    """Check what the plugin would reject only after creating a study.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: a setting is invalid.
     """
     sweeper = config.hydra.sweeper
     share = sweeper.max_failure_rate
@@ -38,11 +38,11 @@ def check_search(config: DictConfig) -> None:
         raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
         raise ConfigError(
-            "hydra.sweeper.sampler.seed is null: every rank and every start would draw other trials; give it a number"
+            "hydra.sweeper.sampler.seed is null: every rank and every start would sample other trials; give it a number"
         )
     try:
         instantiate(sweeper.sampler)
-    except Exception as error:  # each sampler has its own
+    except Exception as error:  # exceptions differ by sampler
         reason = " ".join(str(error.__cause__ or error).split())[:300]
         raise ConfigError(f"hydra.sweeper.sampler cannot be used: {reason}") from error
     if sweeper.storage is not None and not re.fullmatch(SQLITE_URL, str(sweeper.storage)):
@@ -50,12 +50,12 @@ def check_search(config: DictConfig) -> None:
 
 
 def start_search(config: DictConfig, env: DistEnv) -> None:
-    """Let rank zero alone write a new study; the results themselves are kept in the job directories.
+    """Prepare a new study, written by rank zero alone; the job directories hold the results.
 
     Raises:
         RunError: the study's directory cannot be written.
     """
-    for name in ("optuna", "hydra_plugins"):  # they log a line for each trial, but the jobs log more
+    for name in ("optuna", "hydra_plugins"):  # they log a line per trial; the jobs log more
         logging.getLogger(name).setLevel(logging.ERROR)
     url = config.hydra.sweeper.storage
     if url is not None and (match := re.fullmatch(SQLITE_URL, str(url))):

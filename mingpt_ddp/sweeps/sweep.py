@@ -1,4 +1,4 @@
-"""A sweep: the checks before its first job, what its jobs share, and the report at its end."""
+"""A sweep: pre-flight before its first job, state shared by its jobs, and the report at its end."""
 
 import contextlib
 import logging
@@ -35,31 +35,31 @@ log = logging.getLogger(__name__)
 
 RunOnRankZero = Callable[[Callable[[], tuple[str, float | None]]], tuple[str, float | None]]
 MAX_CHECKED_VALUES = 32  # of a key, besides the first
-_current: ContextVar["Sweep"] = ContextVar("sweep")  # Hydra makes the callback and calls the jobs without arguments
+_current: ContextVar["Sweep"] = ContextVar("sweep")  # Hydra creates the callback and calls jobs without arguments
 
 
 @dataclass
 class Sweep:
-    """What this process knows about the sweep whose jobs it runs or launches; without a launcher it runs one job."""
+    """The state of the sweep whose jobs this process runs or launches; without a launcher, of a single job."""
 
     env: DistEnv = field(default_factory=DistEnv)
     directory: Path = Path()  # of all jobs, or run.root
     launcher: str = ""  # the class of Hydra's launcher
     planned: int = 0  # jobs
-    lock: IO[str] | None = None  # on `directory`, where it is the sweep's own
+    lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
     done: list[Path] = field(default_factory=list)  # directories of jobs
-    n_done_before: int = 0  # of these, the ones that an earlier start has done
+    n_done_before: int = 0  # of these, completed by an earlier start
     failed: list[str] = field(default_factory=list)  # labels of jobs
     exit_code: int = 0
 
     @staticmethod
     def current() -> "Sweep":
-        """Return the sweep that is active, or a new one in a process that an external launcher has started."""
+        """Return the active sweep, or a new one in a process started by an external launcher."""
         return _current.get(None) or Sweep()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the current sweep; afterwards shut Ray down, whose processes would survive os._exit."""
+        """Make this the current sweep; afterwards shut down Ray, whose processes would survive os._exit."""
         token = _current.set(self)
         try:
             yield
@@ -69,9 +69,9 @@ class Sweep:
                 sys.modules["ray"].shutdown()
 
     def start_job(self, config: Config, run_on_rank_zero: RunOnRankZero) -> tuple[Config, float | None]:
-        """Return the configuration of a job with its own run.name, and its loss where it is already complete.
+        """Return the configuration of a job with its own run.name, and its loss if it is already complete.
 
-        Outside of a sweep return the configuration as it is.
+        Outside a sweep return the configuration unchanged.
         """
         if not hydra_utils.is_multirun():
             return config, None
@@ -88,12 +88,12 @@ class Sweep:
         return config, loss
 
     def finish_job(self, directory: Path, loss: float | None, signalled: bool, exit_code: int) -> float:
-        """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep with it.
+        """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep.
 
         Args:
             loss: None: the job is incomplete.
-            signalled: a signal has asked this process to end; it goes on if no job is left.
-            exit_code: of the job, if this process ends with it.
+            signalled: this process received a signal, which is ignored if no job is left.
+            exit_code: of this process if the job ends it.
         """
         if loss is not None:
             self.done.append(directory)
@@ -108,15 +108,15 @@ class Sweep:
         self.failed.append(hydra_utils.job_label())
         self.exit_code = FAILURE if FAILURE in (self.exit_code, code) else code
         self.env.call_on_rank_zero(lambda: log.error("%s", message))
-        return JobError(f"{hydra_utils.job_label()} has failed")
+        return JobError(f"{hydra_utils.job_label()} failed")
 
     @property
     def uses_external_launcher(self) -> bool:
-        """Whether other processes run the jobs, count them and log their errors."""
+        """Return whether other processes run the jobs, count them and log their errors."""
         return bool(self.launcher) and not self.launcher.startswith("hydra._internal.")
 
     def finish(self) -> None:
-        """Print the table, write the page and end the process with an error if jobs have failed; on rank zero only."""
+        """On rank zero, print the table, write the page and exit with an error if jobs failed."""
         if self.launcher:
             self.env.call_on_rank_zero(self._report)
 
@@ -150,7 +150,7 @@ class Preflight(Callback):
             _check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        random.seed(0)  # Hydra's shuffle() then has the same order on every rank and at every start
+        random.seed(0)  # so that Hydra's shuffle() has the same order on every rank and at every start
         with _exit_on_error():
             _check_hydra_keys(config)
             _start(config, read_env(), Sweep.current())
@@ -158,7 +158,7 @@ class Preflight(Callback):
 
 @contextlib.contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """End the process at an exception, of which Hydra would only warn."""
+    """Exit on an exception, which Hydra would only log as a warning."""
     try:
         yield
     except Exception as error:
@@ -167,7 +167,7 @@ def _exit_on_error() -> Iterator[None]:
 
 
 def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
-    """Check the sweep, adapt Hydra's own configuration, and lock the directory.
+    """Check the sweep, adapt Hydra's configuration, and lock the directory.
 
     Raises:
         UserError: the sweep cannot run.
@@ -179,14 +179,14 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     if first.trainer.prune != "none" and first.run.name is None:
         raise ConfigError("trainer.prune=median compares the jobs of one directory; give the sweep a run.name")
 
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # if Ray is the launcher: no usage reports
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # disable usage reports if Ray is the launcher
     sweep.env, sweep.launcher = env, str(config.hydra.launcher._target_)
     sweep.directory = Path(first.run.root, first.run.name or "")
     grid = math.prod(len(_expand(override)) for override in overrides)
     sweep.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
     if first.run.name is not None:
         sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
-    log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)  # Hydra first composes all of them
+    log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)  # Hydra composes all of them first
     with read_write(config), open_dict(config):
         constant = [hydra_utils.key_of(str(o.input_line)) for o in overrides if not o.is_sweep_override()]
         excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
@@ -197,29 +197,29 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
 
 
 def _check_hydra_keys(config: DictConfig) -> None:
-    """Reject settings of Hydra that would be ignored, or that conflict with run.root and run.name."""
+    """Reject Hydra settings that would be ignored or that conflict with run.root and run.name."""
     check(not config.hydra.job.chdir, "hydra.job.chdir=true would move the jobs away from run.root; leave it out")
-    check(not config.hydra.verbose, "hydra.verbose has no use here: there is no more to log")
+    check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
     fixed = {"run.dir": ".", "sweep.dir": str(config.run.root), "sweep.subdir": ".", "output_subdir": None}
     for key, only in fixed.items():
         if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
-            raise ConfigError(f"hydra.{key}={value} has no use here: run.root and run.name say where a run is")
+            raise ConfigError(f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory")
     batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
     check(batch is None or batch >= 1, f"hydra.sweeper.max_batch_size={batch} must be at least 1")
 
 
 def _parse_overrides(config: DictConfig) -> list[Override]:
-    """Parse the overrides of the sweep, a preset's first; of a repeated key the last one counts, as in Hydra."""
+    """Parse the overrides of the sweep, those of its preset first; the last one of a key wins, as in Hydra."""
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     overrides = list({o.get_key_element(): o for o in parser.parse_overrides(words)}.values())
-    if search.is_search(config):  # Optuna's plugin prefers a fixed value to an interval, whichever comes last
+    if search.is_search(config):  # Optuna's plugin prefers a fixed value to an interval, regardless of order
         with read_write(config), open_dict(config):
             config.hydra.sweeper.params = {}
             config.hydra.overrides.task = [override.input_line for override in overrides]
     for override in overrides:
-        check(bool(_expand(override)), f"{override.input_line} has no value to sweep over")
+        check(bool(_expand(override)), f"{override.input_line} has no values to sweep over")
         if override.is_interval_sweep() and not search.is_search(config):
             raise ConfigError(f"{override.input_line} is for a search: add sweep=optuna_lr, or list values")
     return overrides
@@ -232,7 +232,7 @@ def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> C
         The configuration of the first job.
 
     Raises:
-        ConfigError: a job cannot be run.
+        ConfigError: a job is invalid.
     """
     values = [_expand(override) for override in overrides]
     first = [choices[0] for choices in values]
@@ -252,13 +252,13 @@ def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> C
 
 
 def _expand(override: Override) -> list[str]:
-    """Return the values that an override stands for, as overrides; of an interval both ends and one in between."""
+    """Return one override per value of a sweep override; for an interval both ends and a value between them."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     value, key = override.value(), override.get_key_element()
     if isinstance(value, IntervalSweep):
         start, end = value.start or 0, value.end or 0
-        inside = start + 0.618 * (end - start)  # rarely a whole number, as what will be drawn
+        inside = start + 0.618 * (end - start)  # rarely a whole number, like sampled values
         is_whole = isinstance(start, int) and isinstance(end, int)
         return [f"{key}={choice}" for choice in (start, int(inside) if is_whole else inside, end)]
     return [f"{key}={choice}" for choice in override.sweep_string_iterator()]

@@ -1,4 +1,4 @@
-"""The table of a sweep's jobs as text, and how it writes values."""
+"""The table of a sweep's jobs as text, and its number formats."""
 
 import json
 from datetime import timedelta
@@ -6,12 +6,12 @@ from datetime import timedelta
 from mingpt_ddp.errors import printable
 from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, number
 
-COLUMNS = 8  # for parameters; the page has them all
+COLUMNS = 8  # for parameters; the page has all
 LONGEST = 60  # characters of a value or a name
 
 
 def table(jobs: list[Job], keys: list[str]) -> str:
-    """Write a line for each job, the best first, and the command line of the best.
+    """Return a line per job, best first, and the command line of the best.
 
     Args:
         keys: the parameters in which the jobs differ.
@@ -35,7 +35,7 @@ def table(jobs: list[Job], keys: list[str]) -> str:
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
-    """Write the validation loss, status, parameters, step, tokens per second, faults and time of a job."""
+    """Format validation loss, status, parameters, step, tokens per second, faults and time of a job."""
     loss, seconds = fixed(job.val_loss, ".4f"), number(job.result.get("wall_seconds"))
     return [
         loss if job.objective is not None or job.val_loss is None else f"({loss})",
@@ -49,35 +49,35 @@ def cells(job: Job, keys: list[str]) -> list[str]:
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """Return the last part of each dotted key, or the whole key where the last part is not unique or says little."""
+    """Return the last part of each dotted key, or the whole key if the last part is ambiguous."""
     last = [key.rpartition(".")[2] for key in keys]
     unclear = {"name", "path", *(name for name in last if last.count(name) > 1)}
     return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
 
 
 def shown(value: Value) -> str:
-    """Write a value as the command line takes it, cut to LONGEST characters."""
+    """Format a value as on the command line, cut to LONGEST characters."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return brief(value)
     return cut(value if isinstance(value, str) else json.dumps(value))
 
 
 def brief(value: float) -> str:
-    """Write at most four digits, more for whole numbers, and an exponent instead of zeros: 3e-4 for 0.0003."""
+    """Format with at most four digits, more for whole numbers, and an exponent instead of zeros: 3e-4 for 0.0003."""
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
 
 
 def fixed(value: float | None, form: str) -> str:
-    """Format a number; `-` for None, an exponent where it would be too long to read."""
+    """Format a number; `-` for None, with an exponent if it would be too long to read."""
     if value is None:
         return "-"
     return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
 
 
 def scientific(value: float) -> str:
-    """Write at most four digits and an exponent."""
+    """Format with at most four digits and an exponent."""
     digits, _, exponent = f"{value:.3e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 

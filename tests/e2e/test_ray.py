@@ -55,5 +55,5 @@ def test_a_job_that_cannot_work_does_not_end_the_others(tmp_path):
     done = call([*SWEEP, *words], tmp_path)
     assert done.returncode == 1, done.stdout
     assert "data error: data.path=missing.txt: there is no such file" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("job error: data.path=missing.txt has failed")
+    assert done.stdout.splitlines()[-1].startswith("job error: data.path=missing.txt failed")
     assert [r["status"] for r in results(tmp_path / "outputs" / "bad")] == ["complete"]
