@@ -48,7 +48,7 @@ LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.
 PATIENCE_S = 120.0  # for an attempt to get going
 # The kernel ends the server with the thread that started it: this one stays.
 starter = ThreadPoolExecutor(1, "starter")
-AWAY = r"(cannot (write the snapshot of step|look for snapshots at|read the snapshot of step|use s3://))"
+AWAY = r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
 
 
 def impatient(directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None) -> str:

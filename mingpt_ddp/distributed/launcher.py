@@ -56,7 +56,7 @@ def train_on_workers(
         ended it otherwise; and whether this process received a signal, possibly too late for the run.
 
     Raises:
-        ConfigError: WORLD_SIZE is too small for so many workers.
+        ConfigError: WORLD_SIZE is too small for the workers.
         RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
     n = config.ddp.nproc_per_node or 0

@@ -117,7 +117,7 @@ class ProcessGroup:
         """Return the JSON value of every rank, in rank order.
 
         Args:
-            io: called from the snapshot thread, on a group of its own.
+            io: called from the snapshot thread, on a separate group.
         """
         if self.world_size == 1:
             return [value]

@@ -40,7 +40,7 @@ def _open_store(url: str) -> SnapshotStore:
     try:
         check_url(url, "URL")
     except ConfigError as error:  # recorded on another machine
-        raise SnapshotError(f"cannot look for snapshots: {error.args[0]}") from error
+        raise SnapshotError(f"cannot list snapshots: {error.args[0]}") from error
     return SnapshotStore(url)
 
 
@@ -69,7 +69,7 @@ def find_steps(url: str, follow: bool = True) -> list[tuple[SnapshotStore, list[
 
     Raises:
         SnapshotError: there are none.
-        StorageUnavailableError: a store does not answer within ANSWER_TIMEOUT_S.
+        StorageUnavailableError: a store does not respond within ANSWER_TIMEOUT_S.
     """
     named, found = step_in(url), []
     url = url.rstrip("/") or url

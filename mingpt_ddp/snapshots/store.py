@@ -48,7 +48,7 @@ class SnapshotStore:
         except Exception as error:  # exceptions differ by protocol
             reason = " ".join(str(error).split()) or type(error).__name__
             kind = StorageUnavailableError if isinstance(error, StorageError) else SnapshotError
-            raise kind(f"cannot look for snapshots at {self.url}: {reason[:300]}") from error
+            raise kind(f"cannot list snapshots at {self.url}: {reason[:300]}") from error
         return sorted(step for name in names if (step := layout.step_of(name)) is not None)
 
     def is_committed(self, step: int) -> bool:
@@ -110,7 +110,7 @@ class SnapshotStore:
             IncompleteSnapshotError: there is no manifest.
             CorruptSnapshotError: the manifest is damaged, or a file has another size.
             SnapshotError: another version wrote it, in another format.
-            StorageError: the storage does not answer.
+            StorageError: the storage does not respond.
         """
         size = self.size(step, layout.MANIFEST)
         if size is None:  # or it is a pipe, which would block
@@ -141,7 +141,7 @@ class SnapshotStore:
 
         Raises:
             CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
-            StorageUnavailableError: the storage does not answer.
+            StorageUnavailableError: the storage does not respond.
             SnapshotError: another version wrote it, in another format.
         """
         tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.KINDS}
@@ -167,7 +167,7 @@ class SnapshotStore:
 
         Raises:
             SnapshotError: another version wrote it, in another format.
-            StorageUnavailableError: the storage does not answer.
+            StorageUnavailableError: the storage does not respond.
         """
         for step in reversed(self.steps()):
             try:
@@ -185,7 +185,7 @@ class SnapshotStore:
             kinds: which tensors to read.
 
         Raises:
-            StorageUnavailableError: the storage does not answer.
+            StorageUnavailableError: the storage does not respond.
             SnapshotError: all committed snapshots are damaged.
         """
         for step in reversed(self.steps()):
@@ -211,7 +211,7 @@ class SnapshotStore:
 
         Raises:
             CorruptSnapshotError: it is incomplete or damaged.
-            StorageError: the storage does not answer.
+            StorageError: the storage does not respond.
         """
         files = self.files(step)
         for name, file in files.items():

@@ -1,7 +1,7 @@
 """Files on any remote fsspec filesystem: a timeout per request, retries, and a deadline per operation.
 
 Both limits grow with the bytes transferred. Until its deadline an operation retries transient errors (5xx, throttling,
-resets, timeouts) with random exponential backoff. Permanent errors are raised at once: a missing file or bucket, bad
+resets, timeouts) with random exponential backoff. Permanent errors raise immediately: missing file or bucket, bad
 credentials, no permission. `set_deadline`, for the grace period of a preemption, makes requests time out and retry
 sooner, including those in flight.
 """
@@ -74,7 +74,7 @@ def redact(text: str) -> str:
 def describe(error: BaseException) -> str:
     """Return the store's error code, or the exception's name, and its message."""
     if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
-        return "no answer in time"
+        return "no response in time"
     name = http_status_and_code(error)[1] or type(error).__name__
     return f"{name}: {getattr(error, 'strerror', None) or error}"
 
@@ -178,7 +178,7 @@ class RemoteStorage(Storage):
             self._request("delete", path, "rm", path, recursive=True)
 
     def _info(self, path: str) -> dict[str, Any]:
-        return dict(self._request("look at", path, "info", path))
+        return dict(self._request("stat", path, "info", path))
 
     def _parts(self, path: str, size: int, step: int) -> Iterator[bytes]:
         """Read the first `size` bytes of a file, `step` at a time, with one request per PART."""
@@ -228,7 +228,7 @@ class RemoteStorage(Storage):
         while True:
             try:
                 return await call()
-            except Exception as error:  # every filesystem raises types of its own
+            except Exception as error:  # every filesystem has its own exception types
                 if not is_transient(error, self.transient):
                     raise
                 log.log(logging.DEBUG if errors else logging.INFO, "retrying: %s", redact(describe(error)))

@@ -45,5 +45,5 @@ def test_a_server_that_does_not_answer(tool):
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = tool("list", "s3://bucket/run", AWS_ENDPOINT_URL=endpoint)
     assert done.returncode == 2
-    said = re.match(r"storage error: cannot look for snapshots at .* \(tried for (\d+) s\)$", done.stdout)
+    said = re.match(r"storage error: cannot list snapshots at .* \(tried for (\d+) s\)$", done.stdout)
     assert said and int(said[1]) <= 15, done.stdout

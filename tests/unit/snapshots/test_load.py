@@ -121,4 +121,4 @@ def test_a_recorded_url_that_cannot_be_opened_is_one_line(path, reason, tmp_path
     (run / "config.yaml").write_text(json.dumps({"run": {"name": "run"}, "snapshot": {"path": path}}))
     with pytest.raises(SnapshotError) as error:
         find_steps(str(run))
-    assert str(error.value) == f"snapshot error: cannot look for snapshots: URL={path}/run: {reason}"
+    assert str(error.value) == f"snapshot error: cannot list snapshots: URL={path}/run: {reason}"
