@@ -1,8 +1,8 @@
-"""The expected share of the time that becomes lasting progress, in closed form. All times are in seconds.
+"""Expected goodput, the fraction of time that becomes kept progress, in closed form. All times are in seconds.
 
-Failures come at random at a constant rate, one in `mtbf_s` on average, during restarts as well. Training goes on for an
-interval, stalls for `cost_s` while a snapshot is taken, and goes on. A failure undoes what was trained since the start
-of the last snapshot that was durable by then. A restart takes `restart_s`, and starts again if it fails.
+Failures are a Poisson process with one in `mtbf_s` on average, during restarts as well. Training runs for an interval,
+stalls for `cost_s` while a snapshot is taken, and continues. A failure loses the training since the start of the last
+durable snapshot. A restart takes `restart_s`, and begins again if it fails.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 
 
 def goodput(interval_s: float, cost_s: float, durable_s: float, restart_s: float, mtbf_s: float) -> float:
-    """The expected share of the time, 0 to 1, that becomes lasting progress.
+    """Return the expected goodput, 0 to 1.
 
     With T, C, D, R, M for the arguments in order: after a restart, snapshot k starts at k(T + C) - C and is durable D
     later. The time to the next failure is exponential, so snapshot k lasts with probability
@@ -23,14 +23,14 @@ def goodput(interval_s: float, cost_s: float, durable_s: float, restart_s: float
 
         goodput = T / M * exp(-(R + D - C) / M) / (exp((T + C) / M) - 1).
 
-    With D = C this is Daly's model of synchronous saving. D and R are in a factor without T: they cost time, and leave
-    the best interval where it is.
+    With D = C this is Daly's model of synchronous saving. D and R are in a factor without T: they cost time, but do not
+    change the optimal interval.
 
     Args:
         interval_s: training between the end of one snapshot's stall and the start of the next snapshot.
         cost_s: the stall.
         durable_s: from the start of a snapshot, before its stall, until it survives a failure; `cost_s` if synchronous.
-        restart_s: from a failure until training goes on.
+        restart_s: from a failure until training resumes.
         mtbf_s: mean time between failures of the whole run.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Disturb a run for a long time, at random but from a seed, and count what it survives and what it loses.
+"""Inject seeded random faults into a long run, and count what it survives and what it loses.
 
-The run keeps its snapshots on a SeaweedFS server behind a proxy. Processes are killed, stopped and asked to stop; the
-server is killed and comes back; the proxy injects errors 503, resets, stalls and lost answers. With one number of ranks
-the weights must be those of an undisturbed run, byte for byte; where every start has another number, the validation
-loss within 0.0001. Every step must be in the lasting history once. What is not so ends the script with an error.
+The run keeps its snapshots on a SeaweedFS server behind a fault proxy. Processes get SIGKILL, SIGSTOP, SIGTERM or
+SIGUSR1; the server is killed and restarted; the proxy injects errors 503, resets, stalls and lost responses. With a
+fixed world size the weights must equal those of an undisturbed run, byte for byte; with a varying one, the validation
+loss within 0.0001. Every step must be in the final history exactly once. Any violation ends the script with an error.
 
-Needs what the tests need: pip install -e .[test].
+Needs the test extra: pip install -e .[test].
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser, report, say
+from common import ROOT, log, parser, report
 
-sys.path.insert(0, str(ROOT / "tests"))  # the engine is theirs
+sys.path.insert(0, str(ROOT / "tests"))  # the chaos engine of the tests
 
 from chaos import Chaos, logged_steps, undisturbed
 from s3_server import SeaweedServer
@@ -30,27 +30,27 @@ from mingpt_ddp.storage.urls import open_storage
 
 def main() -> None:
     args = parser(__doc__, "chaos")
-    args.add_argument("--minutes", type=float, default=30, help="of faults, for each variant (default: %(default)s)")
+    args.add_argument("--minutes", type=float, default=30, help="of faults, per variant (default: %(default)s)")
     args.add_argument("--ranks", nargs="+", default=["2", "1,2,3"], help="a variant each: 2, or 1,2,3 to choose from")
     args.add_argument("--seed", type=int, default=1)
-    args.add_argument("--keep", type=Path, help="where to leave logs and data; by default they are deleted")
+    args.add_argument("--keep", type=Path, help="directory for logs and data; deleted by default")
     given = args.parse_args()
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it tells of every restart
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)  # it logs every restart
     results = []
     for ranks in given.ranks:
         with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-            place = (given.keep or Path(directory)) / f"ranks-{ranks.replace(',', '-')}"
-            results.append(one(place, given.minutes, tuple(map(int, ranks.split(","))), given.seed))
-            say(json.dumps(results[-1], indent=1))
+            home = (given.keep or Path(directory)) / f"ranks-{ranks.replace(',', '-')}"
+            results.append(run_variant(home, given.minutes, tuple(map(int, ranks.split(","))), given.seed))
+            log(json.dumps(results[-1], indent=1))
     rows = [[key, *(str(result[key]) for result in results)] for key in results[0] if key not in ("faults", "lost")]
     for part in ("faults", "lost"):
         for kind in sorted({kind for result in results for kind in result[part]}):
-            rows.append([f"{part}: {kind}", *(told(result[part].get(kind, 0)) for result in results)])
+            rows.append([f"{part}: {kind}", *(format_value(result[part].get(kind, 0)) for result in results)])
     report(given.out, {"runs": results}, ["", *(f"ranks {ranks}" for ranks in given.ranks)], rows, readme(results[0]))
 
 
 def readme(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """Of the first variant."""
+    """Return the row of the first variant."""
     what = f"{run['minutes']} minutes of chaos, {run['ranks']} ranks on S3"
     same = "byte-identical" if run["byte-identical"] else f"loss within {run['difference of validation losses']:.1g}"
     lost = max((run["lost"][kind]["most"] for kind in ("SIGTERM", "SIGUSR1") if kind in run["lost"]), default=0)
@@ -59,16 +59,16 @@ def readme(run: dict[str, Any]) -> list[tuple[str, str]]:
     return [(f"{what}: {faults}", f"{same}; {preempted}")]
 
 
-def one(place: Path, minutes: float, ranks: tuple[int, ...], seed: int) -> dict[str, Any]:
-    """One variant; what the result says has been checked."""
-    (place / "undisturbed").mkdir(parents=True)
-    server = SeaweedServer(place / "s3")
+def run_variant(home: Path, minutes: float, ranks: tuple[int, ...], seed: int) -> dict[str, Any]:
+    """Run one variant; exit if a check fails."""
+    (home / "undisturbed").mkdir(parents=True)
+    server = SeaweedServer(home / "s3")
     try:
         server.start()
-        chaos = Chaos(place, server, server.make_bucket("runs"), seed, ranks)
+        chaos = Chaos(home, server, server.make_bucket("runs"), seed, ranks)
         survived = chaos.go(60 * minutes)
-        say("the same without faults")
-        reference = undisturbed(place / "undisturbed", survived.steps, max(ranks))
+        log("repeating the run without faults")
+        reference = undisturbed(home / "undisturbed", survived.steps, max(ranks))
         os.environ.update(server.environment())
         model = f"step_{survived.steps:08d}/model.safetensors"
         same = open_storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
@@ -103,7 +103,7 @@ def summary(steps: list[int]) -> dict[str, float]:
     return {"times": len(steps), "most": max(steps), "mean": round(sum(steps) / len(steps), 1)}
 
 
-def told(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value['mean']} steps on average, at most {value['most']}, {value['times']} times"
     return str(value)

@@ -1,6 +1,6 @@
-"""What the benchmarks have in common: the machine's description, alternating runs, medians, JSON and Markdown.
+"""Shared by the benchmarks: machine description, alternating runs, medians, JSON and Markdown output.
 
-torch is not imported here: a process started from a small one has a peak memory of its own.
+torch is not imported here, so that child processes do not inherit its peak memory.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 
 
 def parser(docstring: str | None, name: str) -> argparse.ArgumentParser:
-    """A command line whose help is the script's docstring, and which says where the figures go."""
+    """Return a parser with the docstring as help and an option for the output file."""
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="JSON file (default: %(default)s)")
     return made
 
 
-def say(text: str) -> None:
-    """A note on the progress."""
+def log(text: str) -> None:
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def corpus_path() -> Path:
-    """tinyshakespeare, wherever this machine has it."""
+    """Return the local path of tinyshakespeare."""
     path = Path(os.environ.get(TEXT_VARIABLE, ""))
     if not path.is_file():
         sys.exit(f"set {TEXT_VARIABLE} to a copy of tinyshakespeare (conf/data/shakespeare.yaml says where it is)")
@@ -51,14 +51,14 @@ def corpus_path() -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """For child processes: so many threads, and no trace of a launcher that started this one."""
+    """Return an environment for child processes: the thread count, without variables of a launcher."""
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)}
     count = str(threads)
     return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
 
 
 def machine() -> dict[str, Any]:
-    """Where and when the figures were measured."""
+    """Return the hardware, software and date of the measurement."""
     try:
         names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
     except OSError:
@@ -74,7 +74,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, str]:
-    """The name of the first GPU, where there is one."""
+    """Return the name of the first GPU, if any."""
     if shutil.which("nvidia-smi") is None:
         return {}
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -83,10 +83,10 @@ def gpu() -> dict[str, str]:
 
 
 def in_fresh_process(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
-    """What `function` returns in a new interpreter, which ends afterwards.
+    """Return the result of `function` in a new interpreter.
 
     Raises:
-        BrokenProcessPool: it was killed, by others or because it took longer than the limit.
+        BrokenProcessPool: the process was killed, e.g. because it exceeded the limit.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         future = pool.submit(function, *arguments)
@@ -103,8 +103,8 @@ def end_children() -> None:
         child.kill()
 
 
-def composed(*overrides: str) -> Any:
-    """The checked configuration of these overrides."""
+def compose_config(*overrides: str) -> Any:
+    """Return the validated configuration of these overrides."""
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.config import from_mapping, to_plain
@@ -115,28 +115,28 @@ def composed(*overrides: str) -> Any:
 
 
 def alternate(what: str, candidates: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:
-    """Measure A, B, A, B ...: neighbours in time see the same machine, so that only their ratio is to be trusted."""
+    """Measure A, B, A, B ..., so that paired ratios cancel drifts of the machine's load."""
     values: dict[str, list[T]] = {name: [] for name in candidates}
     for repetition in range(1, repetitions + 1):
         for name, measure in candidates.items():
             values[name].append(measure())
-            say(f"{what}, repetition {repetition}/{repetitions}, {name}: {values[name][-1]}")
+            log(f"{what}, repetition {repetition}/{repetitions}, {name}: {values[name][-1]}")
     return values
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, range and all values, to five digits."""
+    """Return median, range and all values, to five digits."""
     rounded = [float(f"{value:.5g}") for value in values]
     return {"median": float(f"{median(values):.5g}"), "low": min(rounded), "high": max(rounded), "all": rounded}
 
 
 def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
-    """Ours over theirs, pair by pair as they were measured."""
+    """Return the paired ratios of ours over theirs."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def cell(values: dict[str, Any], form: str = ",.0f") -> str:
-    """`median (low .. high)` for a table."""
+    """Format `median (low .. high)` for a table."""
     return f"{values['median']:{form}} ({values['low']:{form}} .. {values['high']:{form}})"
 
 
@@ -147,11 +147,11 @@ def report(
     rows: Sequence[Sequence[str]],
     readme: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write the JSON file, and print the same as a Markdown table.
+    """Write the JSON file and print a Markdown table.
 
     Args:
-        header, rows: of that table.
-        readme: what and figure of each row for the README; `table.py` puts them there.
+        header, rows: of the table.
+        readme: (what, figure) rows for docs/benchmarks.md, which `table.py` writes.
     """
     here = machine()
     about = {"machine": here, "script": Path(sys.argv[0]).name, "readme": readme}

@@ -1,11 +1,10 @@
-"""What the agreement of ranks costs: training speed of 2 ranks against the same ranks without any synchronisation.
+"""The cost of communication: training speed of 2 ranks relative to the same ranks without synchronisation.
 
-The run is what a user starts, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread a rank: the project's
-own process group, trainer and steps. Once training has begun, blocks of steps alternate in the same processes:
-with everything that a step tells other ranks, and without: gradients stay where they are (DDP's no_sync) and nobody
-votes. That is a change of this script; no setting does it. Every block begins with a barrier, and has a speed by the
-clock, the mean of the ranks', and by CPU time of all threads of all ranks, which is fairer where others want the
-cores too. What of the reduction no computation hid is DDP's own measurement, as a run logs it.
+The run is the user command, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread per rank. In training,
+blocks of steps alternate in the same processes: with all communication of a step, and without, where gradients are not
+reduced (DDP's no_sync) and flags are not gathered. This script patches that; there is no setting for it. Every block
+begins with a barrier. Its speed is by the clock, averaged over ranks, and by CPU time of all threads and ranks, which
+is fairer under other load. Exposed communication, not overlapped by computation, is measured by DDP, as a run logs it.
 
     python benchmarks/communication.py
     python benchmarks/communication.py --overrides ddp.comm_hook=bf16
@@ -23,18 +22,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, cell, compare, corpus_path, environment, parser, report, say, spread
+from common import ROOT, cell, compare, corpus_path, environment, log, parser, report, spread
 from trainers import FOREVER, PLAIN, SETTINGS, ours
 
 HEADER = ["setting", "ranks", "speed against no synchronisation", "the same by CPU time", "step, ms", "exposed, ms"]
-PLAN = "MINGPT_COMMUNICATION"  # the variable that tells a worker what to measure
+PLAN = "MINGPT_COMMUNICATION"  # environment variable with a worker's settings
 
 
 STEPS = {"small": 40, "mid": 3}  # of a block
 
 
 def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]]]:
-    """Seconds and CPU seconds per step of this rank, and DDP's latest exposed seconds, in alternating blocks."""
+    """Return wall, CPU and exposed communication seconds per step of this rank, for alternating blocks."""
     import torch
 
     from mingpt_ddp.torch_internals import time_communication
@@ -49,17 +48,17 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
     found: dict[str, list[list[float]]] = {"shared": [], "alone": []}
     step = 0
     for block in range(-1, blocks):  # the first is a warm-up
-        for name, (gradients, votes) in {"shared": shared, "alone": alone}.items():
+        for name, (gradients, gather) in {"shared": shared, "alone": alone}.items():
             runtime.strategy.maybe_no_sync, runtime.group.all_gather_async = shared
             runtime.group.barrier()
-            runtime.strategy.maybe_no_sync, runtime.group.all_gather_async = gradients, votes
+            runtime.strategy.maybe_no_sync, runtime.group.all_gather_async = gradients, gather
             began, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step += 1
                 trainer._step(step)
             wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
             exposed = runtime.strategy.comm_times(trainer.train_step.parallel_model)[1]
-            with torch.no_grad():  # what the ranks have learnt apart is of no use to the next block
+            with torch.no_grad():  # the weights of the ranks have diverged
                 for parameter in trainer.train_step.model.parameters():
                     torch.distributed.broadcast(parameter, src=0)
             if block >= 0:
@@ -67,8 +66,8 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
     return found
 
 
-def be_worker(plan: dict[str, Any]) -> None:
-    """A rank of the run: the package's own command line, whose trainer measures instead of training to the end."""
+def worker_main(plan: dict[str, Any]) -> None:
+    """Run one rank: the package's train command, with `fit` patched to measure."""
     from mingpt_ddp.cli import train as launch
     from mingpt_ddp.storage.run_dir import RunStatus
     from mingpt_ddp.training import trainer
@@ -86,7 +85,7 @@ def be_worker(plan: dict[str, Any]) -> None:
 
 
 def run(name: str, ranks: int, blocks: int, overrides: list[str], text: Path) -> dict[str, Any]:
-    """One run; its figures per block over all ranks."""
+    """Run the ranks; return the figures per block over all ranks."""
     with tempfile.TemporaryDirectory(prefix="communication-") as scratch:
         _, _, *words = ours(SETTINGS[name], text, Path(scratch), PLAIN)
         words += [f"trainer.log_every={FOREVER}", "ddp=auto", *overrides]
@@ -110,12 +109,12 @@ def run(name: str, ranks: int, blocks: int, overrides: list[str], text: Path) ->
         )
         files = [Path(scratch, f"rank{rank}.json") for rank in range(ranks)]
         if not all(file.exists() for file in files):
-            sys.exit(f"the run has failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+            sys.exit(f"the run failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         return summarize([json.loads(file.read_text()) for file in files])
 
 
 def summarize(found: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
-    """Speeds are added over the ranks; the time that is exposed is that of the rank that waits longest."""
+    """Sum speeds over ranks; take exposed communication from the rank that waits longest."""
     speeds, cpus = {}, {}
     for name in ("shared", "alone"):
         by_block = list(zip(*(rank[name] for rank in found), strict=True))
@@ -135,13 +134,13 @@ def main() -> None:
     options.add_argument("--settings", nargs="+", choices=STEPS, default=list(STEPS))
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--blocks", type=int, default=15, help="pairs of blocks (default: %(default)s)")
-    options.add_argument("--overrides", nargs="*", default=[], help="more words for the command line of the run")
+    options.add_argument("--overrides", nargs="*", default=[], help="further overrides for the run")
     chosen = options.parse_args()
     text = corpus_path()
     results: dict[str, Any] = {}
     rows = []
     for name in chosen.settings:
-        say(f"{name}: {chosen.blocks} pairs of blocks of {STEPS[name]} steps")
+        log(f"{name}: {chosen.blocks} pairs of blocks of {STEPS[name]} steps")
         found = run(name, chosen.ranks, chosen.blocks, chosen.overrides, text)
         results[name] = {"setting": asdict(SETTINGS[name]), **found}
         shares = [cell(found[key], ".3f") for key in ("relative_speed", "relative_cpu")]
@@ -163,6 +162,6 @@ def readme(results: dict[str, Any], ranks: int) -> list[tuple[str, str]]:
 
 if __name__ == "__main__":
     if PLAN in os.environ:
-        be_worker(json.loads(os.environ[PLAN]))
+        worker_main(json.loads(os.environ[PLAN]))
     else:
         main()

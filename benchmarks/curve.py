@@ -1,7 +1,7 @@
 """Draw the training curve of a run: training loss as a thin line, validation losses as points with their values.
 
-Reads the TensorBoard events of rank 0 and the configuration from a run directory, and writes a small SVG whose text
-stays text. Needs matplotlib (`pip install -e .[dev]`).
+Reads the TensorBoard events of rank 0 and the configuration from a run directory, and writes a small SVG with
+selectable text. Needs matplotlib (`pip install -e .[dev]`).
 
     python benchmarks/curve.py outputs/RUN
 """
@@ -16,15 +16,15 @@ from typing import Any
 
 import matplotlib
 import yaml
-from common import ROOT, say
+from common import ROOT, log
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 LIMIT_BYTES = 60_000
-MOST_POINTS = 1_000  # of the line; more cannot be seen
-LABELS = 9  # at most so many validation losses are written out
+MOST_POINTS = 1_000  # of the line; more are not visible
+LABELS = 9  # labelled validation losses, at most
 INK, LINE, POINTS, GRID = "#24292f", "#8fb3d9", "#c2410c", "#e5e7eb"
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "curve", "font.family": "sans-serif", "font.size": 11}
 STYLE |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID}
@@ -33,21 +33,21 @@ Series = tuple[list[int], list[float]]
 
 
 def read(run: Path, tag: str) -> Series:
-    """Steps and values, those of the last attempt where a step was trained more than once."""
+    """Return steps and values; those of the last attempt for steps trained more than once."""
     directory = run / "tensorboard" / "rank0"
     if not directory.is_dir():
-        sys.exit(f"there is no {directory}; is {run} the directory of a run?")
+        sys.exit(f"there is no {directory}; name a run directory instead of {run}")
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
     events.Reload()
     if tag not in events.Tags()["scalars"]:
-        sys.exit(f"{directory} has no {tag}; has the run got that far?")
+        sys.exit(f"{directory} has no {tag}; train the run further")
     values = {event.step: event.value for event in events.Scalars(tag)}
     steps = sorted(values)
     return steps, [values[step] for step in steps]
 
 
 def thinned(series: Series, most: int) -> Series:
-    """Every n-th point and the last."""
+    """Return every n-th point and the last."""
     steps, values = series
     every = -(-len(steps) // most)
     kept = sorted({*range(0, len(steps), every), len(steps) - 1})
@@ -99,7 +99,7 @@ def main() -> None:
     chosen = options.parse_args()
     draw(chosen.run, chosen.out, chosen.log_x)
     size = chosen.out.stat().st_size
-    say(f"{chosen.out}: {size / 1e3:.1f} kB")
+    log(f"{chosen.out}: {size / 1e3:.1f} kB")
     if size > LIMIT_BYTES:
         sys.exit(f"that is more than {LIMIT_BYTES / 1e3:.0f} kB")
 

@@ -1,10 +1,10 @@
-"""Batches/s of this project's loader against a dataset in the manner of minGPT, in one process without workers.
+"""Batches/s of this project's loader against a minGPT-style dataset, in one process without workers.
 
-The other side is what character GPTs are usually taught with: a text as a Python string, a dictionary from characters
-to integers, one item per window as two tensors, and torch's DataLoader with a RandomSampler on top. Both deliver the
-batches of a one-rank training step, x and y (batch, context) of int64, from the same 90% of tinyshakespeare, one
-thread, no workers. What either does once per process (reading, encoding) is not timed; what it does per epoch is. The
-clock is the process's CPU time, so that other programs on the machine do not count. The share of a training step is the
+The baseline is the usual character dataset: a text as a Python string, a dictionary from characters to integers, one
+item per window as two tensors, and torch's DataLoader with a RandomSampler. Both deliver the batches of a one-rank
+training step, x and y (batch, context) of int64, from the same 90% of tinyshakespeare, one thread, no workers. Work per
+process (reading, encoding) is not timed; work per epoch is. The clock is the process's CPU time, which excludes other
+load on the machine. The share of a training step is the
 loader's time for a batch over the CPU time of a whole step of our fastest recipe at that shape, `modern` with Muon, as
 `main.py` trains it.
 
@@ -35,11 +35,11 @@ from mingpt_ddp.data.tokenizer import CharTokenizer
 HEADER = ["context", "batch", "TokenLoader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
 HEADER += ["share of a training step"]
 WARM_UP = 5  # batches
-BETWEEN = 32  # batches from one look at the clock to the next, which takes a tenth of the time of a batch
+BETWEEN = 32  # batches between clock readings, which take a tenth of the time of a batch
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Every window of a text, looked up one character at a time."""
+    """Every window of a text, encoded one character at a time."""
 
     def __init__(self, text: str, context: int) -> None:
         self.text, self.context = text, context
@@ -68,7 +68,7 @@ def from_loader(corpus: TextDataset, context: int, batch: int) -> Iterator[tuple
 
 
 def batches_per_s(batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, int], seconds: float) -> float:
-    """Batches fetched in at least so many seconds of CPU time, after a few to warm up."""
+    """Return the batches/s over at least `seconds` of CPU time, after a warm-up."""
     for _ in range(WARM_UP):
         x, y = next(batches)
         assert x.shape == y.shape == shape and x.dtype == y.dtype == torch.int64
@@ -81,7 +81,7 @@ def batches_per_s(batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, in
 
 
 def step_s(setting: Setting, text: Path, scratch: Path) -> float:
-    """CPU seconds of a training step."""
+    """Return the CPU seconds of a training step."""
     return pace(ours(setting, text, scratch, MODERN), scratch, OURS, setting.span).cpu_s
 
 

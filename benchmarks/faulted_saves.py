@@ -1,13 +1,13 @@
-"""Write 200 snapshots to a real S3 server over a network that fails, and look at each one afterwards.
+"""Write 200 snapshots to a real S3 server over a faulty network, and verify each one.
 
-Every save meets one to three faults at random moments, from a seed: errors 503 and 500, resets before, in the middle
-and instead of the answer, uploads and connections that stall. Of two saves one is divided into two parts that two
-threads write, as two ranks would. After a commit was reported, every byte is read back without faults and compared;
-after a failure was reported, a reader must not find a snapshot there, or find what was written. A request counts as
-sent again when the same save has sent one with the same first line before; a save without faults does so as well.
+Every save is hit by one to three faults at seeded random moments: errors 503 and 500, resets before, during and instead
+of the response, stalled uploads and connections. Every other save is split into two shards written by two threads, as
+by two ranks. After a reported commit, every byte is read back without faults and compared; after a reported failure, a
+reader must find no snapshot, or exactly what was written. A request counts as sent again if the same save has sent one
+with the same first line before; that also happens without faults.
 
-Needs what the tests need: pip install -e .[test]. The server is a SeaweedFS of its own, or any other that listens on
---port of this machine: with --bucket, and credentials in the usual AWS_... variables.
+Needs the test extra: pip install -e .[test]. It starts a SeaweedFS server, or uses one that listens on --port of this
+machine, with --bucket and credentials in the usual AWS_... variables.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, parser, report, say
+from common import ROOT, log, parser, report
 
-sys.path.insert(0, str(ROOT / "tests"))  # server and proxy are theirs
+sys.path.insert(0, str(ROOT / "tests"))  # server and proxy of the tests
 
 import torch
 from fault_proxy import Fault, FaultProxy, Rule
@@ -38,7 +38,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import remote
 
 MIB = 1 << 20
-# A user waits for 60 s and sends parts of 16 MiB. This keeps the proportions, and takes minutes instead of hours.
+# Defaults are 60 s and parts of 16 MiB. These keep the proportions, and take minutes instead of hours.
 LIMITS = {
     "REQUEST_TIMEOUT_S": 1.0,
     "OPERATION_DEADLINE_S": 4.0,
@@ -46,7 +46,7 @@ LIMITS = {
     "INITIAL_BACKOFF_S": 0.05,
     "MAX_BACKOFF_S": 0.5,
 }
-LIMITS["PART"] = 5 * MIB  # no server takes smaller ones
+LIMITS["PART"] = 5 * MIB  # the S3 minimum
 KINDS = {
     "503": {"fault": Fault.STATUS, "status": 503},
     "500": {"fault": Fault.STATUS, "status": 500},
@@ -115,10 +115,10 @@ def readme(server: str, result: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
-    """Save, and look what became of it.
+    """Save under faults, and verify each snapshot.
 
     Args:
-        server: its port on this machine.
+        server: port on this machine.
     """
     generator = random.Random(seed)
     proxy = FaultProxy(server, seed)
@@ -126,12 +126,12 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
     for port in (proxy.port, server):
         os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{port}"
         stores.append(SnapshotStore(f"s3://{bucket}/run"))
-        stores[-1].steps()  # now it is connected
+        stores[-1].steps()  # connect now
     writing, reading = stores
     counts: Counter[str] = Counter()
     faults: Counter[str] = Counter()
     seconds: list[float] = []
-    kept: dict[int, dict[str, bytes]] = {}  # the last that were committed
+    kept: dict[int, dict[str, bytes]] = {}  # the last committed ones
     for number in range(1, saves + 1):
         contents = make(generator, parts=1 + number % 2)
         planned = [generator.choice(list(KINDS)) for _ in range(generator.randint(1, 3))]
@@ -148,13 +148,13 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
         proxy.heal()
         verdict = judge(reading, number, contents, committed)
         counts[verdict] += 1
-        say(f"{number}: {', '.join(planned)}: {verdict}, {seconds[-1]:.1f} s")
+        log(f"{number}: {', '.join(planned)}: {verdict}, {seconds[-1]:.1f} s")
         if reading.is_committed(number):
             kept[number] = contents
         for old in sorted(kept)[:-2]:  # as a run does
             reading.clear(old)
             del kept[old]
-        for step, expected in kept.items():  # the faults of one save must not reach another
+        for step, expected in kept.items():  # faults of one save must not affect another
             found = contents_of(reading, step)
             counts["lost" if found is None else "silently damaged"] += found != expected
     proxy.close()
@@ -172,7 +172,7 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
 
 
 def make(generator: random.Random, parts: int) -> dict[str, bytes]:
-    """The files of a snapshot of 14 MB: the optimizer's are large enough for uploads in parts."""
+    """Return the files of a 14 MB snapshot; the optimizer's are large enough for multipart uploads."""
     torch.manual_seed(generator.randrange(1 << 30))
     contents = {"state.json": b'{"random": %d}' % generator.randrange(1 << 30)}
     for part in range(parts):
@@ -189,7 +189,7 @@ def rule(kind: str, generator: random.Random) -> Rule:
 
 
 def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
-    """As a run does, each part by a writer of its own; whether the commit was reported."""
+    """Save as a run does, each shard by its own writer; return whether the commit was reported."""
     groups: dict[str, dict[str, bytes]] = {}
     for name, content in contents.items():
         groups.setdefault("2" if "-00002-of" in name else "1", {})[name] = content
@@ -210,7 +210,7 @@ def sent_again(lines: list[str]) -> int:
 
 
 def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
-    """What a reader finds; None: no snapshot."""
+    """Return the files that a reader finds; None without a snapshot."""
     if not store.is_committed(step):
         return None
     try:
@@ -226,7 +226,7 @@ def judge(store: SnapshotStore, step: int, contents: dict[str, bytes], committed
         return "lost" if found is None else ("committed" if found == contents else "silently damaged")
     if found is None:
         return "refused"
-    # The answer to the last request was lost: nobody can know, but what is there is whole.
+    # The response to the last request was lost: the outcome is unknowable, but the snapshot is intact.
     return "refused, but whole" if found == contents else "silently damaged"
 
 

@@ -1,4 +1,4 @@
-"""How a cost grows: a constant and a power, fitted to a few measured points."""
+"""Scaling laws: a constant plus a power law, fitted to a few measured points."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 import numpy as np
 
-EXPONENTS = np.linspace(0.25, 3, 111)  # those that are tried: 0.25, 0.275 ... 3
+EXPONENTS = np.linspace(0.25, 3, 111)  # candidates: 0.25, 0.275 ... 3
 
 
 @dataclass(frozen=True)
 class Law:
-    """constant + factor x**exponent, neither of the first two below 0."""
+    """constant + factor * x**exponent, with constant and factor >= 0."""
 
     constant: float
     factor: float
     exponent: float
-    error: float  # of the points, relative, root of the mean square
+    error: float  # relative root-mean-square error of the points
 
     def __call__(self, x: Any) -> Any:
-        """At a number or at an array of them."""
+        """Evaluate at a number or an array."""
         return self.constant + self.factor * x**self.exponent
 
 
 def fit(xs: Sequence[float], ys: Sequence[float], exponent: float | None = None) -> Law:
-    """The law with the least relative squares.
+    """Fit a law by relative least squares.
 
     Args:
-        xs, ys: positive; two points at least, four where the exponent is not given.
-        exponent: where it is known; else the best of `EXPONENTS`.
+        xs, ys: positive; at least two points, four without an exponent.
+        exponent: if known; otherwise the best of `EXPONENTS`.
 
     Raises:
         ValueError: too few points.
@@ -44,8 +44,8 @@ def fit(xs: Sequence[float], ys: Sequence[float], exponent: float | None = None)
 
 
 def _with_exponent(x: np.ndarray, y: np.ndarray, p: float) -> Law:
-    """Of the least squares with both terms and with one alone, the best that has nothing below 0."""
-    terms = np.stack([1 / y, x**p / y], axis=1)  # times (constant, factor) it should be 1
+    """Return the best least-squares fit with both terms or one of them, without negative coefficients."""
+    terms = np.stack([1 / y, x**p / y], axis=1)  # terms @ (constant, factor) should be 1
     both = np.linalg.lstsq(terms, np.ones(len(y)), rcond=None)[0]
     alone = terms.sum(axis=0) / (terms**2).sum(axis=0)
     laws = [pair for pair in (both, np.array([alone[0], 0.0]), np.array([0.0, alone[1]])) if (pair >= 0).all()]

@@ -1,18 +1,17 @@
-"""The share of the time that becomes lasting progress, against the number of machines, for three ways of saving.
+"""Goodput, the fraction of time that becomes kept progress, by number of machines, for three ways of saving.
 
-A Monte Carlo simulation: failures hit the run at random, the failure of one machine stops all, undoes what was trained
-since the last durable snapshot, and is followed by a restart, which a failure may hit as well. Compared are saving
-every 30 minutes while training waits, waiting as well but at the interval of Young and Daly, and writing in the
-background at the interval of Young and Daly, both as mingpt_ddp/training/save_schedule.py computes it. Each figure is
-checked against the expectation that availability.py derives; the script fails where they are five standard errors
-apart. The same seed gives the same figures.
+A Monte Carlo simulation: failures are random, the failure of one machine stops all, loses the training since the last
+durable snapshot, and is followed by a restart, which may fail as well. It compares synchronous saves every 30 minutes,
+synchronous saves at the interval of Young and Daly, and asynchronous saves at the interval of Young and Daly, both as
+mingpt_ddp/training/save_schedule.py computes it. Each figure is checked against the expectation that availability.py
+derives; the script fails if they differ by more than five standard errors. The same seed gives the same figures.
 
 The time between failures of one machine follows from "The Llama 3 Herd of Models" (2024): 419 unexpected interruptions
 in 54 days of training on 16,384 GPUs, for each GPU one in 54 * 16,384 / 419 = 2,112 days or 5.8 years. A machine here
-has one GPU; one with eight fails eight times as often: --mtbf-days 264.
+has one GPU; with eight it fails eight times as often: --mtbf-days 264.
 
-What a snapshot of the 124M model costs is read from results/snapshots.json where that exists. Without it the figures
-are assumed: 1.5 GB of weights and AdamW moments, written, synced and hashed at 0.5 GB/s; a stall to copy them at
+The cost of a snapshot of the 124M model is read from results/snapshots.json if it exists. Otherwise the figures are
+assumed: 1.5 GB of weights and AdamW moments, written, synced and hashed at 0.5 GB/s; a stall to copy them at
 10 GB/s; 30 s to notice a failure, start the processes and load. An option overrides either. The cost does not grow with
 the number of machines: every machine holds the same state, and one of them writes it.
 
@@ -31,7 +30,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from availability import goodput
-from common import RESULTS, ROOT, parser, report, say
+from common import RESULTS, ROOT, log, parser, report
 
 from mingpt_ddp.training.save_schedule import best_interval
 
@@ -42,7 +41,7 @@ from matplotlib.ticker import FuncFormatter
 DAY = 86_400.0
 MTBF_DAYS = 54 * 16_384 / 419
 STANDARD_ERRORS = 5
-TABLE = (1, 10, 100, 1_000, 10_000)  # machines that are printed
+TABLE = (1, 10, 100, 1_000, 10_000)  # numbers of machines to print
 INK, GRID = "#24292f", "#e5e7eb"
 COLORS = ("#6b7280", "#1d4ed8", "#c2410c")
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "goodput", "font.family": "sans-serif"}
@@ -54,15 +53,15 @@ STYLE |= {"axes.edgecolor": GRID}
 class Costs:
     """Seconds; the defaults are the assumptions that the script's docstring explains."""
 
-    sync_save_s: float = 3.0  # training waits until the snapshot is durable
-    stall_s: float = 0.15  # training waits until the state is copied
-    durable_s: float = 3.5  # from the start of that copy until the snapshot is durable
-    restart_s: float = 30.0  # from a failure until training goes on
+    sync_save_s: float = 3.0  # stall of a synchronous save, until it is durable
+    stall_s: float = 0.15  # stall of an asynchronous save, for staging
+    durable_s: float = 3.5  # from the start of staging until the snapshot is durable
+    restart_s: float = 30.0  # from a failure until training resumes
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of saving: its interval (None: the best for the failure rate), its stall, and when a snapshot counts."""
+    """One way of saving: its interval (None: optimal for the failure rate), its stall, and its time until durable."""
 
     name: str
     interval_s: float | None
@@ -76,16 +75,16 @@ class Way:
 
 
 def ways(costs: Costs, fixed_minutes: float) -> list[Way]:
-    wait, behind = costs.sync_save_s, (costs.stall_s, costs.durable_s)
+    wait, asynchronous = costs.sync_save_s, (costs.stall_s, costs.durable_s)
     return [
         Way(f"training waits, every {fixed_minutes:g} minutes", 60 * fixed_minutes, wait, wait),
         Way("training waits, at Young and Daly's interval", None, wait, wait),
-        Way("in the background, at Young and Daly's interval", None, *behind),
+        Way("in the background, at Young and Daly's interval", None, *asynchronous),
     ]
 
 
 def measured(path: Path) -> dict[str, float]:
-    """The costs that a file holds: numbers, or the medians of repetitions."""
+    """Return the costs in a file: numbers, or medians of repetitions."""
     if not path.is_file():
         return {}
     found = json.loads(path.read_text())
@@ -97,10 +96,10 @@ def measured(path: Path) -> dict[str, float]:
 
 
 def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[float, float]:
-    """Goodput over a history of failures, `gaps` apart in units of the mean, and its standard error."""
+    """Return the goodput over failures `gaps` apart, in units of the mean, and its standard error."""
     interval = way.interval(mtbf_s)
     lives = gaps * mtbf_s
-    trained = lives - restart_s  # negative: the restart itself was hit
+    trained = lives - restart_s  # negative: the restart failed
     durable = np.floor((trained + way.cost_s - way.durable_s) / (interval + way.cost_s)).clip(min=0)
     progress = durable * interval
     share = progress.sum() / lives.sum()
@@ -109,7 +108,7 @@ def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[floa
 
 
 def figures(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> dict[str, float]:
-    """Simulated and expected goodput of one way at one failure rate; ends the script where they disagree."""
+    """Return simulated and expected goodput of one way at one failure rate; exit if they disagree."""
     interval = way.interval(mtbf_s)
     simulated, error = simulate(way, restart_s, mtbf_s, gaps)
     expected = goodput(interval, way.cost_s, way.durable_s, restart_s, mtbf_s)
@@ -120,7 +119,7 @@ def figures(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> dict[str, f
 
 
 def log_grid(most: int, per_decade: int = 8) -> list[int]:
-    """Numbers of machines, evenly on a logarithmic axis, with those of the table."""
+    """Return numbers of machines, evenly spaced on a logarithmic axis, plus those of the table."""
     points = np.geomspace(1, most, max(2, round(per_decade * np.log10(most)) + 1))
     return sorted({*(round(float(n)) for n in points), *(n for n in TABLE if n <= most)})
 
@@ -184,11 +183,11 @@ def main() -> None:
     costs = Costs(**(known | given))
     origin = ("measured" if known else "assumed, not measured") + (f", but for {', '.join(given)}" if given else "")
     machines = log_grid(chosen.machines)
-    gaps = np.random.default_rng(chosen.seed).exponential(size=chosen.failures)  # all ways meet the same failures
+    gaps = np.random.default_rng(chosen.seed).exponential(size=chosen.failures)  # the same failures for all ways
     compared = ways(costs, chosen.fixed_minutes)
     results: dict[str, list[dict[str, float]]] = {}
     for way in compared:
-        say(way.name)
+        log(way.name)
         mtbfs = [chosen.mtbf_days * DAY / n for n in machines]
         results[way.name] = [figures(way, costs.restart_s, mtbf, gaps) for mtbf in mtbfs]
     curves = {name: [point["simulated"] for point in points] for name, points in results.items()}

@@ -1,4 +1,4 @@
-"""The parts of gpu.py. Each returns its figures for JSON, and the header and the rows of its table."""
+"""The parts of gpu.py. Each returns its figures for JSON, and the header and rows of its table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GPU = "it needs a GPU"
 
 
 def run_tests(part: Part) -> Table:
-    """The quick ones first: there are many runs of the program in the others."""
+    """Run the tests marked gpu, fast ones first."""
     output = ""
     for words in ("not two_parts", "two_parts"):
         output += part.attempt(f"tests, -k '{words}'", partial(pytest, part, words)) or ""
@@ -41,7 +41,7 @@ def run_tests(part: Part) -> Table:
 
 
 def pytest(part: Part, words: str) -> str:
-    """What pytest prints, as far as the time goes: at its end it is interrupted."""
+    """Return the output of pytest, interrupted when the time is up."""
     command = [sys.executable, "-m", "pytest", "tests/e2e/test_gpu.py", "-m", "gpu", "-k", words, "-v", "--tb=short"]
     process = subprocess.Popen(
         [*command, "-p", "no:cacheprovider"],
@@ -56,21 +56,21 @@ def pytest(part: Part, words: str) -> str:
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
-        part.leave_out(f"tests, -k '{words}'", "not all were done in time")
+        part.skip(f"tests, -k '{words}'", "not all finished in time")
     return output
 
 
-# 2: exactness after kill -9, and its price.
+# 2: exactness after kill -9, and its cost.
 
 
 def exactness(part: Part) -> Table:
-    """The same bytes of weights and moments after kill -9 of a worker as without, compiled and deterministic."""
-    setting, steps = (TINY, (30, 5, 8)) if part.dry else (CHAR, (400, 50, 120))  # all, between snapshots, the kill
+    """Compare weights and moments, byte for byte, with and without kill -9 of a worker, compiled and deterministic."""
+    setting, steps = (TINY, (30, 5, 8)) if part.dry else (CHAR, (400, 50, 120))  # total, between snapshots, killed at
     total, every, kill_at = steps
     exact = ["trainer.deterministic=true", "run.resume=auto", "ddp.nproc_per_node=1", f"trainer.max_steps={total}"]
     exact += [f"snapshot.every_steps={every}", f"trainer.log_every={2 if part.dry else 10}"]
     figures: dict[str, Any] = {"compiled": part.compiles and not part.dry, "identical": {}}
-    cold = ["env", f"TORCHINDUCTOR_CACHE_DIR={part.scratch / 'compiled again'}"]  # the bits are not those of a cache
+    cold = ["env", f"TORCHINDUCTOR_CACHE_DIR={part.scratch / 'compiled again'}"]  # do not reuse a compile cache
     for name, recipe in RECIPES.items() if not part.dry else [("modern", RECIPES["modern"])]:
         digests = []
         for kill in (0, kill_at):
@@ -82,11 +82,11 @@ def exactness(part: Part) -> Table:
                 digests.append(part.attempt(f"bit-identity, {run}", work))
         figures["identical"][name] = None if None in digests else digests[0] == digests[1]
         if figures["identical"][name] is False:
-            part.failures.append(f"{name}: other bytes after kill -9 than without")
+            part.failures.append(f"{name}: the bytes after kill -9 differ")
     variants = {"deterministic": ["trainer.deterministic=true"], "eager": ["trainer.compile=false"]}
     variants |= {"eager, deterministic": [*variants["eager"], *variants["deterministic"]], "compiled": []}
     if part.dry or not part.compiles:
-        part.leave_out("the price of compiling", part.facts.get("cannot_compile") or "too long for a dry run")
+        part.skip("the cost of compiling", part.facts.get("cannot_compile") or "too long for a dry run")
         variants = {name: words for name, words in variants.items() if "eager" in name}
     speeds = part.alternate("tokens/s", {n: our_speed(part, setting, PLAIN, *w) for n, w in variants.items()})
     base = speeds.get("eager")
@@ -94,7 +94,9 @@ def exactness(part: Part) -> Table:
     figures["over_eager"] = {name: ratios(values, base) for name, values in speeds.items()}
     figures["deterministic_over_compiled"] = ratios(speeds.get("deterministic"), speeds.get("compiled"))
     same = {True: "yes", False: "NO", None: "not measured"}
-    rows = [[f"{n}: the same bytes after kill -9", same[told], ""] for n, told in figures["identical"].items()]
+    rows = [
+        [f"{n}: the same bytes after kill -9", same[identical], ""] for n, identical in figures["identical"].items()
+    ]
     rows += [
         [f"gpt, {name}, tokens/s", cell(spread(values)), shown(figures["over_eager"][name])]
         for name, values in speeds.items()
@@ -119,14 +121,14 @@ def graphs_sampling_snapshots(part: Part) -> Table:
         words = {"sync": "torch.save while training waits", "stall": "stall of a snapshot", "first": "the first stall"}
         words |= {"durable": "until it is durable"}
         rows += [[f"snapshot: {what}", cell(figures["snapshot_s"][name], ".4f"), "s"] for name, what in words.items()]
-        rows.append(["snapshot: so many times shorter", cell(figures["snapshot_s"]["stall_shorter"], ",.0f"), ""])
+        rows.append(["snapshot: times shorter", cell(figures["snapshot_s"]["stall_shorter"], ",.0f"), ""])
     return figures, ["what", "figure", "unit, or over the first of its kind"], rows
 
 
 def cuda_graphs(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """The speed of a small and of a larger model, compiled with and without CUDA graphs."""
+    """Measure a small and a larger model, compiled with and without CUDA graphs."""
     if part.dry or not part.compiles:
-        part.leave_out("CUDA graphs", part.facts.get("cannot_compile") or NO_GPU)
+        part.skip("CUDA graphs", part.facts.get("cannot_compile") or NO_GPU)
         return
     small = replace(SETTINGS["small"], warmup=200, timed=1000, log_every=100)
     for key, setting in {"4 layers, 128 wide": small, "10.7M": CHAR}.items():
@@ -142,7 +144,7 @@ def cuda_graphs(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> N
 
 
 def sampled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """Characters per second, of one stream and of ten."""
+    """Measure characters/s of one stream and of ten."""
     precision, characters = part.facts.get("precision", "fp32"), 30 if part.dry else 2000
     candidates: dict[str, Callable[[], float]] = {}
 
@@ -175,7 +177,7 @@ def stalls(part: Part) -> dict[str, list[float]]:
 
 PARTS: dict[int, tuple[str, Callable[[Part], Table]]] = {
     1: ("the tests marked gpu", run_tests),
-    2: ("the same bits after kill -9, and the price of that", exactness),
+    2: ("the same bits after kill -9, and the cost", exactness),
     3: ("the speed of training", training_speed),
     4: ("CUDA graphs, sampling, snapshots", graphs_sampling_snapshots),
     5: ("time to a validation loss", time_to_loss),

@@ -1,4 +1,4 @@
-"""For gpu.py: what a part knows, how it spends its minutes, and runs of the program that it watches or kills."""
+"""For gpu.py: the state and time budget of a part, and runs that it monitors or kills."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import TEXT_VARIABLE, cell, compare, composed, corpus_path, say, spread
-from stopwatch import family, running
-from versions import has_open, last_step
+from common import TEXT_VARIABLE, cell, compare, compose_config, corpus_path, log, spread
+from stopwatch import process_tree, running
+from versions import has_open_file, last_step
 
 T = TypeVar("T")
 Table = tuple[dict[str, Any], list[str], list[list[str]]]  # figures, header, rows
-MARGIN = 1.2  # a run may take this times as long as the one before it
+MARGIN = 1.2  # a run may take this many times as long as the previous one
 RESERVE_S = 5.0  # of a part, for its report
-SEED = 0  # of the text that stands for tinyshakespeare where speed alone is measured
+SEED = 0  # of the text that replaces tinyshakespeare for speed measurements
 
 
 @dataclass
 class Part:
-    """A part of the measurements while it runs."""
+    """A running part of the measurements."""
 
     dry: bool  # tiny sizes on the CPU
     scratch: Path  # an empty directory
@@ -37,7 +37,7 @@ class Part:
     repetitions: int  # at most
     ends_at: float  # of time.monotonic()
     facts: dict[str, Any] = field(default_factory=dict)  # about the device
-    notes: list[str] = field(default_factory=list)  # what was left out, and why
+    notes: list[str] = field(default_factory=list)  # what was skipped, and why
     failures: list[str] = field(default_factory=list)
 
     @property
@@ -51,13 +51,13 @@ class Part:
     def left_s(self) -> float:
         return max(0.1, self.ends_at - RESERVE_S - time.monotonic())
 
-    def leave_out(self, what: str, why: str) -> None:
+    def skip(self, what: str, why: str) -> None:
         self.notes.append(f"{what}: {why}")
-        say(f"left out: {what}: {why}")
+        log(f"skipped: {what}: {why}")
 
     @contextlib.contextmanager
     def within(self, share: float) -> Iterator[None]:
-        """Give what happens in this context that share of the time that is left."""
+        """Limit this context to a share of the remaining time."""
         ends_at = self.ends_at
         self.ends_at = time.monotonic() + share * self.left_s() + RESERVE_S
         try:
@@ -66,22 +66,22 @@ class Part:
             self.ends_at = ends_at
 
     def attempt(self, what: str, work: Callable[[], T], needed_s: float = 0.0) -> T | None:
-        """What it returns; None where it fails or has no time."""
+        """Return the result of `work`; None if it fails or is out of time."""
         if self.left_s() <= needed_s + 1:
-            self.leave_out(what, "no time left")
+            self.skip(what, "no time left")
             return None
         try:
             return work()
-        except (Exception, SystemExit) as error:  # the other measurements go on
+        except (Exception, SystemExit) as error:  # continue with the other measurements
             if self.left_s() < 1:
-                self.leave_out(what, "it was not done in time")
+                self.skip(what, "not finished in time")
             else:
                 self.failures.append(f"{what}: {str(error).strip()[-2000:]}")
-                say(f"failed: {self.failures[-1]}")
+                log(f"failed: {self.failures[-1]}")
             return None
 
     def alternate(self, what: str, candidates: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-        """Measure A, B, A, B ... until the repetitions are done, or the time; whoever fails once is left out."""
+        """Measure A, B, A, B ... until the repetitions or the time are used up; drop candidates that fail."""
         values: dict[str, list[T]] = {name: [] for name in candidates}
         took = dict.fromkeys(candidates, 0.0)
         for repetition in range(1, self.repetitions + 1):
@@ -93,12 +93,12 @@ class Part:
                     continue
                 took[name] = time.monotonic() - begin
                 values[name].append(value)
-                say(f"{what}, repetition {repetition}/{self.repetitions}, {name}: {value}")
+                log(f"{what}, repetition {repetition}/{self.repetitions}, {name}: {value}")
         return {name: measured for name, measured in values.items() if measured}
 
 
 def ratios(ours: list[float] | None, theirs: list[float] | None) -> dict[str, Any] | None:
-    """Ours over theirs, pair by pair as far as there are pairs."""
+    """Return the paired ratios of ours over theirs, as far as there are pairs."""
     pairs = list(zip(ours or [], theirs or [], strict=False))
     return compare(*zip(*pairs, strict=True)) if pairs else None
 
@@ -111,11 +111,11 @@ def spreads(values: Mapping[str, list[float]]) -> dict[str, Any]:
     return {name: spread(measured) for name, measured in values.items()}
 
 
-# In processes of their own.
+# For new processes.
 
 
 def device_facts(device: str) -> dict[str, Any]:
-    """What the figures depend on. For a new process: it takes memory of the GPU."""
+    """Return facts about the device. Call it in a new process: it allocates GPU memory."""
     import torch
 
     import mingpt_ddp.cli.train
@@ -135,21 +135,21 @@ def device_facts(device: str) -> dict[str, Any]:
     found["matmul_flops"] = measured_matmul_flops(where, DTYPES[precision])
     found["peak_flops"] = vendor_peak_flops(where, DTYPES[precision])
     try:
-        should_compile(composed(f"trainer.device={device}", "trainer.compile=true"), where)
+        should_compile(compose_config(f"trainer.device={device}", "trainer.compile=true"), where)
     except ConfigError as error:
         found["cannot_compile"] = str(error)
     return found
 
 
 def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[str, float]:
-    """Of the models that these overrides choose."""
+    """Return the FLOPs per token of the models that the overrides select."""
     import torch
 
     from mingpt_ddp import models
 
     found = {}
     for name, words in overrides.items():
-        config = composed(*words)
+        config = compose_config(*words)
         with torch.device("meta"):
             model = models.build_model(config.model, vocab_size, config.data.block_size)
         found[name] = models.flops_per_token(model) or 0.0
@@ -160,7 +160,7 @@ def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[st
 
 
 def text_or_random(directory: Path, characters: int) -> tuple[Path, bool]:
-    """tinyshakespeare and True; or 65 random characters in its stead, whose speed is the same, and False."""
+    """Return tinyshakespeare and True; or random text with as many distinct characters, and False."""
     if os.environ.get(TEXT_VARIABLE):
         return corpus_path(), True
     path = directory / "random.txt"
@@ -174,7 +174,7 @@ class Descent:
     """The validation losses of a training process."""
 
     losses: list[tuple[float, int, float]]  # seconds since its start, step, nats per character
-    first_step_s: float  # until a step was reported; 0: none was
+    first_step_s: float  # until the first step was logged; 0: none
 
     @property
     def best(self) -> float:
@@ -185,14 +185,14 @@ class Descent:
 
 
 def descend(part: Part, command: list[str], cwd: Path, report: str, step: str, target: float) -> Descent:
-    """Train until the validation loss is at the target, or to the end.
+    """Train until the validation loss reaches the target, or to the end.
 
     Args:
         report: matches a line with a validation loss; its groups are the step and the loss.
-        step: matches a line that reports a step.
+        step: matches the log line of a step.
 
     Raises:
-        RuntimeError: it ended without a single validation loss.
+        RuntimeError: it ended without a validation loss.
     """
     begin, first, tail = time.monotonic(), 0.0, list[str]()
     losses: list[tuple[float, int, float]] = []
@@ -211,10 +211,10 @@ def descend(part: Part, command: list[str], cwd: Path, report: str, step: str, t
 
 
 def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
-    """Train with one local worker, kill -9 it behind a snapshot if `kill_at` is not 0; the digest of the last snapshot.
+    """Train with one worker, killed after a snapshot if `kill_at` is not 0; return the digest of the last snapshot.
 
     Raises:
-        RuntimeError: the run did not come to its end, or the worker was not started again.
+        RuntimeError: the run did not finish, or the worker was not restarted.
     """
     with running(command, part.scratch, limit_s=part.left_s()) as (process, lines):
         if kill_at:
@@ -222,7 +222,7 @@ def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
                 if process.poll() is not None:
                     raise RuntimeError(f"{run.name} ended before step {kill_at}:\n{''.join(lines)[-2000:]}")
                 time.sleep(0.005)
-            workers = [pid for pid in family(process.pid) if has_open(pid, "/main.rank0.log")]
+            workers = [pid for pid in process_tree(process.pid) if has_open_file(pid, "/main.rank0.log")]
             os.kill(workers[0], signal.SIGKILL)
         output = "".join(lines)
         if process.wait() != 0:

@@ -1,4 +1,4 @@
-"""The parts of gpu.py that compare training with nanoGPT's, and the commands that train."""
+"""The parts of gpu.py that compare training with nanoGPT, and their commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from common import ROOT, cell, in_fresh_process, spread
 from gpu_runs import Descent, Part, Table, descend, flops_per_token, ratios, shown, spreads
 from stopwatch import pace
-from trainers import MODERN, NANOGPT, OURS, PLAIN, SETTINGS, Setting, copy_with_data, nanogpt, ours, places
+from trainers import MODERN, NANOGPT, OURS, PLAIN, SETTINGS, Setting, copy_with_data, nanogpt, ours, path_overrides
 
 TINY = Setting(2, 2, 16, context=16, batch=4, warmup=2, timed=6, log_every=1)
 CHAR = replace(SETTINGS["char"], warmup=100, timed=400, log_every=50)
@@ -24,7 +24,7 @@ BEST = ("shakespeare_char_best", "shakespeare_char")  # experiments, the first t
 
 
 def our_command(part: Part, setting: Setting, recipe: list[str], *overrides: str) -> list[str]:
-    """Compiled on a GPU where that is possible; later overrides win."""
+    """Return our command, compiled on a GPU if possible; later overrides win."""
     compiled = f"trainer.compile={str(part.compiles and not part.dry).lower()}"
     command = ours(setting, part.text, part.scratch, recipe, part.device)
     return [*command, "data.sha256=null", compiled, *overrides]
@@ -37,7 +37,7 @@ def nanogpt_command(part: Part, setting: Setting) -> list[str]:
 
 def nanogpt_copy(part: Part) -> Path | None:
     if part.nanogpt is None:
-        part.leave_out("nanoGPT", "no --nanogpt DIR")
+        part.skip("nanoGPT", "no --nanogpt DIR")
         return None
     return copy_with_data(part.nanogpt, part.text, part.scratch / "nanogpt")
 
@@ -55,7 +55,7 @@ def our_speed(part: Part, setting: Setting, recipe: list[str], *overrides: str) 
 
 
 def training_speed(part: Part) -> Table:
-    """Against nanoGPT, against the measured rate of products, and against the vendor's."""
+    """Measure training relative to nanoGPT, to the measured matmul rate and to the vendor's peak."""
     settings = {"tiny": TINY} if part.dry else {"10.7M": CHAR, "GPT-2's shape": GPT2}
     commands = {
         f"{k}, {name}": our_command(part, s, recipe) for k, s in settings.items() for name, recipe in RECIPES.items()
@@ -90,13 +90,13 @@ def share(flops: float, rate: float | None) -> float | None:
     return flops / rate if flops and rate else None
 
 
-# 5 and 6: how low the loss gets.
+# 5 and 6: validation losses.
 
 
 def our_training(part: Part, run: str, seed: int, target: float) -> Descent:
-    """The best experiment that there is, in a directory of its own."""
+    """Train the best experiment that exists, in a new run directory."""
     there = [name for name in BEST if (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file()]
-    where = [*places(part.text, part.scratch), "data.sha256=null", f"run.name={run}", f"run.seed={seed}"]
+    where = [*path_overrides(part.text, part.scratch), "data.sha256=null", f"run.name={run}", f"run.seed={seed}"]
     command = [sys.executable, str(ROOT / "main.py"), f"experiment={there[0]}", f"trainer.device={part.device}", *where]
     if part.dry:
         command += ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "data.block_size=16", "data.stride=null"]
@@ -105,7 +105,7 @@ def our_training(part: Part, run: str, seed: int, target: float) -> Descent:
 
 
 def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
-    """Its own settings, evaluated as it does: an estimate over 200 random batches."""
+    """Train nanoGPT with its own settings and evaluation, an estimate over 200 random batches."""
     command = [sys.executable, "train.py", "config/train_shakespeare_char.py", f"--device={part.device}"]
     command += [f"--compile={part.compiles and not part.dry}"]
     if part.dry:
@@ -116,15 +116,15 @@ def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
 
 def wants_shakespeare(part: Part) -> bool:
     if part.text.name == "random.txt" and not part.dry:
-        part.leave_out("everything", "MINGPT_SHAKESPEARE does not name the text")
+        part.skip("everything", "MINGPT_SHAKESPEARE does not name the text")
         return True
     return False
 
 
 def time_to_loss(part: Part) -> Table:
-    """Seconds of the whole process until a validation loss is reported, and those behind its start and compilation.
+    """Measure seconds of the whole process until it logs a validation loss, with and without startup and compilation.
 
-    Ours is over the whole validation split, nanoGPT's its own estimate: those evaluations are in its time too.
+    Ours is over the whole validation split, nanoGPT's its own estimate; both times include the evaluations.
     """
     target = 4.2 if part.dry else TARGET
     header = ["run", "s from the start", "s after its first report of a step", "lowest loss, nats/character"]
@@ -147,10 +147,10 @@ def time_to_loss(part: Part) -> Table:
 
 
 def best_loss(part: Part) -> Table:
-    """The best experiment to its end, on two seeds."""
+    """Train the best experiment to its end, with two seeds."""
     header = ["seed", "steps", "lowest loss, nats/character", "last loss", "s"]
     if not (ROOT / "conf" / "experiment" / f"{BEST[0]}.yaml").is_file():
-        part.leave_out(f"experiment={BEST[0]}", f"there is none; {BEST[1]} instead")
+        part.skip(f"experiment={BEST[0]}", f"there is none; {BEST[1]} instead")
     if wants_shakespeare(part):
         return {}, header, []
     figures: dict[str, Any] = {"runs": {}}
@@ -162,5 +162,5 @@ def best_loss(part: Part) -> Table:
             seconds, step, last = run.losses[-1]
             rows.append([str(seed), str(step), f"{run.best:.4f}", f"{last:.4f}", f"{seconds:.0f}"])
     if part.left_s() < 1:
-        part.leave_out("the rest of a run", "its time was over; the last row is as far as it came")
+        part.skip("the rest of a run", "out of time; the last row is how far it got")
     return figures, header, rows

@@ -1,15 +1,15 @@
-"""A large text: peak resident memory and speed of encoding it (mingpt_ddp.data.prepare), and of fetching batches.
+"""A large text: peak resident memory and speed of encoding (mingpt_ddp.data.prepare) and of fetching batches.
 
 Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of two, three and four
-bytes, cut by the reader's chunks at every possible place. Fresh processes, which import what main.py imports, then
+bytes, split by the reader's chunks at every possible offset. New processes, with the imports of main.py, then
 
-1. do nothing else: the memory that the imports alone take,
+1. do nothing else: the memory of the imports alone,
 2. encode the text with mingpt_ddp.data.prepare.prepare,
-3. find it in the cache, as every later start does,
+3. find it in the cache, like every later start,
 4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
 
-Memory is the process's ru_maxrss, with nothing subtracted; it counts pages of mapped files while they are resident,
-which the system takes back when it needs them. The exit code is 1 if encoding takes more than the limit. Needs
+Memory is the process's ru_maxrss, with nothing subtracted; it includes resident pages of mapped files, which the
+kernel can reclaim. The exit code is 1 if encoding takes more than the limit. Needs
 three times the text's size of disk.
 
     python benchmarks/large_corpus.py --gigabytes 2
@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import in_fresh_process, parser, report, say
+from common import in_fresh_process, log, parser, report
 
 LIMIT = 500  # MB = 10^6 bytes
 BATCHES, BATCH, CONTEXT = 2000, 64, 256
@@ -33,7 +33,7 @@ HEADER = ["process", "seconds", "speed", "peak resident memory, MB"]
 
 
 def write_text(path: Path, n_bytes: int) -> None:
-    """Random words; a block of them over and over, turned at random so that no two copies stand alike in the file."""
+    """Write random words: repetitions of one block, each rotated at random."""
     generator = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
     others = [(0xE0, 0xFF), (0x430, 0x450), (0x4E00, 0x5000), (0x1F600, 0x1F640)]  # of 2, 2, 3 and 4 bytes
@@ -53,7 +53,7 @@ def peak_mb() -> float:
 
 
 def own_mb() -> float:
-    """Resident memory now without mapped files, where the system tells it."""
+    """Return the anonymous resident memory; 0 if /proc lacks it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -62,7 +62,7 @@ def own_mb() -> float:
 
 
 def data_config(text: Path) -> Any:
-    import mingpt_ddp.training.run  # noqa: F401  (torch and all the rest, as a training process has them)
+    import mingpt_ddp.training.run  # noqa: F401  (torch and the other imports of a training process)
     from mingpt_ddp.config.schema import DataConfig
 
     return DataConfig(
@@ -124,16 +124,16 @@ def main() -> None:
     options = parser(__doc__, "large_corpus")
     options.add_argument("--gigabytes", type=float, default=2.0, help="size of the text (default: %(default)s)")
     options.add_argument("--limit", type=float, default=LIMIT, help="MB while encoding (default: %(default)s)")
-    options.add_argument("--scratch", type=Path, help="where the temporary directory is made (default: the system's)")
+    options.add_argument("--scratch", type=Path, help="parent of the temporary directory (default: the system's)")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="large-corpus-", dir=chosen.scratch) as directory:
         text = Path(directory) / "text.txt"
-        say(f"writing {chosen.gigabytes} GB")
+        log(f"writing {chosen.gigabytes} GB")
         write_text(text, int(chosen.gigabytes * 1e9))
         measured: dict[str, dict[str, float]] = {}
         for name, work in {"imports": imports, "encode": encode, "cached": encode, "fetch": fetch}.items():
             measured[name] = in_fresh_process(work, text)
-            say(f"{name}: {measured[name]}")
+            log(f"{name}: {measured[name]}")
     speeds = {"imports": "", "fetch": f"{measured['fetch']['batches_per_s']:,.0f} batches of {BATCH} x {CONTEXT} per s"}
     speeds |= {name: f"{measured[name]['mb_per_s']:,.0f} MB/s" for name in ("encode", "cached")}
     rows = [[name, f"{m['seconds']:.1f}", speeds[name], f"{m['peak_mb']:,.0f}"] for name, m in measured.items()]

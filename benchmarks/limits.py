@@ -1,4 +1,4 @@
-"""What a step of `gpt` with AdamW in fp32 cannot do without, and what this machine can do at most."""
+"""A roofline for a step of `gpt` with AdamW in fp32: the least work it needs, and the peak rates of this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mingpt_ddp.models import count_parameters
 from mingpt_ddp.models.gpt import GPT
 
 HEAD, CHARACTERS = 32, 65  # width of an attention head; distinct characters of the text
-BLOCK = 1 << 26  # bytes that are copied: more than a cache holds
+BLOCK = 1 << 26  # bytes to copy: larger than the caches
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class Point:
 
 @dataclass(frozen=True)
 class Machine:
-    """What it can do at most."""
+    """Peak rates of the machine."""
 
     flops_per_s: float  # of one core
     bytes_per_s: float
     imports_mb: float  # resident memory of a process that has imported what a run imports
 
     def or_better(self, other: Machine) -> Machine:
-        """The best of two looks: what others do on the machine at that moment only lowers the rates."""
+        """Return the best of two measurements: other load only lowers the rates."""
         rates = max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s)
         return Machine(*rates, min(self.imports_mb, other.imports_mb))
 
 
 @dataclass(frozen=True)
 class Needed:
-    """What a step of one rank cannot do without."""
+    """Least work of a step on one rank."""
 
     flops: float
     traffic: float  # bytes
@@ -53,10 +53,10 @@ class Needed:
 
 
 def needed(point: Point) -> Needed:
-    """Of the largest rank.
+    """Return the least work of the rank with the most sequences.
 
-    Held for the backward pass, at least, are the inputs of the matrices and of the attention: 10 numbers per character,
-    layer and width. The weights are read forward and backward and their gradients written; clipping reads those, AdamW
+    The backward pass needs at least the inputs of the matrices and of the attention: 10 numbers per character, layer
+    and channel. The weights are read forward and backward and their gradients written; clipping reads those, AdamW
     reads weights, gradients and two moments and writes all but the gradients.
     """
     config = GPTConfig(
@@ -77,9 +77,9 @@ def needed(point: Point) -> Needed:
 
 
 def limits(point: Point, machine: Machine) -> dict[str, float]:
-    """The least time of a step, in ms, and the least memory of all ranks, in MB."""
+    """Return the least time of a step in ms, and the least memory of all ranks in MB."""
     least = needed(point)
-    processes = point.ranks + (point.ranks > 1)  # and the one that started them
+    processes = point.ranks + (point.ranks > 1)  # plus the launcher
     return {
         "flops_ms": 1e3 * least.flops / machine.flops_per_s,
         "bytes_ms": 1e3 * least.traffic / machine.bytes_per_s,
@@ -88,7 +88,7 @@ def limits(point: Point, machine: Machine) -> dict[str, float]:
 
 
 def memory_rate(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes, both counted."""
+    """Return the bytes per second of a copy, reads and writes counted."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * BLOCK / fastest("target.copy_(source)", {"source": source, "target": target, "torch": torch})
@@ -103,5 +103,5 @@ def measured_rates() -> tuple[float, float]:
 def describe() -> Machine:
     script = "import mingpt_ddp.training.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     command = [sys.executable, "-c", script]
-    told = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True).stdout
-    return Machine(*in_fresh_process(measured_rates), int(told) * 1024 / 1e6)
+    stdout = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True).stdout
+    return Machine(*in_fresh_process(measured_rates), int(stdout) * 1024 / 1e6)

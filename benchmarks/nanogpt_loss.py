@@ -1,7 +1,7 @@
-"""For nanoGPT's directory: the loss of a checkpoint over the whole validation text, as our own evaluation counts it.
+"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed as our evaluation does.
 
-The windows stand end to end, every character but the first is predicted exactly once, the mean is over characters.
-Started by `time_to_loss.py` where nanoGPT's model.py and data lie; prints one JSON object.
+Windows are contiguous, every character but the first is predicted exactly once, the mean is over characters.
+`time_to_loss.py` runs it in nanoGPT's directory, with its model.py and data; prints one JSON object.
 
     python nanogpt_loss.py out-shakespeare-char/ckpt.pt
 """
@@ -21,7 +21,7 @@ ROWS = 64  # windows in a batch
 
 @torch.no_grad()
 def whole_loss(model: GPT, text: torch.Tensor, T: int) -> float:
-    n = len(text) - 1  # so many characters have a predecessor
+    n = len(text) - 1  # characters with a predecessor
     whole = n // T * T
     parts = [(start, min(start + ROWS * T, whole), T) for start in range(0, whole, ROWS * T)]
     parts += [(whole, n, n - whole)] * (n > whole)

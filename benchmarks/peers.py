@@ -1,14 +1,14 @@
-"""Training tokens/s of this project beside its peers: litgpt, transformers, lightning and nanoGPT, one CPU thread.
+"""Training tokens/s of this project and its peers: litgpt, transformers, lightning and nanoGPT, one CPU thread.
 
-The same shapes, batch and text for all, gradients clipped at 1.0, no dropout; each with the training loop and in the
-precision that it gives its users by default on a CPU: litgpt's `pretrain` (compiled, bf16-mixed), transformers'
+The same shapes, batch and text for all, gradients clipped at 1.0, no dropout; each with its own training loop in its
+default precision on a CPU: litgpt's `pretrain` (compiled, bf16-mixed), transformers'
 Trainer with GPT2LMHeadModel (eager, fp32), lightning's Trainer with a GPT of torch's own layers (eager, fp32; Lightning
 brings no model), nanoGPT's train.py (eager, fp32). Ours are `gpt` (eager, fp32) and `modern` (eager, Muon,
-`trainer.precision=auto`). All run in turn, each in a fresh process; the same stopwatch reads the clocks when the
-report of a step arrives, behind the start, the compilation and a warm-up.
+`trainer.precision=auto`). They alternate, each in a new process; the same stopwatch reads the clocks when the
+log line of a step arrives, which excludes startup, compilation and warm-up.
 
-The packages are installed from the registry that pip is set up for, each into an environment of its own, beside the
-version of torch that runs this script. Those environments stay, 1 GB each with a CPU build of torch:
+The packages are installed by pip from its configured index, each into its own environment, with the version of torch
+that runs this script. The environments are kept, 1 GB each with a CPU build of torch:
 
     python benchmarks/peers.py --nanogpt ~/nanoGPT
 """
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, alternate, cell, compare, corpus_path, parser, report, say, spread
+from common import ROOT, alternate, cell, compare, corpus_path, log, parser, report, spread
 from stopwatch import Pace, pace
 from trainers import MODERN, NANOGPT, ON, OURS, PLAIN_FP32, SETTINGS, Setting, copy_with_data, nanogpt, ours
 
@@ -36,17 +36,17 @@ PACKAGES = {
     "transformers": ["transformers==5.23.0", "accelerate==1.15.0"],
     "lightning": ["lightning==2.6.6"],
 }
-STEP = r"^(?:step|Epoch .*\| iter) (\d+)"  # litgpt words its own reports
+STEP = r"^(?:step|Epoch .*\| iter) (\d+)"  # litgpt has its own log format
 INSTALL_S = 1800
 
 
 def python_of(peer: str, environments: Path) -> Path:
-    """The interpreter of the peer's environment, which is made when it is not there or has other packages."""
+    """Return the interpreter of the peer's environment; create it if it is missing or has other packages."""
     wanted = [f"torch=={version('torch')}", "numpy", *PACKAGES[peer]]
     home = environments / peer
     python, record = home / "bin" / "python", home / "packages.txt"
     if not record.is_file() or record.read_text().splitlines() != wanted:
-        say(f"installing {', '.join(wanted)} into {home}")
+        log(f"installing {', '.join(wanted)} into {home}")
         record.unlink(missing_ok=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", home], check=True, timeout=INSTALL_S)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True, timeout=INSTALL_S)
@@ -88,9 +88,9 @@ def figures(setting: Setting, paces: dict[str, list[Pace]]) -> dict[str, Any]:
     first = next(iter(speeds.values()))
     made: dict[str, Any] = {"setting": asdict(setting), "trainers": {}}
     for name, clocks in speeds.items():
-        told = {f"tokens_per_{clock}_s": spread(values) for clock, values in clocks.items()}
-        told |= {f"{clock}_ratio": compare(first[clock], values) for clock, values in clocks.items()}
-        made["trainers"][name] = told
+        entry = {f"tokens_per_{clock}_s": spread(values) for clock, values in clocks.items()}
+        entry |= {f"{clock}_ratio": compare(first[clock], values) for clock, values in clocks.items()}
+        made["trainers"][name] = entry
     return made
 
 
@@ -98,7 +98,9 @@ def readme(settings: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for result in settings.values():
         shape = "{n_layer} layers, {n_embd} wide, context {context}".format(**result["setting"])
-        ratios = [(name, told["cpu_ratio"]) for name, told in result["trainers"].items() if not name.startswith("ours")]
+        ratios = [
+            (name, entry["cpu_ratio"]) for name, entry in result["trainers"].items() if not name.startswith("ours")
+        ]
         what = (
             f"training tokens of `modern`, by CPU time, one thread, {shape}, against {', '.join(n for n, _ in ratios)}"
         )
@@ -108,7 +110,7 @@ def readme(settings: dict[str, Any]) -> list[tuple[str, str]]:
 
 def command_line() -> argparse.Namespace:
     options = parser(__doc__, "peers")
-    options.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT (default: leave it out)")
+    options.add_argument("--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT (default: skip it)")
     options.add_argument("--peers", nargs="*", choices=PACKAGES, default=list(PACKAGES))
     options.add_argument("--settings", nargs="+", choices=SETTINGS, default=ON["cpu"])
     options.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
@@ -126,9 +128,9 @@ def main() -> None:
             setting = SETTINGS[key]
             paces = alternate(f"{key}, a step", trainers(chosen, setting, Path(scratch)), chosen.repetitions)
             results[key] = figures(setting, paces)
-            for name, told in results[key]["trainers"].items():
-                speeds = [cell(told[f"tokens_per_{clock}_s"]) for clock in ("wall", "cpu")]
-                rows.append([key, name, *speeds, *(cell(told[f"{clock}_ratio"], ".2f") for clock in ("wall", "cpu"))])
+            for name, entry in results[key]["trainers"].items():
+                speeds = [cell(entry[f"tokens_per_{clock}_s"]) for clock in ("wall", "cpu")]
+                rows.append([key, name, *speeds, *(cell(entry[f"{clock}_ratio"], ".2f") for clock in ("wall", "cpu"))])
     versions = {peer: PACKAGES[peer] for peer in chosen.peers}
     report(chosen.out, {"settings": results, "packages": versions, "threads": 1}, HEADER, rows, readme(results))
 

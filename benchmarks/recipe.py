@@ -1,13 +1,12 @@
-"""Do the CPU recipes learn? The validation loss of experiments over several seeds.
+"""The validation loss of the CPU recipes over several seeds.
 
-Each seed is one run of the program as its users start it, on two ranks with one thread each, in a directory of its
-own:
+Each seed is one run of the user command, on two ranks with one thread each, in its own directory:
 
     torchrun --standalone --nproc_per_node=2 main.py experiment=NAME run.seed=SEED
 
 The figure is `val_loss` of its result.json: nats per character over the whole validation split, at the end. The exit
 code is 1 if the mean over the seeds is above the experiment's limit. Recipes are tuned on a part of the training text,
-with other seeds than these.
+with other seeds.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/recipe.py
 """
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import ROOT, corpus_path, environment, parser, report, say
+from common import ROOT, corpus_path, environment, log, parser, report
 
 RANKS = 2
 LIMITS = {"shakespeare_char_cpu": 1.92, "shakespeare_char_cpu_fast": 1.88}  # nats per character
@@ -31,7 +30,7 @@ HEADER = ["experiment", "seed", "steps", "validation loss, nats/character", "bit
 
 
 def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
-    """One run to its end; what it wrote to result.json."""
+    """Train to the end; return result.json."""
     name = f"{experiment}-{seed}"
     overrides = [f"experiment={experiment}", f"run.seed={seed}", f"run.name={name}", f"run.root='{root}'"]
     overrides += [f"data.path='{corpus_path()}'", f"data.cache_dir='{root / 'cache'}'", "trainer.device=cpu"]
@@ -45,7 +44,7 @@ def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
     for line in process.stdout:
         tail = [*tail[-20:], line]
         if "validation loss" in line:
-            say(f"{experiment}, seed {seed}: {line.strip()}")
+            log(f"{experiment}, seed {seed}: {line.strip()}")
     if process.wait() != 0:
         sys.exit(f"seed {seed} failed:\n{''.join(tail)}")
     result: dict[str, Any] = json.loads((root / name / "result.json").read_text())

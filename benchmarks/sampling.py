@@ -1,17 +1,17 @@
 """Characters per second that are sampled, against nanoGPT: the same shape, one thread, on the CPU.
 
-6 layers, 6 heads, 384 wide, context 256, 500 new characters behind a prompt of one, temperature 0.8 and top_k 200 as
+6 layers, 6 heads, 384 wide, context 256, 500 new characters after a prompt of one, temperature 0.8 and top_k 200 as
 in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts one after the other: its speed is
 that of one stream. Ours: `gpt`, the same architecture with as many weights, and `modern`, each in fp32, bf16 and fp16
 (`precision=auto` of sample.py takes what mingpt_ddp/inference/decoding.py says), one stream and ten at once. The
-weights are as they are drawn: how fast a text is made does not depend on them.
+weights are random: the speed does not depend on them.
 
-Not the same is what happens behind the 256th character: nanoGPT reads the newest 256 anew for each, ours goes on from
-between 128 and 256 (`mingpt_ddp.inference.generate.generate`).
+The algorithms differ after character 256: nanoGPT recomputes the last 256 for each new one, ours keeps a window of 128
+to 256 with a KV cache (`mingpt_ddp.inference.generate.generate`).
 
-Every measurement has a process of its own; the clock runs from the finished model to the last character, after a few
-characters to warm up. Laying out the matrices is within. Characters per second of CPU time are the fairer figure where
-others compete for the cores. nanoGPT is not part of this project; give its checkout:
+Every measurement runs in a new process; the clock runs from the built model to the last character, after a warm-up of a
+few characters, and includes packing the weights. Characters per second of CPU time are the fairer figure if
+other processes compete for the cores. nanoGPT is not part of this project; give its checkout:
 
     python benchmarks/sampling.py --nanogpt ~/nanoGPT
 """
@@ -43,7 +43,7 @@ def clocked(work: Callable[[], Any], characters: int) -> Speed:
 
 
 def nanogpt(checkout: Path, device: str = "cpu", characters: int = CHARACTERS) -> Speed:
-    """One stream; on a GPU in bf16 by autocast, as its sample.py."""
+    """Sample one stream with nanoGPT; on a GPU with bf16 autocast, like its sample.py."""
     sys.path.insert(0, str(checkout))
     import torch
     from model import GPT, GPTConfig
@@ -91,7 +91,7 @@ def built(name: str) -> Any:
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """A row for each model and number of streams, with all its precisions."""
+    """Return a row per model and number of streams, with all precisions."""
     rows: dict[str, list[str]] = {}
     for result in results:
         streams = "one stream" if result["streams"] == 1 else f"{result['streams']} streams at once"

@@ -1,15 +1,14 @@
-"""What a step takes, in time and memory, against layers, width, context, batch, length of the corpus and ranks.
+"""Time and memory of a step against layers, width, context, batch, corpus size and ranks.
 
-One of them grows at a time, the others stay as in the base: 4 layers, 128 wide, heads of 32, context 64, batch 12, one
+One of them varies at a time, the others are the base: 4 layers, 128 wide, heads of 32, context 64, batch 12, one
 rank with one thread, 1.1 million characters; `gpt` with AdamW in fp32 on the CPU, as `main.py` trains it. The steps are
-timed from outside, behind a warm-up. Time is CPU time of all ranks divided by their number, which does not grow when
-others use the machine; memory is the resident memory of all processes at its highest. A constant and a power are
-fitted to each row of points (the exponent is given where theory has one), and drawn with what no implementation in
-fp32 could do without:
+timed from outside, after a warm-up. Time is CPU time of all ranks divided by their number, which is robust to other
+load; memory is the peak resident memory of all processes. A constant plus a power law is fitted to each series (with
+the theoretical exponent if there is one), and drawn with a lower bound for any implementation in fp32:
 
 * time: FLOPs (6 N + 12 L C T per character) over the rate at which this machine multiplies matrices, and the bytes of
   the weights, gradients and moments and of what the backward pass needs, over the rate at which it copies memory;
-* memory: the imports, and those same bytes.
+* memory: the imports, and the same bytes.
 
     python benchmarks/scaling.py
 """
@@ -43,16 +42,16 @@ HEADER = ["against", "from .. to", "a step, ms", "its law", "memory, MB", "its l
 LIMIT_BYTES = 60_000
 INK, POINTS, LINE, FLOPS, BYTES, GRID = "#24292f", "#c2410c", "#8fb3d9", "#15803d", "#7c3aed", "#e5e7eb"
 STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.family": "sans-serif", "font.size": 9}
-STYLE["font.sans-serif"] = ["DejaVu Sans"]  # no list: it would stand in every text
+STYLE["font.sans-serif"] = ["DejaVu Sans"]  # one font only: matplotlib writes the whole list into every text
 STYLE |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID}
-SPAN_S = 1.5  # of CPU time that the steps of a point are meant to take
-GUESS = 5e10  # FLOP/s at which it would
+SPAN_S = 1.5  # target CPU time of the steps of a point
+GUESS = 5e10  # FLOP/s assumed for that
 
 
 @dataclass(frozen=True)
 class Sweep:
     values: tuple[int, ...]
-    time_exponent: float | None  # None: it is fitted
+    time_exponent: float | None  # None: fitted
     memory_exponent: float | None
 
 
@@ -67,7 +66,7 @@ SWEEPS = {
 
 
 def corpus_of(characters: int, scratch: Path) -> Path:
-    """tinyshakespeare, as often as it takes."""
+    """Return a file of tinyshakespeare, repeated to this length."""
     path = scratch / f"text-{characters}.txt"
     if not path.exists():
         text = corpus_path().read_text(encoding="utf-8")
@@ -89,7 +88,7 @@ def points_of(name: str) -> dict[str, Point]:
     return {str(value): replace(Point(), **{name: value}) for value in SWEEPS[name].values}
 
 
-def swept(name: str, repetitions: int, scratch: Path) -> dict[str, Any]:
+def run_sweep(name: str, repetitions: int, scratch: Path) -> dict[str, Any]:
     sweep, points = SWEEPS[name], points_of(name)
     candidates = {key: partial(measure, point, scratch) for key, point in points.items()}
     paces = alternate(f"{name}, a step", candidates, repetitions)
@@ -109,8 +108,8 @@ def swept(name: str, repetitions: int, scratch: Path) -> dict[str, Any]:
     }
 
 
-def told(law: dict[str, float], name: str, unit: str) -> str:
-    """`3.1 ms + 2.2 ms x layers^1`, or the one term that there is."""
+def format_law(law: dict[str, float], name: str, unit: str) -> str:
+    """Format a law as `3.1 ms + 2.2 ms x layers^1`, without terms that are 0."""
     power = f" x {name}" if law["exponent"] == 1 else f" x {name}^{law['exponent']:.3g}"
     terms = [f"{law['constant']:.3g} {unit}"] * (law["constant"] > 0)
     terms += [f"{law['factor']:.3g} {unit}{power}"] * (law["factor"] > 0)
@@ -133,7 +132,9 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
             axes[1].set_ylim(bottom=0)
             axes[1].yaxis.set_major_locator(MaxNLocator(4))
             for cost, kind, unit in zip(axes, ("time", "memory"), ("ms", "MB"), strict=True):
-                cost.set_title(told(sweep["laws"][kind], name, unit).replace(" + ", " +\n"), fontsize=8, loc="left")
+                cost.set_title(
+                    format_law(sweep["laws"][kind], name, unit).replace(" + ", " +\n"), fontsize=8, loc="left"
+                )
             axes[1].set_xlabel(name)
         rows[0][0].set_ylabel("ms of a step")
         rows[1][0].set_ylabel("MB, all ranks")
@@ -146,18 +147,18 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
         figure.savefig(drawing, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(shortened(drawing.getvalue()), encoding="utf-8")
+    out.write_text(compact_svg(drawing.getvalue()), encoding="utf-8")
 
 
-def shortened(svg: str) -> str:
-    """Without indentation and rotations by nothing, points to a hundredth: a third less."""
+def compact_svg(svg: str) -> str:
+    """Drop indentation and rotations by 0, round coordinates to 0.01: a third smaller."""
     for pattern, instead in ((r"\n *", "\n"), (r' transform="rotate\(-0 [^"]*"', ""), (r"(\.\d\d)\d+", r"\1")):
         svg = re.sub(pattern, instead, svg)
     return svg
 
 
 def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]) -> None:
-    """Points, their law, and what lies below them."""
+    """Draw the points, their law, and its lower bounds."""
     xs, fitted = sweep["values"], Law(**sweep["laws"][law])
     axes.plot(curve := np.geomspace(xs[0], xs[-1], 12), fitted(curve), color=LINE, linewidth=2, label="fit")
     axes.plot(xs, [one["median"] for one in sweep[measured]], "o", color=POINTS, markersize=4, label="measured")
@@ -172,7 +173,7 @@ def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dic
 
 
 def shares(sweep: dict[str, Any]) -> list[float]:
-    """Of the matmul rate, at each point."""
+    """Return the fraction of the matmul rate at each point."""
     return [limit["flops_ms"] / ms["median"] for limit, ms in zip(sweep["limits"], sweep["cpu_ms"], strict=True)]
 
 
@@ -183,7 +184,7 @@ def table(sweeps: dict[str, Any]) -> list[list[str]]:
         for key, kind, unit in (("cpu_ms", "time", "ms"), ("memory_mb", "memory", "MB")):
             row += [
                 " .. ".join(f"{sweep[key][i]['median']:.3g}" for i in (0, -1)),
-                told(sweep["laws"][kind], name, unit),
+                format_law(sweep["laws"][kind], name, unit),
             ]
         rows.append([*row, " .. ".join(f"{shares(sweep)[i]:.0%}" for i in (0, -1))])
     return rows
@@ -191,7 +192,9 @@ def table(sweeps: dict[str, Any]) -> list[list[str]]:
 
 def readme(sweeps: dict[str, Any]) -> list[tuple[str, str]]:
     times = [
-        told(sweep["laws"]["time"], name, "ms") for name, sweep in sweeps.items() if name not in ("corpus", "ranks")
+        format_law(sweep["laws"]["time"], name, "ms")
+        for name, sweep in sweeps.items()
+        if name not in ("corpus", "ranks")
     ]
     rows = [
         ("CPU time of a step of `gpt` in fp32 as each of its sizes grows ([plot](docs/scaling.svg))", "; ".join(times))
@@ -216,7 +219,7 @@ def main() -> None:
     machine, sweeps = describe(), {}
     with tempfile.TemporaryDirectory(prefix="scaling-") as scratch:
         for name in chosen.sweeps:
-            sweeps[name] = swept(name, chosen.repetitions, Path(scratch))
+            sweeps[name] = run_sweep(name, chosen.repetitions, Path(scratch))
             machine = machine.or_better(describe())
     for name, sweep in sweeps.items():
         sweep["limits"] = [limits(point, machine) for point in points_of(name).values()]

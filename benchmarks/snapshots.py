@@ -1,15 +1,15 @@
-"""What a snapshot of a 124M-parameter model costs: the stall of training, the time until it is durable, the way back.
+"""The cost of a snapshot of a 124M-parameter model: the stall of training, the time until durable, the restore.
 
 GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU, saved to a local disk.
-Side by side, A, B, A, B in one process:
+Alternating, A, B, A, B in one process:
 
 A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
 B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward pass, and waits in
-   `wait_for_staging` before it may change the weights. The stall is what those two take. The forward and backward
-   passes are timed with and without a copy beside them, because on a CPU both want the same memory.
+   `wait_for_staging` before it may change the weights. The stall is the sum of these two waits. Forward and backward
+   passes are timed with and without a concurrent copy, because on a CPU both compete for memory bandwidth.
 
-Then the time from `begin` to the commit (copy, SHA-256, write, sync, manifest), on one rank and with the tensors
-divided over several, on the same disk, and the time to read, verify and restore.
+Then the time from the start of a save to the commit (staging, SHA-256, write, fsync, manifest), on one rank and with
+the tensors sharded over several, on the same disk, and the time to read, verify and restore.
 
     python benchmarks/snapshots.py
 """
@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import cell, compare, composed, parser, report, say, spread
+from common import cell, compare, compose_config, log, parser, report, spread
 
 MICRO_BATCH, CONTEXT = 4, 256  # of the forward and backward pass that hides the copy
 VOCABULARY = 50_257
@@ -32,7 +32,7 @@ START_S = 25  # of a restart: noticing the failure, starting the processes; a ro
 
 
 def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
-    """SnapshotManager, model, optimizer and runtime of this rank, after one step, so that there are moments to save."""
+    """Return SnapshotManager, model, optimizer and runtime of this rank, after one step, so that moments exist."""
     import torch
 
     from mingpt_ddp.distributed.env import read_env
@@ -50,7 +50,7 @@ def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
         "snapshot.keep_last=1",
         "trainer.precision=fp32",
     ]
-    config = composed(*words, *overrides)
+    config = compose_config(*words, *overrides)
     runtime = Runtime(config, read_env())
     model = build_model(config.model, VOCABULARY, config.data.block_size).to(runtime.device)
     optimizer = build_optimizer(model, config.optimizer)
@@ -68,10 +68,10 @@ def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:
 
 
 def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, list[float]]:
-    """Seconds, by repetition.
+    """Return stalls and durations in seconds, by repetition.
 
     Args:
-        overrides: of the configuration: a GPU, or another size.
+        overrides: of the configuration, e.g. for a GPU or another size.
     """
     import torch
 
@@ -89,7 +89,7 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
     figures: dict[str, list[float]] = {name: [] for name in ("first", "sync", "stall", "alone", "beside", "durable")}
     forward_backward()
     clock = Clock()
-    save(saver, 1, model, optimizer)  # takes the memory of the copy, once in a run
+    save(saver, 1, model, optimizer)  # allocates the staging buffer, once in a run
     saver.wait_for_staging()
     figures["first"].append(clock.lap())
     saver.wait()
@@ -107,7 +107,7 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
         figures["stall"].append(stall + clock.lap())
         saver.wait()
         figures["durable"].append(saver.durable_s)
-        say(f"repetition {step - 1}: " + ", ".join(f"{name} {values[-1]:.3f} s" for name, values in figures.items()))
+        log(f"repetition {step - 1}: " + ", ".join(f"{name} {values[-1]:.3f} s" for name, values in figures.items()))
     return figures
 
 
@@ -116,14 +116,14 @@ class Clock:
         self._since = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Return the seconds since the last lap."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
 
 
-def be_rank(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
-    """Save and restore on one of several ranks; rank 0 hands back (durable, restore) in seconds."""
+def rank_main(environment: dict[str, str], root: str, repetitions: int, results: Any) -> None:
+    """Save and restore on one of several ranks; rank zero returns (durable, restore) in seconds."""
     from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 
     os.environ.update(environment)
@@ -152,8 +152,10 @@ def on_ranks(root: str, ranks: int, repetitions: int) -> list[tuple[float, float
         probe.bind(("127.0.0.1", 0))
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     results = spawn.Queue()
-    places = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    workers = [spawn.Process(target=be_rank, args=(place, root, repetitions, results)) for place in places]
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    workers = [
+        spawn.Process(target=rank_main, args=(environment, root, repetitions, results)) for environment in environments
+    ]
     for worker in workers:
         worker.start()
     times: list[tuple[float, float]] = results.get(timeout=600)
@@ -171,7 +173,7 @@ def main() -> None:
         figures = compare_stalls(root, arguments.repetitions)
     divided = {}
     for ranks in arguments.ranks:
-        say(f"{ranks} ranks")
+        log(f"{ranks} ranks")
         with tempfile.TemporaryDirectory() as root:
             divided[ranks] = on_ranks(root, ranks, arguments.repetitions)
     write(arguments.out, figures, divided)
@@ -199,11 +201,11 @@ def write(out: Path, figures: dict[str, list[float]], divided: dict[int, list[tu
     rows = [
         ["torch.save while training waits", cell(results["sync_save_s"], ".2f"), "s"],
         ["stall of a snapshot in the background", cell(results["stall_s"], ".4f"), "s"],
-        ["the first copy, with its memory, nothing beside it", cell(results["first_s"], ".2f"), "s"],
-        ["so many times shorter", cell(shorter, ",.0f"), ""],
+        ["the first copy, with its allocation, nothing concurrent", cell(results["first_s"], ".2f"), "s"],
+        ["times shorter", cell(shorter, ",.0f"), ""],
         ["forward and backward pass alone", cell(results["alone_s"], ".2f"), "s"],
-        ["the same beside the copy and the writing", cell(results["beside_s"], ".2f"), "s"],
-        ["until the snapshot is durable, beside training", cell(results["durable_s"], ".2f"), "s"],
+        ["the same during staging and writing", cell(results["beside_s"], ".2f"), "s"],
+        ["until the snapshot is durable, while training", cell(results["durable_s"], ".2f"), "s"],
     ]
     for n, times in results["ranks"].items():
         rows.append([f"until it is durable, {n} ranks, no training", cell(times["durable_s"], ".2f"), "s"])

@@ -1,12 +1,12 @@
-"""How long from the command to the first optimizer step.
+"""Time from the command to the first optimizer step.
 
 The clock starts when the command does, and stops when its line `the first step was done after ...` arrives, which rank
-0 writes behind the update of the weights. The CPU time is that of all processes of the command up to that moment. The
-model is that of `experiment=shakespeare_char_cpu`; its text has been encoded by an earlier run, as for every start but
-the first. Each process has one thread.
+0 logs after the update of the weights. CPU time is that of all processes of the command until then. The model is that
+of `experiment=shakespeare_char_cpu`; its text has been encoded by an earlier run, as for every start but the first.
+Each process has one thread.
 
-The floor is torchrun with a script that does only what no training on two ranks can do without: it imports torch, joins
-a gloo group, and takes one step of a small model behind DistributedDataParallel. All ways take turns.
+The floor is torchrun with a minimal script for two ranks: it imports torch, joins a gloo group, and takes one step of a
+small model in DistributedDataParallel. The commands alternate.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from common import ROOT, alternate, cell, corpus_path, environment, parser, report, spread
-from stopwatch import cpu_seconds, family
+from stopwatch import cpu_seconds, process_tree
 
 FLOOR = """
 import os, torch
@@ -39,32 +39,32 @@ os._exit(0)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 MAIN = str(ROOT / "main.py")
 RUN = ["experiment=shakespeare_char_cpu", "trainer.device=cpu", "trainer.max_steps=1"]
-RUN += ["data.truncate=0.05", "run.resume=never"]  # what follows the first step shall be short
+RUN += ["data.truncate=0.05", "run.resume=never"]  # keep the rest of the run short
 WAYS = {
     "`torchrun --nproc_per_node=2 main.py`": [*TORCHRUN, MAIN, *RUN],
     "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],
     "`python main.py`": [sys.executable, MAIN, *RUN],
 }
 FLOOR_WAY = "floor: torchrun"
-DONE = "the first step"  # so begins the line
+DONE = "the first step"  # prefix of the line
 HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
 
 
 def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
-    """Seconds on the clock and of CPU time."""
+    """Return wall and CPU seconds."""
     paths = {**environment(), "PYTHONPATH": str(ROOT)}
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=cwd, env=paths, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
-    told = []
+    output = []
     for line in process.stdout:
-        told.append(line)
+        output.append(line)
         if line.startswith(DONE):
-            wall, cpu = time.perf_counter() - begin, sum(map(cpu_seconds, family(process.pid)))
+            wall, cpu = time.perf_counter() - begin, sum(map(cpu_seconds, process_tree(process.pid)))
             break
-    told.extend(process.stdout)
-    if process.wait() != 0 or not any(line.startswith(DONE) for line in told):
-        sys.exit(f"{' '.join(command)} failed:\n{''.join(told[-20:])}")
+    output.extend(process.stdout)
+    if process.wait() != 0 or not any(line.startswith(DONE) for line in output):
+        sys.exit(f"{' '.join(command)} failed:\n{''.join(output[-20:])}")
     return float(f"{wall:.4g}"), float(f"{cpu:.4g}")
 
 
@@ -81,7 +81,7 @@ def main() -> None:
         commands[FLOOR_WAY] = [*TORCHRUN, str(script)]
         candidates = {way: partial(time_to_first_step, command, root) for way, command in commands.items()}
         for measure in candidates.values():
-            measure()  # the disk's cache, and the encoded text
+            measure()  # warm the disk cache, encode the text
         values = alternate("start", candidates, chosen.repetitions)
     walls = {way: spread([wall for wall, _ in pairs]) for way, pairs in values.items()}
     cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}

@@ -1,4 +1,4 @@
-"""Time and memory of a trainer's steps, from outside: whoever trains only has to report its steps on the console."""
+"""Time and memory of a trainer's steps, measured from outside: the trainer only has to log its steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TICK = os.sysconf("SC_CLK_TCK")  # per second
 
 @dataclass(frozen=True)
 class Pace:
-    """What a step takes."""
+    """Cost of a step."""
 
     wall_s: float
     cpu_s: float  # of all processes of the trainer together
@@ -31,18 +31,18 @@ class Pace:
 def running(
     command: Sequence[str], cwd: Path, threads: int = 1, limit_s: float | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """Start a trainer; yield it and the lines that it prints. It is killed at the end, or when the limit is over."""
+    """Start a trainer; yield its process and output lines. Kill it at the end or after `limit_s`."""
     process = subprocess.Popen(
         command, cwd=cwd, env=environment(threads), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert process.stdout is not None
-    timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, kill_family, [process.pid])
+    timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, kill_tree, [process.pid])
     timer.start()
     try:
         yield process, iter(process.stdout)
     finally:
         timer.cancel()
-        kill_family(process.pid)
+        kill_tree(process.pid)
         process.wait()
         process.stdout.close()
 
@@ -55,24 +55,24 @@ def pace(
     threads: int = 1,
     limit_s: float | None = None,
 ) -> Pace:
-    """Run a trainer until it has reported the last step of a span, then end it.
+    """Run a trainer until it has logged the last step of a span, then kill it.
 
-    The clocks are read when the report of a step arrives, so that the start and the first steps do not count.
+    The clocks are read when the log line of a step arrives, which excludes startup and warm-up steps.
 
     Args:
-        pattern: matches a line that reports a step; its group is the step's number.
-        span: the first report is that of this step or a later one; so many steps are timed, or a few more.
-        limit_s: seconds from its start after which it is killed.
+        pattern: matches the log line of a step; its group is the step number.
+        span: (warm-up steps, steps to time at least).
+        limit_s: seconds from the start until the trainer is killed.
 
     Raises:
-        RuntimeError: the trainer ended before; its last lines.
+        RuntimeError: the trainer exited early; has its last lines.
     """
     warmup, timed = span
     stamps: dict[int, tuple[float, float]] = {}
     tail: list[str] = []
     with running(command, cwd, threads, limit_s) as (process, lines):
         for line in lines:
-            now = time.perf_counter(), sum(map(cpu_seconds, family(process.pid)))
+            now = time.perf_counter(), sum(map(cpu_seconds, process_tree(process.pid)))
             tail = [*tail[-20:], line]
             found = re.search(pattern, line)
             if found and int(found[1]) >= warmup:
@@ -81,32 +81,32 @@ def pace(
                     break
         else:
             raise RuntimeError(f"{' '.join(command[:3])} ended before its step {warmup + timed}:\n{''.join(tail)}")
-        peak_mb = sum(map(peak_memory_mb, family(process.pid)))
+        peak_mb = sum(map(peak_memory_mb, process_tree(process.pid)))
     first, last = min(stamps), max(stamps)
     wall, cpu = (after - before for before, after in zip(stamps[first], stamps[last], strict=True))
     return Pace(wall / (last - first), cpu / (last - first), peak_mb)
 
 
-def kill_family(process: int) -> None:
+def kill_tree(process: int) -> None:
     """Kill a process and its descendants."""
-    for member in list(family(process)):  # before the first is gone, and with it the way to the others
+    for member in list(process_tree(process)):  # list first: killing the parent would orphan the others
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
 
 
-def family(process: int) -> Iterator[int]:
-    """A process and its descendants, as they are now."""
+def process_tree(process: int) -> Iterator[int]:
+    """Yield the pids of a process and its descendants."""
     yield process
     try:
         children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     except OSError:
         return
     for child in children:
-        yield from family(int(child))
+        yield from process_tree(int(child))
 
 
 def cpu_seconds(process: int) -> float:
-    """User and system time of a running process; 0 when it is gone."""
+    """Return user and system time of a process; 0 if it has exited."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -115,7 +115,7 @@ def cpu_seconds(process: int) -> float:
 
 
 def peak_memory_mb(process: int) -> float:
-    """Resident memory at its highest, in MB; 0 when it is gone or has none."""
+    """Return peak resident memory in MB; 0 if the process has exited."""
     try:
         found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), flags=re.MULTILINE)
     except OSError:

@@ -1,9 +1,8 @@
-"""What a job of a sweep costs beside its training, against a run that is started on its own.
+"""The overhead of a job of a sweep, against the same run started alone.
 
-The same short run, again and again with another seed: started alone, and as the jobs of a sweep in each of the ways
-that there are. All processes of a way are counted, from the first to the last, divided by the number of jobs: seconds
-on the clock, and seconds of CPU time, which other programs on the machine do not change as much. A sweep whose jobs are
-all done already shows what skipping one costs.
+The same short run with different seeds: started alone, and as the jobs of a sweep in each way of launching one. All
+processes are counted, divided by the number of jobs: wall seconds, and CPU seconds, which depend less on other load. A
+sweep whose jobs are all complete measures the cost of skipping a job.
 
     python benchmarks/sweep_overhead.py
 """
@@ -25,7 +24,7 @@ RUN = "model=gpt_nano model.n_layer=2 model.n_embd=24 data.block_size=16 data.tr
 RUN += " trainer.max_steps=20 trainer.eval_every=10 trainer.batch_size=12 optimizer.warmup_steps=2"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "main.py")]
 PYTHON = [sys.executable, str(ROOT / "main.py")]
-# The way, the command of a run alone, that of a sweep.
+# By way: the command of a single run, the command of a sweep.
 WAYS = {
     "two ranks, lock-step (`torchrun main.py -m`)": (TORCHRUN, [*TORCHRUN, "-m"]),
     "two ranks, workers for each job (`ddp.nproc_per_node=2 -m`)": (
@@ -38,7 +37,7 @@ HEADER = ["way", "alone: s, CPU s", "a job of a sweep: s, CPU s", "job / alone, 
 
 
 def spend(command: list[str], cwd: Path) -> tuple[float, float]:
-    """Seconds on the clock and of CPU time until a command has ended."""
+    """Return wall and CPU seconds until a command exits."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run([*command, *RUN.split()], cwd=cwd, env=environment(), check=True, capture_output=True)
     elapsed, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -57,7 +56,7 @@ def in_a_sweep(command: list[str], jobs: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         wall, cpu = spend(words, Path(directory))
         again, _ = spend(words, Path(directory))
-        start, _ = spend([*words, "run.seed=0"], Path(directory))  # of which one job is skipped
+        start, _ = spend([*words, "run.seed=0"], Path(directory))  # skips one job
     return {"wall": wall / jobs, "cpu": cpu / jobs, "skip": max(0.0, again - start) / (jobs - 1)}
 
 

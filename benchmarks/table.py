@@ -1,8 +1,8 @@
 """Write the tables of docs/benchmarks.md from `benchmarks/results/*.json`: no figure is copied by hand.
 
-A benchmark declares its own rows: what it hands to `common.report` as `readme`, pairs of what and figure, stands in its
-JSON file beside the raw figures, the machine and the date. This script collects them, a table for each machine, the
-scripts in the order in which benchmarks/README.md lists them, and puts them between two marks in that page.
+A benchmark declares its rows: the `readme` argument of `common.report`, pairs of what and figure, is stored in its JSON
+file with the raw figures, the machine and the date. This script collects them, one table per machine, with scripts in
+the order of benchmarks/README.md, and writes them between two marks in the page.
 
     python benchmarks/table.py
 """
@@ -19,14 +19,14 @@ END = "<!-- end of figures -->"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
-def place(machine: dict[str, Any]) -> str:
-    """The machine and the software of a result, in words."""
+def describe_machine(machine: dict[str, Any]) -> str:
+    """Describe the machine and the software of a result."""
     cores = f"{machine['cores']} cores of {machine['cpu']}"
     return ", ".join([*([machine["gpu"]] if machine.get("gpu") else []), cores, f"torch {machine['torch']}"])
 
 
 def in_order(results: dict[str, dict[str, Any]], index: str) -> list[dict[str, Any]]:
-    """The results that have something to show, as the index mentions their scripts; unmentioned ones last."""
+    """Return the results that have rows, in the order of their scripts in the index; unlisted ones last."""
     shown = {name: result for name, result in results.items() if result.get("readme")}
     mentioned = {name: index.find(f"({result['script']})") for name, result in shown.items()}
     order = sorted(shown, key=lambda name: (mentioned[name] < 0, mentioned[name], name))
@@ -34,7 +34,7 @@ def in_order(results: dict[str, dict[str, Any]], index: str) -> list[dict[str, A
 
 
 def tables(results: dict[str, dict[str, Any]], index: str) -> str:
-    """Markdown: for each machine its name and a table of what, figure, script and date.
+    """Return Markdown: per machine its name and a table of what, figure, script and date.
 
     Args:
         results: the JSON files by name.
@@ -46,16 +46,16 @@ def tables(results: dict[str, dict[str, Any]], index: str) -> str:
         for what, figure in result["readme"]:
             cells = [what, figure, f"[{script}](../benchmarks/{script})", date]
             line = " | ".join(cell.replace("|", "\\|").replace("](docs/", "](") for cell in cells)
-            machines.setdefault(place(result["machine"]), []).append(f"| {line} |")
+            machines.setdefault(describe_machine(result["machine"]), []).append(f"| {line} |")
     header = ["| what | figure | script | measured |", "| --- | --- | --- | --- |"]
     return "\n\n".join("\n".join([f"{name}:", "", *header, *rows]) for name, rows in machines.items())
 
 
 def filled(page: str, table: str) -> str:
-    """The text with the table between the marks.
+    """Return the page with the table between the marks.
 
     Raises:
-        ValueError: it has not each mark once, in their order.
+        ValueError: the page does not have each mark exactly once, in order.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -65,7 +65,7 @@ def filled(page: str, table: str) -> str:
 
 
 def current() -> str:
-    """The page as the results want it."""
+    """Return the page for the current results."""
     results = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     return filled(PAGE.read_text(), tables(results, (ROOT / "benchmarks" / "README.md").read_text()))
 

@@ -1,14 +1,14 @@
 """Training tokens/s of this project against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
 
-Candidates of ours: `gpt`, the architecture and optimizer of nanoGPT's, on a CPU also in its fp32; and `modern`, the
-fast recipe (Muon, `trainer.precision=auto`: bf16 where the CPU is fast at it). nanoGPT computes in fp32 on a CPU:
-there its train.py enters no autocast, whatever its --dtype says. With --device=cuda all are compiled and in bf16.
+Our candidates: `gpt`, nanoGPT's architecture and optimizer, on a CPU also in its fp32; and `modern`, the fast recipe
+(Muon, `trainer.precision=auto`: bf16 if the CPU is fast at it). nanoGPT computes in fp32 on a CPU: its train.py has
+no autocast there, regardless of --dtype. With --device=cuda all are compiled and in bf16.
 
-Each runs as its users run it, each time in a fresh process: `main.py` with its loader, clipping, metering and
+Each runs its user command, each time in a new process: `main.py` with its loader, clipping, metering and
 TensorBoard, and nanoGPT's own `train.py` from a temporary copy of its files. All have gradients clipped at 1.0, no
-dropout, no biases, and report every few steps. One stopwatch serves all: the time, and the CPU time of the process,
-when the report of a step arrives. The start and the warm-up lie before the first stamp; none evaluates or saves in the
-timed span. Tokens per second of CPU time are the fairer figure where others compete for the cores. nanoGPT is not part
+dropout, no biases, and log every few steps. One stopwatch serves all: wall time and CPU time of the process when the
+log line of a step arrives. Startup and warm-up are before the first stamp; none evaluates or saves in the timed span.
+Tokens per second of CPU time are the fairer figure if other processes compete for the cores. nanoGPT is not part
 of this project; give its checkout:
 
     python benchmarks/throughput.py --nanogpt ~/nanoGPT
@@ -41,7 +41,7 @@ HOW = {"cpu": "nanoGPT (eager, fp32), by CPU time, one thread", "cuda": "nanoGPT
 
 
 def tokens_per_s(command: list[str], cwd: Path, pattern: str, setting: Setting) -> tuple[int, int]:
-    """Of wall time and of CPU time."""
+    """Return tokens per second of wall time and of CPU time."""
     taken = pace(command, cwd, pattern, setting.span)
     return round(setting.tokens / taken.wall_s), round(setting.tokens / taken.cpu_s)
 
@@ -63,7 +63,7 @@ def measure(setting: Setting, chosen: argparse.Namespace, text: Path, scratch: P
 
 
 def readme(settings: dict[str, Any], device: str) -> list[tuple[str, str]]:
-    """A row for each shape, with all candidates."""
+    """Return a row per shape, with all candidates."""
     rows, clock = [], {"cpu": "tokens_per_cpu_s", "cuda": "tokens_per_s"}[device]
     for result in settings.values():
         shape = "{n_layer} layers, {n_embd} wide, context {context}, batch {batch}".format(**result["setting"])

@@ -1,10 +1,10 @@
-"""Time of the whole process to a validation loss on tinyshakespeare, against nanoGPT: one thread each, alternating.
+"""Wall time of the whole process to a validation loss on tinyshakespeare, against nanoGPT: one thread, alternating.
 
-nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide, 2,000 steps, which take
-it to about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. Timed is everything from the start of the process to
-its end, with the imports, its evaluations and its saves; ours encodes the text as well, which nanoGPT did before
-(its prepare.py does not count). Both losses are over the whole validation split, each character once: ours from
-result.json, nanoGPT's from the checkpoint that it kept, evaluated afterwards by `nanogpt_loss.py`.
+nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide, 2,000 steps, which reach
+about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. The time is that of the whole process,
+including imports, evaluations and saves; ours also encodes the text, nanoGPT's prepare.py is not timed. Both losses are
+over the whole validation split, each character once: ours from result.json, nanoGPT's from the checkpoint that it
+kept, evaluated afterwards by `nanogpt_loss.py`.
 
 The second figure is how low ours gets in the time that nanoGPT takes: `experiment=shakespeare_char_cpu_long` with as
 many steps as fit. That number follows from the CPU times of nanoGPT's first run here and of two short runs of that
@@ -29,20 +29,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, alternate, cell, compare, corpus_path, environment, parser, report, say, spread
-from trainers import copy_with_data, places
+from common import ROOT, alternate, cell, compare, corpus_path, environment, log, parser, report, spread
+from trainers import copy_with_data, path_overrides
 
 HEADER = ["run", "steps", "validation loss", "s", "CPU s", "times faster", "by CPU time"]
 STEPS = 2000  # nanoGPT's
 FLAGS = "--device=cpu --compile=False --eval_iters=20 --block_size=64 --batch_size=12 --dropout=0.0"
 SHAPE = "--n_layer=4 --n_head=4 --n_embd=128 --log_interval=1"
 PROBES = (40, 160)  # steps of the two short runs
-SHARE = 0.98  # of the time is planned, so that it is not exceeded by chance
+SHARE = 0.98  # of the budget to plan for, as a margin
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training process from its start to its end."""
+    """One training process."""
 
     steps: int
     val_loss: float  # nats per character, over the whole split
@@ -51,7 +51,7 @@ class Run:
 
 
 def timed(command: list[str], cwd: Path) -> tuple[float, float]:
-    """Seconds and CPU seconds of a process with its children."""
+    """Return wall and CPU seconds of a process with its children."""
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=cwd, env=environment(1), stdout=output, stderr=subprocess.STDOUT)
@@ -68,15 +68,15 @@ def nanogpt(copy: Path, steps: int) -> Run:
     flags = [*FLAGS.split(), *SHAPE.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
     wall, cpu = timed([sys.executable, "train.py", "config/train_shakespeare_char.py", *flags], copy)
     evaluate = [sys.executable, str(ROOT / "benchmarks" / "nanogpt_loss.py"), "out-shakespeare-char/ckpt.pt"]
-    told = subprocess.run(evaluate, cwd=copy, env=environment(1), capture_output=True, text=True, check=True).stdout
-    kept = json.loads(told.splitlines()[-1])
+    stdout = subprocess.run(evaluate, cwd=copy, env=environment(1), capture_output=True, text=True, check=True).stdout
+    kept = json.loads(stdout.splitlines()[-1])
     return Run(kept["step"], kept["val_loss"], wall, cpu)
 
 
 def ours(experiment: str, text: Path, extra: list[str]) -> Run:
-    """In a directory of its own, so that nothing is prepared."""
+    """Train in a new directory, with empty caches."""
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
-        where = [*places(text, Path(directory)), "run.name=run"]
+        where = [*path_overrides(text, Path(directory)), "run.name=run"]
         command = [sys.executable, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
         wall, cpu = timed([*command, *where, *extra], Path(directory))
         result = json.loads((Path(directory) / "runs" / "run" / "result.json").read_text())
@@ -84,10 +84,10 @@ def ours(experiment: str, text: Path, extra: list[str]) -> Run:
 
 
 def steps_that_fit(short: Run, longer: Run, budget_s: float) -> int:
-    """Of CPU time, when a run takes a constant and so much for each step.
+    """Return the steps that fit a budget of CPU time, assuming a constant plus a cost per step.
 
     Raises:
-        SystemExit: the longer run took no longer, or not one step fits.
+        SystemExit: the longer run took no longer, or no step fits.
     """
     step_s = (longer.cpu_s - short.cpu_s) / (longer.steps - short.steps)
     steps = int((budget_s - short.cpu_s) / step_s) + short.steps if step_s > 0 else 0
@@ -102,23 +102,23 @@ def summary(runs: list[Run], baseline: list[Run]) -> dict[str, Any]:
         figures[key] = spread([getattr(run, key) for run in runs])
     for key in ("wall", "cpu"):
         mine, theirs = ([getattr(run, f"{key}_s") for run in side] for side in (runs, baseline))
-        figures[f"{key}_ratio"] = compare(theirs, mine)  # so many times faster
+        figures[f"{key}_ratio"] = compare(theirs, mine)  # speedup
     return figures
 
 
 def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
-    def told(figures: dict[str, Any]) -> str:
+    def describe(figures: dict[str, Any]) -> str:
         steps = " to ".join(f"{n:,}" for n in sorted({min(figures["steps"]), max(figures["steps"])}))
         return f"{cell(figures['val_loss'], '.3f')} in {steps} steps"
 
-    theirs, fast = told(results["nanogpt"]), results["fast"]
-    what = f"whole training on tinyshakespeare, one thread: `{fast['experiment']}` (validation loss {told(fast)})"
+    theirs, fast = describe(results["nanogpt"]), results["fast"]
+    what = f"whole training on tinyshakespeare, one thread: `{fast['experiment']}` (validation loss {describe(fast)})"
     times = f"{cell(fast['wall_ratio'], '.1f')} times faster; by CPU time {cell(fast['cpu_ratio'], '.1f')}"
     rows = [(f"{what} against nanoGPT ({theirs})", times)]
     if long := results.get("long"):
         time, cpu = (1 / long[f"{clock}_ratio"]["median"] for clock in ("wall", "cpu"))
         what = f"validation loss of `{long['experiment']}` in {time:.2f} of nanoGPT's time, {cpu:.2f} of its CPU time"
-        rows.append((what, told(long)))
+        rows.append((what, describe(long)))
     return rows
 
 
@@ -128,7 +128,7 @@ def command_line() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=STEPS, help="of nanoGPT (default: %(default)s)")
     options.add_argument("--fast", default="shakespeare_char_cpu_fast", metavar="NAME", help="default: %(default)s")
     options.add_argument("--long", default="shakespeare_char_cpu_long", metavar="NAME", help="default: %(default)s")
-    options.add_argument("--long-steps", type=int, help="of that experiment; 0: leave it out (default: as many as fit)")
+    options.add_argument("--long-steps", type=int, help="of that experiment; 0: skip it (default: as many as fit)")
     options.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
     return options.parse_args()
 
@@ -136,12 +136,12 @@ def command_line() -> argparse.Namespace:
 def as_many_as_fit(experiment: str, text: Path, budget: Run) -> int:
     probes = [ours(experiment, text, [f"trainer.max_steps={n}"]) for n in PROBES]
     steps = steps_that_fit(probes[0], probes[1], SHARE * budget.cpu_s)
-    say(f"{experiment}: {steps} steps fit")
+    log(f"{experiment}: {steps} steps fit")
     return steps
 
 
 def seeded(experiment: str, text: Path, *extra: str) -> Callable[[], Run]:
-    """Each call trains with the next seed: 1, 2, 3 ..."""
+    """Return a function that trains with the next seed at each call: 1, 2, 3 ..."""
     seeds = count(1)
     return lambda: ours(experiment, text, [f"run.seed={next(seeds)}", *extra])
 

@@ -1,4 +1,4 @@
-"""This project and nanoGPT as their users start them, at the same shapes: eagerly on a CPU, compiled on a GPU."""
+"""Commands that train with this project and with nanoGPT, at the same shapes: eager on a CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from common import ROOT
 
-FOREVER = 1_000_000  # steps; no timed run gets there
-OURS, NANOGPT = r"^step (\d+)/", r"^iter (\d+):"  # how a step is reported
+FOREVER = 1_000_000  # steps; no timed run gets this far
+OURS, NANOGPT = r"^step (\d+)/", r"^iter (\d+):"  # log lines of a step
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.batch * self.context
 
 
@@ -43,20 +43,20 @@ SETTINGS = {
     "char": Setting(6, 6, 384, context=256, batch=64, warmup=200, timed=1000, log_every=100),  # nanoGPT's for a GPU
     "gpt2": Setting(12, 12, 768, context=1024, batch=12, warmup=50, timed=200, log_every=10),
 }
-ON = {"cpu": ["small", "mid"], "cuda": ["char", "gpt2"]}  # what is measured where
+ON = {"cpu": ["small", "mid"], "cuda": ["char", "gpt2"]}  # settings by device
 
-# Ours: nanoGPT's architecture and optimizer, and the fast recipe. On a CPU the first computes as nanoGPT does there.
+# Ours: nanoGPT's architecture and optimizer (on a CPU also in its fp32), and the fast recipe.
 PLAIN = ["model=gpt_micro", "model.bias=false", "optimizer=adamw"]
 PLAIN_FP32 = [*PLAIN, "trainer.precision=fp32"]
 MODERN = ["model=modern_micro", "optimizer=muon"]
 
 
 def ours(setting: Setting, text: Path, scratch: Path, recipe: list[str], device: str = "cpu") -> list[str]:
-    """The command that trains without an end: its loader, clipping, metering and TensorBoard, no evaluation, no save.
+    """Return the command that trains indefinitely: loader, clipping, metering and TensorBoard, no evaluation, no save.
 
     Args:
-        scratch: the directory of its runs and of the encoded text.
-        recipe: overrides that choose the model and the optimizer; the precision is auto unless it says another.
+        scratch: directory for runs and the encoded text.
+        recipe: overrides for the model and the optimizer; the precision is auto unless overridden.
     """
     shape = {"model.n_layer": setting.n_layer, "model.n_head": setting.n_head, "model.n_embd": setting.n_embd}
     shape |= {"data.block_size": setting.context, "trainer.batch_size": setting.batch}
@@ -65,17 +65,17 @@ def ours(setting: Setting, text: Path, scratch: Path, recipe: list[str], device:
     overrides += [f"trainer.device={device}", f"trainer.compile={str(device == 'cuda').lower()}"]
     overrides += ["trainer.grad_norm_clip=1.0", "trainer.max_epochs=null", "trainer.eval_every=null"]
     overrides += ["snapshot.every_steps=null", "run.resume=never"]
-    overrides += [*places(text, scratch), *(f"{key}={value}" for key, value in shape.items())]
+    overrides += [*path_overrides(text, scratch), *(f"{key}={value}" for key, value in shape.items())]
     return [sys.executable, str(ROOT / "main.py"), *overrides]
 
 
-def places(text: Path, scratch: Path) -> list[str]:
-    """Overrides that name the text and keep everything else in one directory."""
+def path_overrides(text: Path, scratch: Path) -> list[str]:
+    """Return overrides for the text, and for all other files in one directory."""
     return [f"data.path='{text}'", f"data.cache_dir='{scratch / 'cache'}'", f"run.root='{scratch / 'runs'}'"]
 
 
 def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
-    """nanoGPT's command, in a copy that `copy_with_data` made; on a CPU it computes in fp32, on a GPU in bf16."""
+    """Return nanoGPT's command, for a copy made by `copy_with_data`; fp32 on a CPU, bf16 on a GPU."""
     shape = {"n_layer": setting.n_layer, "n_head": setting.n_head, "n_embd": setting.n_embd}
     shape |= {"block_size": setting.context, "batch_size": setting.batch, "log_interval": setting.log_every}
     options: dict[str, Any] = shape | {"eval_iters": 1, "eval_interval": FOREVER, "max_iters": FOREVER}
@@ -85,7 +85,7 @@ def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
 
 
 def copy_with_data(checkout: Path, text: Path, copy: Path) -> Path:
-    """nanoGPT's code in a directory of its own, with the text in the form that it reads."""
+    """Copy nanoGPT's code to a new directory, with the text in its format; return the copy."""
     if not (checkout / "train.py").is_file() or not (checkout / "config").is_dir():
         sys.exit(f"--nanogpt {checkout} is not a checkout of nanoGPT: it has no train.py or no config/")
     shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "assets", "*.ipynb", "*.bin", "out*"))

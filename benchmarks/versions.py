@@ -1,13 +1,13 @@
-"""This checkout against another one of the project, side by side: did a change cost speed?
+"""Compare the speed of this checkout with that of another revision.
 
-Both run the same commands in turn, A, B, A, B ..., with the same Python environment, each in processes of its own.
-Steps come from `metrics.jsonl`, so that it does not matter how a version words its log.
+Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new processes. Steps are
+read from `metrics.jsonl`, independent of log messages.
 
 small, mid   training tokens per second of CPU time, one thread, nanoGPT's CPU shapes
-one, ten     sampled characters per second of CPU time, mid shape: a long text minus a short one, without the start
+one, ten     sampled characters per second of CPU time, mid shape: a long text minus a short one, to exclude startup
 start        seconds from the command to the first logged step, 1 process
 start2       the same with ddp.nproc_per_node=2
-recovery     seconds from kill -9 of a worker to the next step that had not been done before (2 ranks, every_steps=10)
+recovery     seconds from kill -9 of a worker to the first new step (2 ranks, every_steps=10)
 loss         seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a loss of 1.88
 
     git clone . /tmp/before && git -C /tmp/before checkout REVISION
@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, alternate, cell, compare, corpus_path, environment, parser, report, spread
-from stopwatch import cpu_seconds, family
+from stopwatch import cpu_seconds, process_tree
 
 SHAPES = {
     "small": ["model=gpt_micro", "data.block_size=64", "trainer.batch_size=12"],
     "mid": ["model=gpt_mini", "model.n_embd=384", "model.dropout=0", "data.block_size=256", "trainer.batch_size=16"],
 }
-STEPS = {"small": (100, 500), "mid": (5, 20)}  # the timed span: after the first, up to the last
+STEPS = {"small": (100, 500), "mid": (5, 20)}  # timed: from the first to the last
 TINY = ["model=gpt_nano", "data.block_size=32", "trainer.batch_size=12", "trainer.log_every=1", "data.truncate=0.1"]
 QUIET = ["trainer.max_epochs=null", "trainer.eval_every=null", "trainer.sample_every=null", "trainer.device=cpu"]
 LOWER_IS_BETTER = ("start", "start2", "recovery", "loss")
@@ -46,7 +46,7 @@ _names = count()
 
 
 class Checkout:
-    """The commands of one version of the project, run in a scratch directory."""
+    """A checkout of the project, whose commands run in a scratch directory."""
 
     def __init__(self, home: Path, scratch: Path, text: Path) -> None:
         self.home, self.scratch = home, scratch
@@ -59,7 +59,7 @@ class Checkout:
         return subprocess.Popen(command, cwd=self.scratch, env=paths, stdout=output, stderr=output)
 
     def train(self, *overrides: str) -> tuple[subprocess.Popen[bytes], Path]:
-        """Start a run of its own; the process, and the run directory."""
+        """Start a new run; return the process and the run directory."""
         name = f"run-{next(_names)}"
         process = self.start("main.py", *self.data, *QUIET, f"run.name={name}", *overrides)
         return process, self.scratch / "outputs" / name
@@ -70,7 +70,7 @@ class Checkout:
 
 
 def last_step(run: Path) -> int:
-    """The newest step in metrics.jsonl that was trained; 0 where there is none."""
+    """Return the last trained step in metrics.jsonl; 0 if there is none."""
     try:
         lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -78,22 +78,22 @@ def last_step(run: Path) -> int:
     return max((row["step"] for row in map(json.loads, lines) if "train_loss" in row), default=0)
 
 
-def await_step(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
+def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
     until = time.monotonic() + PATIENCE_S
     while last_step(run) < step:
         if process.poll() is not None or time.monotonic() > until:
-            sys.exit(f"{run} did not come to step {step}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}")
+            sys.exit(f"{run} did not reach step {step}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}")
         time.sleep(0.005)
 
 
 def throughput(shape: str, checkout: Checkout) -> float:
-    """Tokens per second of CPU time."""
+    """Return training tokens per second of CPU time."""
     first, last = STEPS[shape]
     precision = ["trainer.precision=fp32", f"trainer.log_every={first}", f"trainer.max_steps={last}"]
     process, run = checkout.train(*SHAPES[shape], *precision, "snapshot.every_steps=null")
-    await_step(process, run, first)
+    wait_for_step(process, run, first)
     begin = cpu_seconds(process.pid)
-    await_step(process, run, last)
+    wait_for_step(process, run, last)
     seconds = cpu_seconds(process.pid) - begin
     checkout.finish(process)
     size = {"small": 12 * 64, "mid": 16 * 256}[shape]
@@ -101,13 +101,13 @@ def throughput(shape: str, checkout: Checkout) -> float:
 
 
 def children_cpu_seconds() -> float:
-    """The user and system time of all processes that this one has started and waited for."""
+    """Return user and system time of all child processes that have been waited for."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def sampling(samples: int, checkout: Checkout) -> float:
-    """Characters per second of CPU time, of a model trained for one step: the speed does not depend on the weights."""
+    """Return sampled characters per second of CPU time, with a model trained for one step."""
     run = checkout.scratch / "outputs" / f"model-{checkout.home.name}"
     if not run.exists():
         process = checkout.start(
@@ -126,42 +126,42 @@ def sampling(samples: int, checkout: Checkout) -> float:
 
 
 def start(ranks: int, checkout: Checkout) -> float:
-    """Seconds until the first step is logged."""
+    """Return the seconds until the first step is logged."""
     begin = time.perf_counter()
     workers = [f"ddp.nproc_per_node={ranks}"] if ranks > 1 else []
     process, run = checkout.train(*TINY, "trainer.max_steps=2", *workers)
-    await_step(process, run, 1)
+    wait_for_step(process, run, 1)
     seconds = time.perf_counter() - begin
     checkout.finish(process)
     return seconds
 
 
 def recovery(checkout: Checkout) -> float:
-    """Seconds from the death of a worker to the first step that no worker had done before."""
-    # A step takes 20 ms or so: the run lasts until it is killed here.
+    """Return the seconds from SIGKILL of a worker to the first new step."""
+    # At 20 ms per step the run lasts until it is killed below.
     process, run = checkout.train(*TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2")
-    await_step(process, run, 35)
-    worker = next(pid for pid in family(process.pid) if has_open(pid, "/main.rank1.log"))
+    wait_for_step(process, run, 35)
+    worker = next(pid for pid in process_tree(process.pid) if has_open_file(pid, "/main.rank1.log"))
     died = last_step(run)
     begin = time.perf_counter()
     os.kill(worker, signal.SIGKILL)
-    await_step(process, run, died + 1)
+    wait_for_step(process, run, died + 1)
     seconds = time.perf_counter() - begin
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)
     return seconds
 
 
-def has_open(pid: int, name: str) -> bool:
-    """Return whether a process has a file open whose path ends like this."""
+def has_open_file(pid: int, name: str) -> bool:
+    """Return whether a process has a file open whose path ends with `name`."""
     try:
         return any(os.readlink(path).endswith(name) for path in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # gone meanwhile
+    except OSError:  # it has exited
         return False
 
 
 def to_loss(checkout: Checkout) -> float:
-    """Seconds of the whole process; exits where it does not reach the loss."""
+    """Return the seconds of the whole process; exit if it does not reach the loss."""
     begin = time.perf_counter()
     name = f"run-{next(_names)}"
     words = ["experiment=shakespeare_char_cpu_fast", *checkout.data[1:], "trainer.device=cpu", f"run.name={name}"]

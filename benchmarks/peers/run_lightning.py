@@ -1,4 +1,4 @@
-"""lightning: a GPT of torch's own layers, as a user of Lightning writes it, in its Trainer."""
+"""lightning: a GPT of torch's own layers, as a LightningModule in its Trainer."""
 
 import lightning
 import torch

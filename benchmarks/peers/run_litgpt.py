@@ -1,4 +1,4 @@
-"""litgpt: what `litgpt pretrain` runs, with a model of the wanted shape and a text of characters; compiled."""
+"""litgpt: the setup function of `litgpt pretrain`, with a given model shape and a character dataset; compiled."""
 
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config
@@ -15,7 +15,7 @@ class Characters(DataModule):
         self.windows = Windows(chosen.text, chosen.context + 1, chosen.batch)
 
     def connect(self, tokenizer=None, batch_size=1, max_seq_length=None) -> None:
-        """The sizes are known already."""
+        """Do nothing: the sizes are known."""
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(self.windows, batch_size=self.batch)

@@ -1,4 +1,4 @@
-"""transformers: GPT2LMHeadModel in its Trainer, with the Trainer's defaults but for what the comparison fixes."""
+"""transformers: GPT2LMHeadModel in its Trainer, with default arguments except for the compared settings."""
 
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -6,7 +6,7 @@ from windows import STEPS, Windows, task
 
 
 class Examples(Dataset):
-    """The model shifts the labels itself, so they are the tokens."""
+    """Windows as inputs and labels: the model shifts the labels itself."""
 
     def __init__(self, windows: Windows) -> None:
         self.windows = windows

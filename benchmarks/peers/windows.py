@@ -1,4 +1,4 @@
-"""What the peers train on: random windows of the same text. Uses nothing but torch."""
+"""The peers' dataset: random windows of the same text. Imports only torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Task:
 
 
 def task() -> Task:
-    """From the command line: every field is an option."""
+    """Parse the command line; every field is an option."""
     options = argparse.ArgumentParser()
     for name in ("text", "out"):
         options.add_argument(f"--{name}", type=Path, required=True)
@@ -36,7 +36,7 @@ def task() -> Task:
 
 
 class Windows(Dataset):
-    """Windows (length,) of the first 90% of the text, as many as steps without an end ask for, each at random."""
+    """Random windows (length,) of the first 90% of the text, enough for STEPS steps."""
 
     def __init__(self, text: Path, length: int, batch: int) -> None:
         characters = text.read_text(encoding="utf-8")
