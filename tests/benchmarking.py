@@ -1,4 +1,4 @@
-"""The modules of benchmarks/, which are no package, for a test's fixture."""
+"""Import the modules of benchmarks/, which is not a package, for a fixture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOME = ROOT / "benchmarks"
 
 
 def modules(*names: str) -> Iterator[SimpleNamespace]:
-    """Those of these names, while the fixture lasts; no other test meets them."""
+    """Yield the named modules for the lifetime of the fixture; other tests do not see them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HOME))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})

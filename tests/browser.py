@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-ANSWER_S = 60.0  # seconds, on a machine that has much else to do
+ANSWER_S = 60.0  # seconds, on a loaded machine
 FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
@@ -22,7 +22,7 @@ FLAGS = [
 
 
 def chromium() -> str | None:
-    """The program, where there is one."""
+    """Return the path of the program, if there is one."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -32,13 +32,13 @@ class Browser:
     def __init__(self, profile: Path, width: int = 1200, height: int = 900) -> None:
         program = chromium()
         assert program is not None
-        words = [program, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
+        command = [program, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
         command_in, self._to = os.pipe()
         self._from, answers_out = os.pipe()
         # It reads from descriptor 3 and writes to 4; 10 and 11 keep the two from overwriting each other.
         script = f'exec 10<&{command_in} 11>&{answers_out}; exec 3<&10 4>&11 10<&- 11>&-; exec "$@"'
         self.process = subprocess.Popen(
-            ["bash", "-c", script, "bash", *words],
+            ["bash", "-c", script, "bash", *command],
             pass_fds=[command_in, answers_out],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -54,7 +54,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol, and its answer; events that come in between are kept."""
+        """Send one command of the protocol and return its answer; events received meanwhile are kept."""
         number = next(self._numbers)
         session = {"sessionId": self._session} if self._session else {}
         os.write(self._to, json.dumps({"id": number, "method": method, "params": params, **session}).encode() + b"\0")
@@ -69,32 +69,32 @@ class Browser:
         while b"\0" not in self._rest:
             assert select.select([self._from], [], [], ANSWER_S)[0], "the browser does not answer"
             chunk = os.read(self._from, 1 << 16)
-            assert chunk, "the browser is gone"
+            assert chunk, "the browser has exited"
             self._rest += chunk
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
     def open(self, path: Path) -> None:
-        """Show a file, and wait until it is loaded."""
+        """Open a file, and wait until it is loaded."""
         self.events.clear()
         self.call("Page.navigate", url=path.absolute().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._receive())
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression in the page, as JSON carries it."""
+        """Return the value of a JavaScript expression in the page, converted to JSON."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def complaints(self) -> list[str]:
-        """Errors of scripts, and whatever else the console tells, such as breaches of the page's policy."""
-        self.evaluate("0")  # what has happened until now arrives before this answer
-        told = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        return [json.dumps(event["params"])[:1000] for event in self.events if event["method"] in told]
+    def errors(self) -> list[str]:
+        """Return exceptions and console messages, such as violations of the content security policy."""
+        self.evaluate("0")  # all events until now arrive before this answer
+        reporting = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
+        return [json.dumps(event["params"])[:1000] for event in self.events if event["method"] in reporting]
 
     def requested(self) -> list[str]:
-        """The URLs that were asked for since the page was opened."""
+        """Return the URLs requested since the page was opened."""
         sent = [event for event in self.events if event["method"] == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
 

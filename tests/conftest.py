@@ -1,4 +1,4 @@
-"""Small tensors are fastest on one thread, and a torch that is already loaded does not look at this again."""
+"""Settings of all tests. Small tensors are fastest on one thread; torch reads the variable only when it is loaded."""
 
 import atexit
 import os
@@ -12,13 +12,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
     directory = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
-# The tests' runs encode texts once, and leave the user's cache alone.
+# The runs of the tests share one cache of encoded texts, which is not the user's.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs heavy tools of other people, unless `-m integration` asks for it."""
+    """Skip what needs heavy third-party tools, unless `-m integration` asks for it."""
     if "integration" in config.getoption("markexpr"):
         return
     for item in items:
@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs_on():
-    """A test that fails leaves nothing that takes the next ones' time."""
+def kill_leftover_jobs():
+    """Kill the jobs that a failed test left running."""
     before = len(Job.started)
     yield
     for job in Job.started[before:]:
@@ -38,7 +38,7 @@ def nothing_runs_on():
 
 @pytest.fixture(scope="session")
 def seaweed(tmp_path_factory):
-    """A SeaweedFS server for the tests that ask for one; whoever kills it starts it again."""
+    """A SeaweedFS server, shared by all tests: a test that kills it starts it again."""
     pytest.importorskip("s3fs")
     from s3_server import SeaweedServer, weed
 

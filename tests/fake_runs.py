@@ -1,4 +1,4 @@
-"""Run directories as a run leaves them, made up in a moment."""
+"""Fake run directories with the files of a real run, written without training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG: dict[str, dict[str, Any]] = {
 }
 
 
-def made_up(
+def fake_run(
     directory: Path,
     values: dict[str, Any] | None = None,
     status: str | None = "complete",
@@ -27,12 +27,12 @@ def made_up(
     faults: int = 0,
     overrides: list[str] | None = None,
 ) -> Path:
-    """A run whose loss falls from 4.5 to `val_loss` in `steps` steps.
+    """Write a run whose loss falls from 4.5 to `val_loss` in `steps` steps.
 
     Args:
-        values: what differs from CONFIG, by dotted key.
-        status: None: there is no result.
-        val_loss: None: nothing was measured.
+        values: configuration values that differ from CONFIG, by dotted key.
+        status: None for a run without a result.json.
+        val_loss: None for a run without metrics.
     """
     config = {group: dict(keys) for group, keys in CONFIG.items()}
     for key, value in (values or {}).items():

@@ -21,7 +21,7 @@ class Fault(Enum):
     RESET_SENDING = "reset both connections after `after` bytes of the request's content"
     RESET_UNANSWERED = "let the server carry the request out, then reset instead of answering"
     RESET_ANSWERING = "reset after `after` bytes of the answer's content"
-    STALL = "do not invite the content with 100 Continue, for `seconds`"
+    STALL = "do not send 100 Continue for `seconds`"
     STALL_SENDING = "take `after` bytes of the content and no more, for `seconds`"
     DELAY = "forward after `seconds`"
 
@@ -40,12 +40,12 @@ class Rule:
     hits: int = 0
 
 
-class Cut(Exception):
-    """The connection ends here."""
+class ConnectionCut(Exception):
+    """The connection is to be cut here."""
 
 
 class Header:
-    """The first lines of a request or answer."""
+    """The header of a request or response."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -57,13 +57,13 @@ class Header:
         return int(self.first.split()[1])
 
     @property
-    def waits(self) -> bool:
+    def expects_continue(self) -> bool:
         """The client waits for 100 Continue before it sends its content."""
         return "expect" in self.fields
 
 
 class FaultProxy:
-    """Forward to a port of this machine, from a thread; `rules` and `down` may change at any time."""
+    """Forward to a local port, from a thread; `rules` and `down` may be changed at any time."""
 
     def __init__(self, upstream: int, seed: int = 0) -> None:
         self.upstream = upstream
@@ -89,12 +89,12 @@ class FaultProxy:
         try:
             self.loop.run_until_complete(self._main)
         except asyncio.CancelledError:
-            left = asyncio.all_tasks(self.loop)
-            for task in left:
+            remaining = asyncio.all_tasks(self.loop)
+            for task in remaining:
                 task.cancel()
 
             async def wait() -> None:
-                await asyncio.gather(*left, return_exceptions=True)
+                await asyncio.gather(*remaining, return_exceptions=True)
 
             self.loop.run_until_complete(wait())
         finally:
@@ -105,7 +105,7 @@ class FaultProxy:
         self.thread.join(10)
 
     def heal(self) -> None:
-        """No more faults."""
+        """Remove all rules."""
         self.rules, self.down = [], False
 
     def _rule(self, line: str) -> Rule | None:
@@ -116,13 +116,13 @@ class FaultProxy:
         return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection of a client: a request at a time, each on a new connection to the server."""
+        """Serve a client connection: one request at a time, each on a new connection to the server."""
         try:
             while True:
                 request = Header(await reader.readuntil(b"\r\n\r\n"))
                 self.seen.append(request.first)
                 await self._exchange(request, reader, writer)
-        except (Cut, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
+        except (ConnectionCut, asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
             _reset(writer)
         finally:
             writer.close()
@@ -131,22 +131,22 @@ class FaultProxy:
         rule = self._rule(request.first)
         fault = rule.fault if rule else None
         if self.down or fault is Fault.RESET_BEFORE:
-            raise Cut
+            raise ConnectionCut
         if rule and fault is Fault.STATUS:
-            await _refuse(rule.status, request, reader, writer)
-            raise Cut
+            await _send_error(rule.status, request, reader, writer)
+            raise ConnectionCut
         if rule and fault in (Fault.STALL, Fault.DELAY):
             await asyncio.sleep(rule.seconds)
         if rule and fault is Fault.STALL_SENDING:
-            await _invite(request, writer)
+            await _send_continue(request, writer)
             await _copy(request, reader, None, rule.after)
             await asyncio.sleep(rule.seconds)
-            raise Cut
-        answers, requests = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
+            raise ConnectionCut
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
         try:
-            await self._forward(rule, request, (reader, writer), (answers, requests))
+            await self._forward(rule, request, (reader, writer), (upstream_reader, upstream_writer))
         finally:
-            requests.close()
+            upstream_writer.close()
 
     async def _forward(
         self,
@@ -155,30 +155,32 @@ class FaultProxy:
         client: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         server: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     ) -> None:
-        (reader, writer), (answers, requests) = client, server
+        (reader, writer), (upstream_reader, upstream_writer) = client, server
         fault, after = (rule.fault, rule.after) if rule else (None, 0)
-        requests.write(request.raw)
+        upstream_writer.write(request.raw)
         if fault is Fault.RESET_SENDING:
-            await _invite(request, writer)
-            await _copy(request, reader, requests, after)
-            _reset(requests)
-            raise Cut
-        sending = asyncio.ensure_future(_copy(request, reader, requests))
+            await _send_continue(request, writer)
+            await _copy(request, reader, upstream_writer, after)
+            _reset(upstream_writer)
+            raise ConnectionCut
+        sending = asyncio.ensure_future(_copy(request, reader, upstream_writer))
         try:
-            answer = Header(await answers.readuntil(b"\r\n\r\n"))
-            while answer.status < 200:  # 100: go on
-                writer.write(answer.raw)
-                answer = Header(await answers.readuntil(b"\r\n\r\n"))
-            empty = request.first.startswith("HEAD") or answer.status in (204, 304)
+            response = Header(await upstream_reader.readuntil(b"\r\n\r\n"))
+            while response.status < 200:  # 100 Continue
+                writer.write(response.raw)
+                response = Header(await upstream_reader.readuntil(b"\r\n\r\n"))
+            empty = request.first.startswith("HEAD") or response.status in (204, 304)
             if fault is Fault.RESET_UNANSWERED:
-                raise Cut
-            writer.write(answer.raw)
+                raise ConnectionCut
+            writer.write(response.raw)
             if not empty:
-                await _copy(answer, answers, writer, after if fault is Fault.RESET_ANSWERING else None, to_end=True)
+                await _copy(
+                    response, upstream_reader, writer, after if fault is Fault.RESET_ANSWERING else None, to_end=True
+                )
             await writer.drain()
             if fault is Fault.RESET_ANSWERING or not sending.done():
                 await asyncio.sleep(0.05)  # what was written is on its way
-                raise Cut
+                raise ConnectionCut
         finally:
             sending.cancel()
 
@@ -191,14 +193,14 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
-async def _invite(request: Header, writer: asyncio.StreamWriter) -> None:
-    if request.waits:
+async def _send_continue(request: Header, writer: asyncio.StreamWriter) -> None:
+    if request.expects_continue:
         writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         await writer.drain()
 
 
-async def _refuse(status: int, request: Header, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    if not request.waits:
+async def _send_error(status: int, request: Header, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    if not request.expects_continue:
         await _copy(request, reader, None)
     text = f"<Error><Code>{CODES[status]}</Code><Message>injected {status}</Message></Error>"
     head = f"HTTP/1.1 {status} {CODES[status]}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
@@ -215,15 +217,15 @@ async def _copy(
     limit: int | None = None,
     to_end: bool = False,
 ) -> None:
-    """Move a message's content, or its first `limit` bytes; without a length it ends `to_end` or is empty."""
+    """Copy the body of a message, or its first `limit` bytes; without a length, it is empty or extends `to_end`."""
     if "chunked" in header.fields.get("transfer-encoding", "").lower():
         await _copy_chunks(source, target, limit)
         return
     length = header.fields.get("content-length")
-    left = int(length) if length is not None else (1 << 62 if to_end else 0)
-    left = left if limit is None else min(left, limit)
-    while left and (data := await source.read(min(left, 1 << 16))):
-        left -= len(data)
+    remaining = int(length) if length is not None else (1 << 62 if to_end else 0)
+    remaining = remaining if limit is None else min(remaining, limit)
+    while remaining and (data := await source.read(min(remaining, 1 << 16))):
+        remaining -= len(data)
         if target:
             target.write(data)
             await target.drain()

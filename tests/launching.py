@@ -1,4 +1,4 @@
-"""Start the program as its users do, in processes of its own, and kill it as misfortune does."""
+"""Launch the program in subprocesses, as users do, and kill some or all of its processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# In fp32 everywhere: some CPUs compute in bf16 by default, where sums in another order change a loss's third digit.
+# fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third digit of a loss.
 TINY = [
     "model=gpt_nano",
     "model.n_layer=2",
@@ -47,7 +47,7 @@ def python_main() -> list[str]:
 
 
 def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; standard output and error together in `stdout`."""
+    """Run to completion; standard output and error are both in `stdout`."""
     return subprocess.run(
         command,
         cwd=cwd,
@@ -61,7 +61,7 @@ def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> s
 
 
 class Job:
-    """A launch in the background, with the means to look at it and to kill parts of it."""
+    """A launch in the background, with helpers to inspect it and to kill parts of it."""
 
     started: ClassVar[list[Job]] = []
 
@@ -86,7 +86,7 @@ class Job:
         os.kill(self.workers()[index], signal.SIGKILL)
 
     def kill_agent(self) -> list[int]:
-        """Kill the launched process alone; the process ids of its workers."""
+        """SIGKILL the launched process only; return the process ids of its workers."""
         workers = self.workers()
         self.process.kill()
         self.process.wait()
@@ -117,15 +117,15 @@ def children(pid: int) -> list[int]:
 
 
 def workers(launcher: int) -> list[int]:
-    """The workers of torchrun; or those of `ddp.nproc_per_node`, which a server may have forked; by local rank."""
+    """Return the workers by local rank: those of torchrun, or of `ddp.nproc_per_node`, perhaps below a fork server."""
     if "torch.distributed" in read(launcher, "cmdline"):
         return children(launcher)
-    family = [child for parent in [launcher, *children(launcher)] for child in children(parent)]
-    return [pid for pid in family if read(pid, "comm").startswith("rank ")]
+    descendants = [child for parent in [launcher, *children(launcher)] for child in children(parent)]
+    return [pid for pid in descendants if read(pid, "comm").startswith("rank ")]
 
 
 def read(pid: int, name: str | Path) -> str:
-    """A file of a process below /proc."""
+    """Read a file of a process under /proc."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
     except OSError:  # it has ended
@@ -133,16 +133,16 @@ def read(pid: int, name: str | Path) -> str:
 
 
 def open_files(pid: int) -> list[str]:
-    """The paths and sockets that a process has open."""
+    """Return the paths and sockets that a process has open."""
     links = []
-    with contextlib.suppress(OSError):  # closed meanwhile, or the process has ended; the next look sees the others
+    with contextlib.suppress(OSError):  # closed meanwhile, or the process has ended; the next call sees the rest
         for path in Path(f"/proc/{pid}/fd").iterdir():
             links.append(os.readlink(path))
     return links
 
 
 def is_running(pid: int) -> bool:
-    """Alive and not a zombie that nobody has collected yet."""
+    """Alive, and not a zombie that has not been reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
@@ -152,17 +152,17 @@ def is_running(pid: int) -> bool:
 def wait_for(condition, timeout: float = 60, what: str = "the condition") -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true within {timeout} s"
+        assert time.monotonic() < deadline, f"timed out after {timeout} s waiting for {what}"
         time.sleep(0.005)
 
 
 def committed(run: Path) -> list[int]:
-    """The steps of the snapshots that are committed in a run directory."""
+    """Return the steps of the committed snapshots of a run directory."""
     return sorted(int(manifest.parent.name[5:]) for manifest in run.glob("snapshots/step_*/manifest.json"))
 
 
 def last_step(run: Path) -> int:
-    """The last step in rank 0's log, over all attempts: the one logged last."""
+    """Return the step that rank zero logged last, over all attempts."""
     try:
         steps = re.findall(r"step (\d+)/", (run / "main.rank0.log").read_text())
     except OSError:

@@ -1,8 +1,8 @@
-"""Small run directories of format 2 in tests/data/format2, which every later version must load and go on with.
+"""Small run directories of format 2 in tests/data/format2, which every later version must load and resume.
 
     python tests/make_format2.py
 
-makes those that are missing; what is there never changes. A new model or optimizer gets a line in RUNS.
+writes those that are missing; existing ones never change. A new model or optimizer gets a line in RUNS.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mingpt_ddp.training.run import run
 
 DATA = Path(__file__).resolve().parent / "data" / "format2"
 RUNS = {"gpt-adamw": ["model=gpt_nano", "optimizer=adamw"], "modern-muon": ["model=modern_micro", "optimizer=muon"]}
-STEPS, MORE_STEPS = 4, 8  # of the run directory, and of the run that goes on
-# No dropout: which elements torch drops depends on the processor.
+STEPS, MORE_STEPS = 4, 8  # of the run directory, and of the resumed run
+# No dropout: which elements torch drops depends on the CPU.
 OVERRIDES = [
     *("model.n_layer=2", "model.n_head=2", "model.n_embd=8", "model.dropout=0.0", "run.root=.", "run.name=run"),
     *("data=text_file", "data.path=text.txt", "data.block_size=16", "data.cache_dir=cache", "trainer.batch_size=4"),
@@ -44,13 +44,13 @@ OVERRIDES = [
 
 
 def configuration(name: str, steps: int) -> Config:
-    """That of a run whose working directory is the one of tests/data/format2, or a copy of it."""
+    """Compose the configuration of a run in a directory of tests/data/format2, or a copy of it."""
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", [*RUNS[name], *OVERRIDES, f"trainer.max_steps={steps}"])))
 
 
 def train(name: str, steps: int) -> dict[str, float]:
-    """Train in the working directory; the training loss by step, of the whole run."""
+    """Train in the working directory; return the training loss by step of the whole run."""
     config = configuration(name, steps)
     runtime = Runtime(config, DistEnv())
     run(config, runtime, {})
@@ -59,7 +59,7 @@ def train(name: str, steps: int) -> dict[str, float]:
 
 
 def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The SHA-256 of each tensor's type, shape and bytes."""
+    """Return the SHA-256 of the dtype, shape and bytes of each tensor."""
     return {
         name: hashlib.sha256(f"{t.dtype} {list(t.shape)} ".encode() + t.contiguous().numpy().tobytes()).hexdigest()
         for name, t in sorted(tensors.items())
@@ -68,11 +68,11 @@ def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def make(name: str) -> None:
     generator = random.Random(2)
-    words = ["the king", "a horse", "what light", "to be", "or not"]
-    Path("text.txt").write_text("".join(generator.choice(words) + generator.choice(".\n,; ") for _ in range(400)))
+    phrases = ["the king", "a horse", "what light", "to be", "or not"]
+    Path("text.txt").write_text("".join(generator.choice(phrases) + generator.choice(".\n,; ") for _ in range(400)))
     train(name, STEPS)
     kept = Path("kept")
-    for path in ("config.yaml", METRICS, "result.json", "snapshots"):  # without what names this machine
+    for path in ("config.yaml", METRICS, "result.json", "snapshots"):  # without the files that name this machine
         kept.mkdir(exist_ok=True)
         (shutil.copytree if Path("run", path).is_dir() else shutil.copy)(Path("run", path), kept / path)
     snapshot = SnapshotStore("kept/snapshots").read(STEPS)

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with names, addresses and a cable of their own, for real torchrun."""
+"""Two hosts on one machine: network namespaces with their own names and addresses, and a veth link, for torchrun."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pathlib import Path
 
 from launching import Job, is_running
 
-PREFIX = "mingpt-test"  # then the process that made it and a number: nobody else's namespaces are touched
+PREFIX = "mingpt-test"  # then the id of the creating process and a number: namespaces of others are not touched
 NAMES = ("host1", "host2")  # the agent whose name sorts first has rank 0
 ADDRESSES = ("192.168.113.1", "192.168.113.2")  # nothing outside the two can be reached, so every pair may have these
-CARD = "eth0"
-NAMED = Path("/run/netns")
-ETC = Path("/etc/netns")
+INTERFACE = "eth0"
+NETNS = Path("/run/netns")
+ETC_NETNS = Path("/etc/netns")
 
 _count = itertools.count(1)
 
 
-class NoHosts(Exception):
-    """This machine, or this user, cannot have network namespaces; why."""
+class HostsUnavailable(Exception):
+    """Why this machine, or this user, cannot create network namespaces."""
 
 
 class TwoHosts:
-    """`names[0]` and `names[1]`, joined by a cable; each knows its own name and the other's.
+    """Two hosts, `names[0]` and `names[1]`, joined by a veth link; each resolves both names.
 
-    They share the disk. Everything that runs in them ends with the `with` block.
+    They share the disk. The end of the `with` block kills everything that runs in them.
     """
 
     names = NAMES
@@ -38,19 +38,19 @@ class TwoHosts:
     def __init__(self) -> None:
         """
         Raises:
-            NoHosts: there is no root, no `ip`, or the kernel refuses.
+            HostsUnavailable: not root, no `ip`, or the kernel refuses.
         """
         missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
         if sys.platform != "linux" or missing or os.geteuid() != 0:
-            raise NoHosts("needs Linux and root" if not missing else f"needs {' and '.join(missing)}")
+            raise HostsUnavailable("needs Linux and root" if not missing else f"needs {' and '.join(missing)}")
         remove_leftovers()
         number = next(_count)
-        self._spaces = [f"{PREFIX}-{os.getpid()}-{number}-{name}" for name in NAMES]
+        self._namespaces = [f"{PREFIX}-{os.getpid()}-{number}-{name}" for name in NAMES]
         try:
             self._build()
         except subprocess.CalledProcessError as error:
             self._remove()
-            raise NoHosts(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
+            raise HostsUnavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
         except BaseException:
             self._remove()
             raise
@@ -62,57 +62,59 @@ class TwoHosts:
         self._remove()
 
     def start(self, host: int, command: list[str], cwd: Path, **extra: str) -> Job:
-        """Run a command on host 0 or 1. The process of the job is the command itself, not a wrapper."""
-        enter = ["ip", "netns", "exec", self._spaces[host], "unshare", "--uts"]
+        """Run a command on host 0 or 1. The process of the job is the command itself, no wrapper."""
+        enter = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
         rename = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', NAMES[host]]
         return Job([*enter, *rename, *command], cwd, **extra)
 
-    def cut_cable(self) -> None:
-        self._card(1, "down")
+    def set_link_down(self) -> None:
+        self._set_link(1, "down")
 
-    def mend_cable(self) -> None:
-        self._card(1, "up")
+    def set_link_up(self) -> None:
+        self._set_link(1, "up")
 
     def _build(self) -> None:
         known = [f"{address} {name}" for address, name in zip(ADDRESSES, NAMES, strict=True)]
-        for space in self._spaces:
-            _ip("netns", "add", space)
-            _ip("-n", space, "link", "set", "lo", "up")
-            (ETC / space).mkdir(parents=True)
-            (ETC / space / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
-        first, second = self._spaces
-        _ip("link", "add", CARD, "netns", first, "type", "veth", "peer", "name", CARD, "netns", second)
-        for host, (space, address) in enumerate(zip(self._spaces, ADDRESSES, strict=True)):
-            _ip("-n", space, "addr", "add", f"{address}/24", "dev", CARD)
-            self._card(host, "up")
+        for namespace in self._namespaces:
+            _ip("netns", "add", namespace)
+            _ip("-n", namespace, "link", "set", "lo", "up")
+            (ETC_NETNS / namespace).mkdir(parents=True)
+            (ETC_NETNS / namespace / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        first, second = self._namespaces
+        _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        for host, (namespace, address) in enumerate(zip(self._namespaces, ADDRESSES, strict=True)):
+            _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            self._set_link(host, "up")
 
-    def _card(self, host: int, state: str) -> None:
-        _ip("-n", self._spaces[host], "link", "set", CARD, state)
+    def _set_link(self, host: int, state: str) -> None:
+        _ip("-n", self._namespaces[host], "link", "set", INTERFACE, state)
 
     def _remove(self) -> None:
-        for space in self._spaces:
-            _remove_space(space)
+        for namespace in self._namespaces:
+            _remove_namespace(namespace)
 
 
 def remove_leftovers() -> None:
-    """What a killed run of the tests could not remove: its owner is gone, its processes may still run."""
-    spaces = {path.name for directory in (NAMED, ETC) if directory.is_dir() for path in directory.glob(f"{PREFIX}-*")}
-    for space in spaces:
-        owner = space.removeprefix(f"{PREFIX}-").split("-")[0]
+    """Remove what a killed test run left: the owner is gone, but processes in the namespaces may still run."""
+    namespaces = {
+        path.name for directory in (NETNS, ETC_NETNS) if directory.is_dir() for path in directory.glob(f"{PREFIX}-*")
+    }
+    for namespace in namespaces:
+        owner = namespace.removeprefix(f"{PREFIX}-").split("-")[0]
         if not (owner.isdecimal() and is_running(int(owner))):
-            _remove_space(space)
+            _remove_namespace(namespace)
 
 
-def _remove_space(space: str) -> None:
-    """Whether it exists wholly, in part or not at all."""
-    if (NAMED / space).exists():
-        with contextlib.suppress(subprocess.CalledProcessError):  # another run of the tests was faster
-            for pid in _ip("netns", "pids", space).split():
+def _remove_namespace(namespace: str) -> None:
+    """Remove a namespace that exists fully, partly, or not at all."""
+    if (NETNS / namespace).exists():
+        with contextlib.suppress(subprocess.CalledProcessError):  # a concurrent test run removed it
+            for pid in _ip("netns", "pids", namespace).split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
-            _ip("netns", "del", space)
-    shutil.rmtree(ETC / space, ignore_errors=True)
+            _ip("netns", "del", namespace)
+    shutil.rmtree(ETC_NETNS / namespace, ignore_errors=True)
 
 
-def _ip(*words: str) -> str:
-    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+def _ip(*args: str) -> str:
+    return subprocess.run(["ip", *args], check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Launches held at a known moment: a module on PYTHONPATH patches the package in the processes of the launch."""
+"""Launches that pause at a named point: a sitecustomize module on PYTHONPATH patches the package in every process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "trainer.device=cpu"]
 SETTINGS += ["trainer.precision=fp32", "snapshot.every_steps=null", "snapshot.keep_best=false", "run.name=run"]
 
-# Patches a module of the package as soon as it has been imported: `PATCHES` has a function of each.
+# Patches modules of the package right after their import: `PATCHES` maps module names to functions.
 SITE = '''
 import importlib.abc, importlib.util, os, sys, time
 from pathlib import Path
@@ -29,8 +29,8 @@ RANK = os.environ.get("RANK", "0")
 def touch(name):
     (HERE / name).touch()
 
-def hold(name):
-    """Tell that this rank has come here, and wait; once only, over all attempts."""
+def pause(name):
+    """Report that this rank has reached the point, and wait; only once over all attempts."""
     if not (HERE / f"{name}.{RANK}").exists():
         touch(f"{name}.{RANK}")
         while not (HERE / "go").exists():
@@ -55,25 +55,25 @@ class Finder(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Finder())
 '''
 
-TELL_SIGNALS = """
-def tell_signals(interrupt):
-    handle = interrupt.SignalHandler._handle
-    def told(self, number, frame):
+REPORT_SIGNALS = """
+def report_signals(signals):
+    handle = signals.SignalHandler._handle
+    def handle_and_report(self, number, frame):
         handle(self, number, frame)
         touch(f"signal.{RANK}")
-    interrupt.SignalHandler._handle = told
-PATCHES["mingpt_ddp.distributed.signals"] = tell_signals
+    signals.SignalHandler._handle = handle_and_report
+PATCHES["mingpt_ddp.distributed.signals"] = report_signals
 """
 
 
 def patches(text: str, **values: Any) -> str:
     for name, value in values.items():
         text = text.replace(f"<{name}>", str(value))
-    return TELL_SIGNALS + text
+    return REPORT_SIGNALS + text
 
 
-class Held:
-    """A launch that is held at a point which `patches` names with `hold`."""
+class PausedJob:
+    """A launch that pauses at the points where `patches` calls `pause`."""
 
     def __init__(self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str) -> None:
         self.site = cwd / f"site-{time.monotonic_ns()}"
@@ -83,21 +83,21 @@ class Held:
         self.job = Job([*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra)
 
     def wait_until(self, point: str, *ranks: int) -> None:
-        """All of these ranks, by default rank 0, have come there."""
+        """Wait until these ranks, by default rank zero, have reached the point."""
         for rank in ranks or (0,):
             marker = self.site / f"{point}.{rank}"
             wait_for(lambda: marker.exists() or self.job.process.poll() is not None, what=marker.name)  # noqa: B023
             assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
 
-    def go(self) -> None:
+    def resume(self) -> None:
         (self.site / "go").touch()
 
-    def end(self, timeout: float = 60) -> int:
+    def wait(self, timeout: float = 60) -> int:
         return self.job.wait(timeout)
 
 
 def worker(job: Job, rank: int) -> int:
-    """The process of a rank."""
+    """Return the process id of a rank."""
     log = f"/main.rank{rank}.log"
     return next(pid for pid in job.workers() if any(path.endswith(log) for path in open_files(pid)))
 

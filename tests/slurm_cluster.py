@@ -52,12 +52,12 @@ PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
 
-class NoSlurm(Exception):
-    """This machine, or this user, cannot have a cluster; why."""
+class SlurmUnavailable(Exception):
+    """Why this machine, or this user, cannot run a cluster."""
 
 
 class Slurm:
-    """The cluster, while the `with` block lasts; everything that it started ends with it."""
+    """The cluster, for the duration of a `with` block, which kills everything that it started."""
 
     def __init__(self, home: Path) -> None:
         """
@@ -66,7 +66,7 @@ class Slurm:
         """
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if sys.platform != "linux" or missing or os.geteuid() != 0:
-            raise NoSlurm(f"needs {', '.join(missing)}" if missing else "needs Linux and root")
+            raise SlurmUnavailable(f"needs {', '.join(missing)}" if missing else "needs Linux and root")
         self.home = home
         self._servers: list[subprocess.Popen[bytes]] = []
 
@@ -81,25 +81,25 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         self._stop()
 
-    def call(self, *words: str, **extra: str) -> str:
-        """Run a command of SLURM's on this cluster; its output."""
-        done = subprocess.run(words, env=self.environment(**extra), capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+    def call(self, *args: str, **extra: str) -> str:
+        """Run a SLURM command on this cluster; return its output."""
+        done = subprocess.run(args, env=self.environment(**extra), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{args}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def environment(self, **extra: str) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         return {**environment(self.home), "PATH": path, "SLURM_CONF": str(self.home / "slurm.conf"), **extra}
 
-    def submit(self, script: Path, cwd: Path, options: list[str], words: list[str], **extra: str) -> str:
-        """The number of the new job; its output goes to `cwd/<number>.out`."""
+    def submit(self, script: Path, cwd: Path, options: list[str], args: list[str], **extra: str) -> str:
+        """Submit a batch job; return its id. Its output goes to `cwd/<id>.out`."""
         options = [f"--chdir={cwd}", f"--output={cwd}/%j.out", *options]
-        return self.call("sbatch", "--parsable", *options, str(script), *words, **extra).strip()
+        return self.call("sbatch", "--parsable", *options, str(script), *args, **extra).strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What SLURM says about a job: JobState, Restarts, ExitCode ..."""
-        words = self.call("scontrol", "--oneliner", "show", "job", number).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        """Return what scontrol shows of a job: JobState, Restarts, ExitCode ..."""
+        fields = self.call("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait(self, number: str, *states: str, timeout: float = 90) -> None:
         wait_for(lambda: self.job(number)["JobState"] in states, timeout, f"job {number} is {' or '.join(states)}")
@@ -125,24 +125,24 @@ class Slurm:
             self._serve("slurmd", "-D", "-N", node)
         wait_for(self._idle, 30, "the nodes")
 
-    def _serve(self, *words: str) -> None:
+    def _serve(self, *command: str) -> None:
         number = len(self._servers)
-        with open(self.home / f"{words[0]}.{number}.txt", "wb") as out:
-            server = subprocess.Popen(words, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        with open(self.home / f"{command[0]}.{number}.txt", "wb") as out:
+            server = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self._servers.append(server)
 
     def _idle(self) -> bool:
         for server in self._servers:
             assert server.poll() is None, f"{server.args}: {self._logs()}"
-        words = ["sinfo", "--noheader", "--partition=usual", "--Node", "--format=%T"]
-        answer = subprocess.run(words, env=self.environment(), capture_output=True, text=True)
+        command = ["sinfo", "--noheader", "--partition=usual", "--Node", "--format=%T"]
+        answer = subprocess.run(command, env=self.environment(), capture_output=True, text=True)
         return answer.stdout.split() == ["idle"] * len(NODES)
 
     def _logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.home.glob("*.txt")))
 
     def _stop(self) -> None:
-        """The jobs first: a slurmd that ends leaves its jobs running."""
+        """Cancel the jobs first: a slurmd that exits leaves them running."""
         left = [server for server in self._servers if server.poll() is None]
         with contextlib.suppress(subprocess.SubprocessError, AssertionError):
             self.call("scancel", "--quiet", "--user=root")
@@ -159,10 +159,10 @@ class Slurm:
                 os.kill(pid, signal.SIGKILL)
 
     def _jobs(self) -> list[int]:
-        """The processes that still belong to this cluster."""
-        mark, found = f"SLURM_CONF={self.home / 'slurm.conf'}".encode(), []
+        """Return the process ids that still belong to this cluster."""
+        marker, found = f"SLURM_CONF={self.home / 'slurm.conf'}".encode(), []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):
-                if mark in path.read_bytes().split(b"\0") and is_running(int(path.parent.name)):
+                if marker in path.read_bytes().split(b"\0") and is_running(int(path.parent.name)):
                     found.append(int(path.parent.name))
         return found

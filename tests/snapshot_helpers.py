@@ -1,4 +1,4 @@
-"""Small snapshots, committed as the ranks of a run do it together."""
+"""Small snapshots, committed the way the ranks of a run do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
     """
     Args:
-        writers: ranks over which the tensors are divided, if there are enough of them.
+        writers: number of ranks that the tensors are sharded over, if there are enough tensors.
     """
     store.clear(snapshot.step)
     files = {}
@@ -25,7 +25,7 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
 
 
 def small_snapshot(step: int) -> Snapshot:
-    """A snapshot whose tensors depend on the step."""
+    """Make a snapshot whose tensors depend on the step."""
     generator = torch.Generator().manual_seed(step)
     weights = torch.randn(5, 3, generator=generator)
     return Snapshot(

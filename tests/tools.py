@@ -1,4 +1,4 @@
-"""Call the tools of the command line in this process."""
+"""Call the command line tools in this process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import sys
 
 
 def call_tool(tool, monkeypatch, capsys):
-    """Calls a tool of the command line with words: its exit code, standard output and standard error."""
+    """Return a function that calls a tool with arguments and returns exit code, standard output and standard error."""
 
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, words)])
+    def call(*args: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, args)])
         code = 0
         try:
             tool.main()
-        except SystemExit as left:
-            code = left.code
+        except SystemExit as exit_:
+            code = exit_.code
         return code, *capsys.readouterr()
 
     return call

@@ -199,7 +199,7 @@ def files(pid: int) -> list[str]:
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come true within {TIMEOUT_S} s"
+        assert time.monotonic() < deadline, f"timed out after {TIMEOUT_S} s waiting for {what}"
         time.sleep(0.01)
 
 

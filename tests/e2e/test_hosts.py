@@ -1,4 +1,4 @@
-"""Two hosts, three ranks, real torchrun: a fault in the middle, and the same end as the run that nobody disturbed."""
+"""Two hosts, three ranks, real torchrun: a fault in mid-run, and the final weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, TINY, Job, call, is_running, last_step, python_main, wait_for
-from netns_hosts import NoHosts, TwoHosts
+from netns_hosts import HostsUnavailable, TwoHosts
 
 RANKS = (2, 1)  # on the first host, on the second
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", "model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "run.name=run"]
 SETTINGS += ["trainer.micro_batch_size=4", "trainer.eval_every=25", "snapshot.every_steps=8", "ddp.timeout_s=10"]
 USUAL = [*SETTINGS, "trainer.batch_size=24", f"trainer.max_steps={STEPS}"]
-# A host needs seconds to come back, and the others shall still be training when it does.
+# A host takes seconds to come back, and the others must still be training then.
 LONG = [*SETTINGS, "trainer.batch_size=96", "trainer.max_steps=90"]
 QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # without it no new agent can join those that have worked
+REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or no new agent can join a running one
 
 
 class Cluster:
-    """The same command on both hosts, and the run that it makes."""
+    """The same command on both hosts, and its run directory."""
 
     def __init__(self, hosts: TwoHosts, cwd: Path, settings: list[str] = USUAL, nodes: str = "2", **extra: str) -> None:
         self.hosts, self.cwd, self.settings, self.nodes, self.extra = hosts, cwd, settings, nodes, extra
         self.run = cwd / "outputs" / "run"
         self.jobs: dict[int, Job] = {}
-        self.start(1)  # waits for the other, which holds the rendezvous
+        self.start(1)  # waits for the other host, which hosts the rendezvous
         self.start(0)
 
     def start(self, host: int) -> None:
@@ -42,11 +42,11 @@ class Cluster:
         self.jobs[host] = self.hosts.start(host, command, self.cwd, **self.extra)
 
     def reach(self, step: int, ranks: int = 3) -> None:
-        """Wait until an attempt of so many ranks has done a step."""
+        """Wait until an attempt with this world size has taken a step."""
         done = lambda: self.world_sizes()[-1:] == [ranks] and last_step(self.run) >= step  # noqa: E731
         wait_for(done, what=f"step {step} on {ranks} ranks", timeout=90)
 
-    def end(self) -> None:
+    def wait(self) -> None:
         for host in (0, 1):
             assert self.jobs[host].wait() == 0, self.text()
 
@@ -58,7 +58,7 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def world_sizes(self) -> list[int]:
-        """Of the attempts, in their order."""
+        """Return the world sizes of the attempts, in order."""
         return [int(size) for size in re.findall(r"parameters, on (\d+) x cpu", self.log())]
 
 
@@ -74,7 +74,7 @@ def validation_loss(run: Path) -> float:
 def two_hosts():
     try:
         hosts = TwoHosts()
-    except NoHosts as reason:
+    except HostsUnavailable as reason:
         pytest.skip(f"there cannot be two hosts here: {reason}")
     with hosts:
         yield hosts
@@ -82,64 +82,64 @@ def two_hosts():
 
 @pytest.fixture
 def hosts():
-    with two_hosts() as two:
-        yield two
+    with two_hosts() as pair:
+        yield pair
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights of the run that nobody disturbed."""
-    with two_hosts() as two:
-        cluster = Cluster(two, tmp_path_factory.mktemp("undisturbed"))
-        cluster.end()
+def uninterrupted(tmp_path_factory):
+    """The weights of the uninterrupted run."""
+    with two_hosts() as pair:
+        cluster = Cluster(pair, tmp_path_factory.mktemp("undisturbed"))
+        cluster.wait()
     assert cluster.world_sizes() == [3]
     return weights(cluster.run)
 
 
-def test_worker_killed(hosts, tmp_path, undisturbed):
+def test_worker_killed(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path)
     cluster.reach(20)
     cluster.jobs[1].kill_worker(0)
-    cluster.end()
+    cluster.wait()
     assert cluster.world_sizes() == [3, 3]
-    assert weights(cluster.run) == undisturbed
+    assert weights(cluster.run) == uninterrupted
 
 
-def test_host_killed_and_started_again(hosts, tmp_path, undisturbed):
+def test_host_killed_and_started_again(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path, **REPLACEABLE)
     cluster.reach(20)
     cluster.jobs[1].kill_tree()
     cluster.start(1)
-    cluster.end()
+    cluster.wait()
     assert cluster.world_sizes() == [3, 3]
-    assert weights(cluster.run) == undisturbed
+    assert weights(cluster.run) == uninterrupted
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_agent_killed_alone(host, hosts, tmp_path, undisturbed):
+def test_agent_killed_alone(host, hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path, **REPLACEABLE if host == 1 else {})
     cluster.reach(20)
     orphans = cluster.jobs[host].kill_agent()
     assert len(orphans) == RANKS[host]
     wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
-    if host == 0:  # it held the rendezvous, without which the other agent cannot go on
+    if host == 0:  # it hosted the rendezvous, without which the other agent fails
         assert cluster.jobs[1].wait() == 1, cluster.text()
         cluster.start(0)
     cluster.start(1)
-    cluster.end()
+    cluster.wait()
     assert cluster.world_sizes() == [3, 3]
-    assert weights(cluster.run) == undisturbed
+    assert weights(cluster.run) == uninterrupted
 
 
-def test_cable_cut_and_mended(hosts, tmp_path, undisturbed):
+def test_link_down_and_up_again(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path)
     cluster.reach(20)
-    hosts.cut_cable()
-    wait_for(lambda: "error: rank 2 has stalled" in cluster.log(), what="the discovery")
-    hosts.mend_cable()
-    cluster.end()
+    hosts.set_link_down()
+    wait_for(lambda: "error: rank 2 has stalled" in cluster.log(), what="the stall to be detected")
+    hosts.set_link_up()
+    cluster.wait()
     assert cluster.world_sizes() == [3, 3]
-    assert weights(cluster.run) == undisturbed
+    assert weights(cluster.run) == uninterrupted
 
 
 def test_host_dies_and_comes_back_under_elastic_nodes(hosts, tmp_path):
@@ -148,11 +148,11 @@ def test_host_dies_and_comes_back_under_elastic_nodes(hosts, tmp_path):
     cluster.jobs[1].kill_tree()
     cluster.reach(12, ranks=2)
     cluster.start(1)
-    cluster.end()
+    cluster.wait()
     sizes = [size for size, _ in groupby(cluster.world_sizes())]
     assert sizes[-3:] == [3, 2, 3], cluster.text()
-    alone = tmp_path / "alone"
-    alone.mkdir()
-    done = call([*python_main(), *LONG], alone)
+    single = tmp_path / "alone"
+    single.mkdir()
+    done = call([*python_main(), *LONG], single)
     assert done.returncode == 0, done.stdout
-    assert abs(validation_loss(cluster.run) - validation_loss(alone / "outputs" / "run")) < 1e-4
+    assert abs(validation_loss(cluster.run) - validation_loss(single / "outputs" / "run")) < 1e-4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import TINY, Job, last_step, open_files, python_main, read, wait_for
 from multiprocess.ranks import free_port
-from netns_hosts import NoHosts, TwoHosts
+from netns_hosts import HostsUnavailable, TwoHosts
 
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import connect
@@ -84,7 +84,7 @@ def test_local_workers_where_the_host_name_is_an_address(tmp_path):
     """Gloo listens on what the host name resolves to, and on many machines that is not loopback."""
     try:
         hosts = TwoHosts()
-    except NoHosts as reason:
+    except HostsUnavailable as reason:
         pytest.skip(f"no network namespaces: {reason}")
     with hosts:
         watch(hosts.start(0, [*python_main(), "ddp.nproc_per_node=2", *LONG], tmp_path), tmp_path)

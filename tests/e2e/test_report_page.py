@@ -1,17 +1,17 @@
-"""The page of a report in headless Chromium: it is drawn, it answers, and nothing of the data runs."""
+"""The page of a report in headless Chromium: it renders, it is interactive, and no data is executed."""
 
 from __future__ import annotations
 
 import pytest
 from browser import Browser, chromium
-from fake_runs import made_up
+from fake_runs import fake_run
 
 from mingpt_ddp.sweeps.report import report
 
 pytestmark = pytest.mark.integration
 JOBS = 100
 FIGURES = 2 + 8 + 1  # curves, the objective against each parameter, parallel coordinates
-# Labels of axes that run into each other, as texts to read in a failure.
+# Axis labels that overlap, as text for the message of a failure.
 OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
   const boxes = [...plot.querySelectorAll(".xtick text, .ytick text, .annotation-text, .xtitle, .ytitle, .gtitle")]
     .map(text => [text.textContent, text.getAttribute("transform") || "", text.getBoundingClientRect()])
@@ -33,7 +33,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """The page of many jobs, of all kinds, with names and values that would like to be more than text."""
+    """The page of many jobs, of all kinds, with names and values that try to be markup."""
     root = tmp_path_factory.mktemp("sweep") / "<script>stolen = 1<"
     statuses = [*["complete"] * 7, "pruned", "preempted", None]
     for number in range(JOBS):
@@ -50,7 +50,7 @@ def sweep(tmp_path_factory):
             values["optimizer.a_parameter_with_a_name_that_is_far_too_long_for_any_axis"] = number
         loss = 90.0 if number == 50 else None if number == 49 else 1.5 + (number % 13) / 20
         status = "complete" if number == 50 else statuses[number % 10]
-        made_up(root / f"job{number}'\"><script>stolen = 3</script>", values, status, loss)
+        fake_run(root / f"job{number}'\"><script>stolen = 3</script>", values, status, loss)
     report([root], root.parent / "report.html")
     return root.parent / "report.html"
 
@@ -71,10 +71,10 @@ def use_scheme(browser: Browser, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_is_drawn_and_nothing_of_the_data_runs(browser, sweep, scheme):
+def test_everything_is_drawn_and_no_data_is_executed(browser, sweep, scheme):
     use_scheme(browser, scheme)
     browser.open(sweep)
-    assert browser.complaints() == []
+    assert browser.errors() == []
     assert browser.requested() == [sweep.as_uri()]
     assert browser.evaluate("typeof stolen") == "undefined"
     assert counted(browser, ".js-plotly-plot") == FIGURES
@@ -85,27 +85,27 @@ def test_everything_is_drawn_and_nothing_of_the_data_runs(browser, sweep, scheme
     assert counted(browser, "tbody tr") == JOBS
     sizes = "[...document.querySelectorAll('.plots .js-line')].map(e => e.getBBox()).map(b => [b.width, b.height])"
     drawn = sum(width > 50 and height > 10 for width, height in browser.evaluate(sizes))
-    assert drawn >= 2 * (measured - 1), "a loss far above the others may lie beyond the edge"
+    assert drawn >= 2 * (measured - 1), "a loss far above the others may lie outside the plot"
     assert browser.evaluate(OVERLAPPING) == []
     assert browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
-def test_the_page_fits_a_telephone(narrow, sweep):
+def test_the_page_fits_a_phone(narrow, sweep):
     narrow.open(sweep)
-    assert narrow.complaints() == []
+    assert narrow.errors() == []
     assert narrow.evaluate("document.documentElement.scrollWidth") == 390
     widths = narrow.evaluate(
         "[...document.querySelectorAll('.plots .main-svg')].map(e => e.getBoundingClientRect().width)"
     )
     assert widths and all(300 < width <= 390 for width in widths)
     assert narrow.evaluate("document.querySelector('.wide .main-svg').getBoundingClientRect().width") > 800, (
-        "it scrolls"
+        "a wide plot scrolls instead of shrinking"
     )
     assert narrow.evaluate(OVERLAPPING) == []
 
 
 def test_light_and_dark_are_readable(browser, sweep):
-    """WCAG's contrast: 4.5 for text, 2.5 to tell every line from the page."""
+    """WCAG contrast: 4.5 for text, 2.5 between every line and the page."""
     contrast = """(() => {
       const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
       const light = css => css.match(/[0-9.]+/g).slice(0, 3).map(v => linear(v / 255)).reduce(
@@ -143,10 +143,10 @@ def test_a_point_shows_the_parameters_of_its_job(browser, sweep):
     text = browser.evaluate(shown)
     assert text.startswith("#") and "validation loss" in text and "lr: " in text and "betas: [0.9, " in text
     assert browser.evaluate("typeof stolen") == "undefined"
-    assert browser.complaints() == []
+    assert browser.errors() == []
 
 
-def test_columns_sort_by_size_and_what_is_empty_comes_last(browser, sweep):
+def test_columns_sort_by_value_with_empty_cells_last(browser, sweep):
     browser.open(sweep)
     click = "[...document.querySelectorAll('th button')].find(b => b.textContent === 'validation loss').click()"
     losses = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[1].textContent)"
@@ -157,37 +157,37 @@ def test_columns_sort_by_size_and_what_is_empty_comes_last(browser, sweep):
     up, down = ([float(text.strip("()")) for text in order if text != "-"] for order in orders)
     assert up == sorted(up) and down == up[::-1] and max(up) == 90.0
     assert [order[-1] for order in orders] == ["-", "-"]
-    assert browser.complaints() == []
+    assert browser.errors() == []
 
 
 def test_small_pages(browser, tmp_path):
-    made_up(tmp_path / "one" / "job")
-    made_up(tmp_path / "nothing" / "job", status=None, val_loss=None)
+    fake_run(tmp_path / "one" / "job")
+    fake_run(tmp_path / "nothing" / "job", status=None, val_loss=None)
     for name in ("one", "nothing"):
         report([tmp_path / name], tmp_path / "page.html")
         browser.open(tmp_path / "page.html")
-        assert browser.complaints() == browser.evaluate(OVERLAPPING) == []
+        assert browser.errors() == browser.evaluate(OVERLAPPING) == []
         assert counted(browser, "tbody tr") == 1
         assert counted(browser, ".js-plotly-plot") == 2 * (name == "one")
 
 
 def test_extreme_numbers_are_drawn(browser, tmp_path):
     for number, loss in enumerate([9e99, -9e99, 0.0, 5e-324]):
-        run = made_up(tmp_path / f"{number}", {"optimizer.lr": loss}, val_loss=loss)
+        run = fake_run(tmp_path / f"{number}", {"optimizer.lr": loss}, val_loss=loss)
         steps = f'{{"step": {10**99}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
         (run / "metrics.jsonl").write_text(steps)
     report([tmp_path], tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
-    assert browser.complaints() == []
+    assert browser.errors() == []
     assert counted(browser, ".js-plotly-plot") == 4
 
 
-def test_whatever_is_added_to_the_page_does_not_run(browser, sweep, tmp_path):
-    """Should a name ever get through as markup; it also shows that these tests would notice."""
+def test_markup_added_to_the_page_is_not_executed(browser, sweep, tmp_path):
+    """The content security policy blocks markup that was not escaped; this also shows that the tests can fail."""
     added = "<script>stolen = 4</script><img src='http://127.0.0.1:9/x.png' onerror='stolen = 5'>"
     page = tmp_path / "page.html"
     page.write_text(sweep.read_text().replace("<h1>", f"{added}<h1>"))
     browser.open(page)
     assert browser.evaluate("typeof stolen") == "undefined"
-    complaints = " ".join(browser.complaints())
-    assert all(word in complaints for word in ("script-src", "img-src"))
+    errors = " ".join(browser.errors())
+    assert all(directive in errors for directive in ("script-src", "img-src"))

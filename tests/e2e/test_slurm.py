@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes: a job told to make room saves, is queued again, and ends like one undisturbed."""
+"""A SLURM cluster of two nodes: a preempted job saves, is requeued, and ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 from launching import ROOT, Job, python_main, wait_for
 from multiprocess.ranks import configure, run_ranks
 from pause_points import SETTINGS, SITE, patches, train, weights
-from slurm_cluster import NoSlurm, Slurm
+from slurm_cluster import Slurm, SlurmUnavailable
 
 pytestmark = pytest.mark.integration
 SCRIPT = ROOT / "scripts" / "train.sbatch"
 
-# Every rank of a job waits before this step once; of an array the first job.
-HOLD_BEFORE_STEP_7 = """
+# Every rank of a job pauses once before this step; in an array, those of the first job only.
+PAUSE_BEFORE_STEP_7 = """
 def patch(loader):
-    step_of = loader.TokenLoader.get_batch
-    settling = [True]
-    def step(self, number, plan, rank):
-        if number == 7 and not settling[0] and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
-            hold("step7")
-        settling[0] = False
-        return step_of(self, number, plan, rank)
-    loader.TokenLoader.get_batch = step
+    original = loader.TokenLoader.get_batch
+    warming_up = [True]
+    def get_batch(self, step, plan, rank):
+        if step == 7 and not warming_up[0] and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
+            pause("step7")
+        warming_up[0] = False
+        return original(self, step, plan, rank)
+    loader.TokenLoader.get_batch = get_batch
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 
@@ -34,27 +34,27 @@ PATCHES["mingpt_ddp.data.dataloader"] = patch
 def slurm(tmp_path_factory):
     try:
         cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    except NoSlurm as reason:
+    except SlurmUnavailable as reason:
         pytest.skip(f"there cannot be a SLURM cluster here: {reason}")
     with cluster:
         yield cluster
 
 
 class Site:
-    """The module that holds the ranks of a job before step 7: see `held`."""
+    """The sitecustomize module that pauses the ranks of a job before step 7."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
         (directory / "sitecustomize.py").write_text(SITE)
-        (directory / "patches.py").write_text(patches(HOLD_BEFORE_STEP_7))
+        (directory / "patches.py").write_text(patches(PAUSE_BEFORE_STEP_7))
         self.directory = directory
         self.path = f"{directory}:{ROOT}"
 
-    def held(self) -> None:
+    def wait_until_paused(self) -> None:
         self._wait_until("step7")
 
-    def told(self) -> None:
-        """Both ranks have been told to make room; they may go on now."""
+    def resume_after_signal(self) -> None:
+        """Wait until both ranks have handled the signal, and let them resume."""
         self._wait_until("signal")
         (self.directory / "go").touch()
 
@@ -64,7 +64,7 @@ class Site:
 
 
 def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
-    """From step 7, to the same end as the run that nobody disturbed."""
+    """The run resumed from step 7, and its weights are those of an uninterrupted one."""
     assert json.loads((run / "result.json").read_text())["status"] == "complete"
     resumed = re.findall(r"resuming from the snapshot of step (\d+) ", (run / "main.rank0.log").read_text())
     assert resumed == ["7"]
@@ -72,21 +72,21 @@ def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
     assert weights(run) == weights(cwd / "run")
 
 
-@pytest.mark.parametrize("word", [None, '++run.name="lr/optimizer.lr=3e-4"'])
-def test_told_before_the_time_is_over(word, slurm, tmp_path):
-    """The script finds the run by its job's number, or by a name as a report writes it."""
+@pytest.mark.parametrize("override", [None, '++run.name="lr/optimizer.lr=3e-4"'])
+def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(override, slurm, tmp_path):
+    """The script names the run after the job id, unless `run.name` is set, in the form that a report prints."""
     site = Site(tmp_path / "site")
-    words = [word for word in [*SETTINGS, word] if word and word != "run.name=run"]
-    job = slurm.submit(SCRIPT, tmp_path, [], words, PYTHONPATH=site.path)
-    site.held()
+    overrides = [override for override in [*SETTINGS, override] if override and override != "run.name=run"]
+    job = slurm.submit(SCRIPT, tmp_path, [], overrides, PYTHONPATH=site.path)
+    site.wait_until_paused()
     slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
-    site.told()
+    site.resume_after_signal()
     slurm.wait(job, "COMPLETED")
     assert slurm.job(job)["Restarts"] == "1"
-    check_resumed(tmp_path / "outputs" / (word.split('"')[1] if word else f"slurm-{job}"), tmp_path)
+    check_resumed(tmp_path / "outputs" / (override.split('"')[1] if override else f"slurm-{job}"), tmp_path)
 
 
-def test_a_run_that_fails_by_itself_is_not_queued_again(slurm, tmp_path):
+def test_a_failed_run_is_not_requeued(slurm, tmp_path):
     job = slurm.submit(SCRIPT, tmp_path, ["--nodes=1"], ["model.n_head=0"], PYTHONPATH=str(ROOT), MAX_RESTARTS="0")
     slurm.wait(job, "FAILED")
     assert slurm.job(job)["Restarts"] == "0"
@@ -94,21 +94,21 @@ def test_a_run_that_fails_by_itself_is_not_queued_again(slurm, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_sweep_of_jobs_one_of_which_makes_room_for_a_more_urgent_one(slurm, tmp_path):
+def test_a_preempted_job_of_a_sweep_is_requeued_and_resumes(slurm, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     site = Site(tmp_path / "site")
-    words = ["-m", "sweep=slurm", *SETTINGS, "run.name=lr", "ddp.nproc_per_node=2", "hydra.launcher.cpus_per_task=1"]
+    args = ["-m", "sweep=slurm", *SETTINGS, "run.name=lr", "ddp.nproc_per_node=2", "hydra.launcher.cpus_per_task=1"]
     extra = slurm.environment(PYTHONPATH=site.path)
-    sweep = Job([*python_main(), *words, "optimizer.lr=3e-4,1e-3"], tmp_path, **extra)
-    site.held()
+    sweep = Job([*python_main(), *args, "optimizer.lr=3e-4,1e-3"], tmp_path, **extra)
+    site.wait_until_paused()
     first = "{}_0".format(slurm.call("squeue", "--noheader", "--format=%F").split()[0])
     node = slurm.call("squeue", "--noheader", f"--jobs={first}", "--format=%N").strip()
     options = ["--parsable", "--partition=urgent", f"--nodelist={node}", "--output=/dev/null"]
     urgent = slurm.call("sbatch", *options, "--wrap=true").strip()
-    site.told()
+    site.resume_after_signal()
     slurm.wait(urgent, "COMPLETED")
     assert sweep.wait() == 0, sweep.text()
-    slower, faster = sorted((tmp_path / "outputs" / "lr").glob("optimizer.lr=*"))
-    assert json.loads((faster / "result.json").read_text())["status"] == "complete"
-    assert "resuming" not in (faster / "main.rank0.log").read_text()
-    check_resumed(slower, tmp_path, "optimizer.lr=3e-4")
+    preempted, other = sorted((tmp_path / "outputs" / "lr").glob("optimizer.lr=*"))
+    assert json.loads((other / "result.json").read_text())["status"] == "complete"
+    assert "resuming" not in (other / "main.rank0.log").read_text()
+    check_resumed(preempted, tmp_path, "optimizer.lr=3e-4")

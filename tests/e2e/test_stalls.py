@@ -1,4 +1,4 @@
-"""A rank that stands still is named, on all ranks and with what it was doing, before the others give up waiting."""
+"""A rank that hangs is named on all ranks, with what it was doing, before the collectives of the others time out."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from pathlib import Path
 import pytest
 from launching import committed, is_running, python_main, wait_for
 from multiprocess.ranks import configure, run_ranks
-from pause_points import SETTINGS, STEPS, Held, patches, train, weights, worker
+from pause_points import SETTINGS, STEPS, PausedJob, patches, train, weights, worker
 
 TIMEOUT_S = 6
 OPTIONS = ["snapshot.every_steps=4", f"ddp.timeout_s={TIMEOUT_S}"]
 
-# Rank <rank> sleeps in its data loader before step 9; <again> says whether it does so at every attempt.
+# Rank <rank> sleeps in its data loader before step 9; <again>: at every attempt, not just the first.
 SLEEP = """
 def patch(loader):
-    step_of = loader.TokenLoader.get_batch
-    settling = [True]
+    original = loader.TokenLoader.get_batch
+    warming_up = [True]
     def sleep_for_ever():
         while True:
             time.sleep(1)
-    def step(self, number, plan, rank):
-        if number == 9 and rank == <rank> and not settling[0] and (<again> or not (HERE / "slept").exists()):
+    def get_batch(self, step, plan, rank):
+        if step == 9 and rank == <rank> and not warming_up[0] and (<again> or not (HERE / "slept").exists()):
             touch("slept")
             sleep_for_ever()
-        settling[0] = False
-        return step_of(self, number, plan, rank)
-    loader.TokenLoader.get_batch = step
+        warming_up[0] = False
+        return original(self, step, plan, rank)
+    loader.TokenLoader.get_batch = get_batch
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
-HOLD = """
+PAUSE = """
 def patch(loader):
-    step_of = loader.TokenLoader.get_batch
-    settling = [True]
-    def step(self, number, plan, rank):
-        if number == 9 and not settling[0]:
-            hold("step9")
-        settling[0] = False
-        return step_of(self, number, plan, rank)
-    loader.TokenLoader.get_batch = step
+    original = loader.TokenLoader.get_batch
+    warming_up = [True]
+    def get_batch(self, step, plan, rank):
+        if step == 9 and not warming_up[0]:
+            pause("step9")
+        warming_up[0] = False
+        return original(self, step, plan, rank)
+    loader.TokenLoader.get_batch = get_batch
 PATCHES["mingpt_ddp.data.dataloader"] = patch
 """
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights of the run that nobody disturbed, by number of ranks."""
+def uninterrupted(tmp_path_factory):
+    """Return the weights of the uninterrupted run, by number of ranks."""
 
     def get(ranks: int) -> bytes:
         root = tmp_path_factory.mktemp("undisturbed")
@@ -59,60 +59,60 @@ def undisturbed(tmp_path_factory):
     return get
 
 
-def start(ranks: int, restarts: int, cwd: Path, text: str) -> Held:
-    return Held(python_main(), cwd, text, *OPTIONS, f"ddp.nproc_per_node={ranks}", f"ddp.max_restarts={restarts}")
+def start(ranks: int, restarts: int, cwd: Path, text: str) -> PausedJob:
+    return PausedJob(python_main(), cwd, text, *OPTIONS, f"ddp.nproc_per_node={ranks}", f"ddp.max_restarts={restarts}")
 
 
-def told(run: Path, rank: int, reason: str) -> datetime:
-    """When a rank's log says so; what it says first."""
+def reported_at(run: Path, rank: int, reason: str) -> datetime:
+    """Return when a rank logged its first error, which has to match `reason`."""
     lines = re.findall(r"^(\S+ \S+) ERROR (error: .*)$", (run / f"main.rank{rank}.log").read_text(), re.M)
-    assert lines, f"rank {rank} says nothing"
+    assert lines, f"rank {rank} reported no error"
     assert re.fullmatch(reason, lines[0][1]), lines
     return datetime.strptime(lines[0][0], "%Y-%m-%d %H:%M:%S,%f")
 
 
-def test_a_rank_that_sleeps_is_named_by_all_and_the_run_goes_on(tmp_path, undisturbed):
+def test_every_rank_names_a_stalled_rank_and_the_run_resumes(tmp_path, uninterrupted):
     run = tmp_path / "outputs" / "run"
-    held = start(3, 1, tmp_path, patches(SLEEP, rank=1, again=False))
-    assert held.end(90) == 0, held.job.text()
-    text = held.job.text()
+    paused = start(3, 1, tmp_path, patches(SLEEP, rank=1, again=False))
+    assert paused.wait(90) == 0, paused.job.text()
+    text = paused.job.text()
     reason = r"error: rank 1 has stalled for [4-7] s while fetching the batch of step 9"
-    asleep = datetime.fromtimestamp((held.site / "slept").stat().st_mtime)
+    slept_at = datetime.fromtimestamp((paused.site / "slept").stat().st_mtime)
     for rank in range(3):
-        assert (told(run, rank, reason) - asleep).total_seconds() < TIMEOUT_S + 1
+        assert (reported_at(run, rank, reason) - slept_at).total_seconds() < TIMEOUT_S + 1
     assert re.search(reason, text)
-    assert "sleep_for_ever" in (run / "main.rank1.log").read_text(), "its stack is missing"
+    assert "sleep_for_ever" in (run / "main.rank1.log").read_text(), "the stack of the rank is missing"
     for other in (text, (run / "main.rank0.log").read_text(), (run / "main.rank2.log").read_text()):
         assert "sleep_for_ever" not in other
     assert "restart 1 of 1" in text
     assert "resuming from the snapshot of step 8" in text
-    assert weights(run) == undisturbed(3)
+    assert weights(run) == uninterrupted(3)
 
 
-def test_without_restarts_the_last_line_names_the_culprit(tmp_path):
-    held = start(2, 0, tmp_path, patches(SLEEP, rank=0, again=True))
-    assert held.end(60) == 1
-    lines = held.job.text().strip().splitlines()
+def test_without_restarts_the_last_line_names_the_root_cause(tmp_path):
+    paused = start(2, 0, tmp_path, patches(SLEEP, rank=0, again=True))
+    assert paused.wait(60) == 1
+    lines = paused.job.text().strip().splitlines()
     assert re.search(r"error: rank 0 has stalled for [4-7] s while fetching the batch of step 9", lines[-1]), lines[-5:]
-    assert "lost" not in held.job.text()
+    assert "lost" not in paused.job.text()
     assert committed(tmp_path / "outputs" / "run")[-1] == 8
 
 
-def test_a_stopped_worker_is_ended_and_the_run_goes_on(tmp_path, undisturbed):
+def test_a_stopped_worker_is_killed_and_the_run_resumes(tmp_path, uninterrupted):
     run = tmp_path / "outputs" / "run"
-    held = start(2, 1, tmp_path, patches(HOLD))
-    held.wait_until("step9", 0, 1)
+    paused = start(2, 1, tmp_path, patches(PAUSE))
+    paused.wait_until("step9", 0, 1)
     wait_for(lambda: committed(run)[-1:] == [8], what="the snapshot")
-    stopped = worker(held.job, 1)
+    stopped = worker(paused.job, 1)
     os.kill(stopped, signal.SIGSTOP)
-    held.go()
-    begin = datetime.now()
+    paused.resume()
+    resumed_at = datetime.now()
     wait_for(lambda: not is_running(stopped), timeout=30, what="the end of the stopped worker")
-    # What it told last, up to half a second before.
+    # Its last heartbeat was up to half a second earlier.
     reason = r"error: rank 1 has stalled for [4-7] s while .+; its process does not respond"
-    assert held.end(60) == 0, held.job.text()
-    assert (told(run, 0, reason) - begin).total_seconds() < TIMEOUT_S + 1
-    assert re.search(reason, held.job.text())
-    assert "restart 1 of 1" in held.job.text()
+    assert paused.wait(60) == 0, paused.job.text()
+    assert (reported_at(run, 0, reason) - resumed_at).total_seconds() < TIMEOUT_S + 1
+    assert re.search(reason, paused.job.text())
+    assert "restart 1 of 1" in paused.job.text()
     assert committed(run)[-1] == STEPS
-    assert weights(run) == undisturbed(2)
+    assert weights(run) == uninterrupted(2)

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import yaml
-from fake_runs import made_up
+from fake_runs import fake_run
 from hydra import compose, initialize_config_dir
 from launching import ROOT
 from tools import call_tool
@@ -35,9 +35,9 @@ HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
 
 
 def test_jobs_by_objective_and_what_differs(tmp_path):
-    made_up(tmp_path / "a", {"optimizer.lr": 1e-3, "run.name": "x"}, val_loss=2.0)
-    made_up(tmp_path / "b" / "c", {"optimizer.lr": 3e-3}, val_loss=1.5, faults=2)
-    made_up(tmp_path / "d", {"optimizer.lr": 1e-2}, "preempted", 1.0, steps=60)
+    fake_run(tmp_path / "a", {"optimizer.lr": 1e-3, "run.name": "x"}, val_loss=2.0)
+    fake_run(tmp_path / "b" / "c", {"optimizer.lr": 3e-3}, val_loss=1.5, faults=2)
+    fake_run(tmp_path / "d", {"optimizer.lr": 1e-2}, "preempted", 1.0, steps=60)
     jobs = read_jobs([tmp_path])
     assert [(job.name, job.status, job.objective) for job in jobs] == [
         ("b/c", "complete", 1.5),
@@ -54,19 +54,19 @@ def test_what_only_follows_from_a_preset_is_no_parameter(tmp_path):
     presets = {"adamw": {"eps": 1e-8, "lr": 1e-3}, "muon": {"eps": 1e-10, "lr": 0.02, "momentum": 0.95}}
     for number, (name, lr) in enumerate([("adamw", 1e-3), ("muon", 0.02), ("muon", 0.01), ("adamw", 1e-3)]):
         keys = {f"optimizer.{key}": value for key, value in {"name": name, **presets[name], "lr": lr}.items()}
-        made_up(tmp_path / str(number), {**keys, "run.seed": number, "run.name": f"sweep/{number}"})
+        fake_run(tmp_path / str(number), {**keys, "run.seed": number, "run.name": f"sweep/{number}"})
     assert set(varying(read_jobs([tmp_path]))) == {"optimizer.name", "optimizer.lr", "run.seed"}
 
 
 def test_a_directory_may_be_a_run_itself_and_several_may_be_named(tmp_path):
-    made_up(tmp_path / "one")
-    made_up(tmp_path / "sweep" / "job")
+    fake_run(tmp_path / "one")
+    fake_run(tmp_path / "sweep" / "job")
     assert [job.name for job in read_jobs([tmp_path / "one"])] == ["one"]
     assert [job.name for job in read_jobs([tmp_path / "sweep", tmp_path / "one", tmp_path])] == ["one", "sweep/job"]
 
 
 def test_the_newest_configuration_counts(tmp_path):
-    run = made_up(tmp_path / "run")
+    run = fake_run(tmp_path / "run")
     for number, lr in ((2, 0.1), (10, 0.2)):
         (run / f"config.{number}.yaml").write_text(f"optimizer: {{lr: {lr}}}")
     assert read_jobs([run])[0].config == {"optimizer.lr": 0.2}
@@ -74,7 +74,7 @@ def test_the_newest_configuration_counts(tmp_path):
 
 def test_what_has_no_result(tmp_path):
     """Whoever trains holds the lock."""
-    running, stopped, copied = (made_up(tmp_path / name, status=None) for name in ("running", "stopped", "copied"))
+    running, stopped, copied = (fake_run(tmp_path / name, status=None) for name in ("running", "stopped", "copied"))
     (stopped / ".lock").touch()
     with open(running / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -85,8 +85,8 @@ def test_what_has_no_result(tmp_path):
 
 def test_a_complete_run_that_is_trained_on_is_running(tmp_path):
     """Its result is that of the earlier end: no objective, not the best."""
-    made_up(tmp_path / "done", {"optimizer.lr": 1}, val_loss=3.0)
-    more = made_up(tmp_path / "more", {"optimizer.lr": 2}, val_loss=2.0)
+    fake_run(tmp_path / "done", {"optimizer.lr": 1}, val_loss=3.0)
+    more = fake_run(tmp_path / "more", {"optimizer.lr": 2}, val_loss=2.0)
     with open(more / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         jobs = read_jobs([tmp_path])
@@ -99,8 +99,8 @@ def test_a_complete_run_that_is_trained_on_is_running(tmp_path):
 
 @pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"1"', "true", "1e999", "{}", "-1e200"])
 def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, loss):
-    made_up(tmp_path / "good", {"optimizer.lr": 0.5}, val_loss=3.0)
-    run = made_up(tmp_path / "bad", val_loss=2.0)
+    fake_run(tmp_path / "good", {"optimizer.lr": 0.5}, val_loss=3.0)
+    run = fake_run(tmp_path / "bad", val_loss=2.0)
     (run / "result.json").write_text(f'{{"status": "complete", "val_loss": {loss}}}')
     jobs = read_jobs([tmp_path])
     assert [(job.name, job.objective) for job in jobs] == [("good", 3.0), ("bad", None)]
@@ -110,16 +110,16 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, loss):
 
 
 def test_keys_that_only_some_jobs_have(tmp_path):
-    made_up(tmp_path / "a", {"optimizer.name": "adamw"})
-    made_up(tmp_path / "b", {"optimizer.name": "sgd", "optimizer.momentum": 0.9})
-    made_up(tmp_path / "c", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1})
-    made_up(tmp_path / "d", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1.0})
+    fake_run(tmp_path / "a", {"optimizer.name": "adamw"})
+    fake_run(tmp_path / "b", {"optimizer.name": "sgd", "optimizer.momentum": 0.9})
+    fake_run(tmp_path / "c", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1})
+    fake_run(tmp_path / "d", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1.0})
     assert varying(read_jobs([tmp_path])) == ["optimizer.name", "optimizer.lr"]
 
 
 def test_seeds_that_differ_in_the_last_digit_differ(tmp_path):
     for number in range(2):
-        made_up(tmp_path / f"{number}", {"run.seed": 2**62 + number})
+        fake_run(tmp_path / f"{number}", {"run.seed": 2**62 + number})
     assert varying(read_jobs([tmp_path])) == ["run.seed"]
 
 
@@ -141,8 +141,8 @@ def test_seeds_that_differ_in_the_last_digit_differ(tmp_path):
 )
 def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, content):
     monkeypatch.chdir(tmp_path)
-    made_up(tmp_path / "sweep" / "good")
-    run = made_up(tmp_path / "sweep" / "run")
+    fake_run(tmp_path / "sweep" / "good")
+    run = fake_run(tmp_path / "sweep" / "run")
     (run / file).write_bytes(content if isinstance(content, bytes) else content.encode())
     text = report([tmp_path / "sweep"], tmp_path / "page.html")
     assert file in next(line for line in text.splitlines() if line.startswith("note: "))
@@ -152,17 +152,17 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, conten
 
 def test_nothing_is_waited_for(tmp_path):
     """Neither a pipe, nor a device, nor a configuration of 2 kB that doubles in each of its lines."""
-    made_up(tmp_path / "good")
+    fake_run(tmp_path / "good")
     for file in ("config.yaml", "result.json", "metrics.jsonl", ".lock", ".hydra/overrides.yaml", ".hydra/hydra.yaml"):
-        run = made_up(tmp_path / file.replace("/", "_").strip("."), val_loss=1.0, overrides=["optimizer.lr=1"])
+        run = fake_run(tmp_path / file.replace("/", "_").strip("."), val_loss=1.0, overrides=["optimizer.lr=1"])
         (run / file).unlink(missing_ok=True)
         os.mkfifo(run / file)
-    (made_up(tmp_path / "zeros") / "metrics.jsonl").unlink()
+    (fake_run(tmp_path / "zeros") / "metrics.jsonl").unlink()
     (tmp_path / "zeros" / "metrics.jsonl").symlink_to("/dev/zero")
-    with open(made_up(tmp_path / "one_line") / "metrics.jsonl", "wb") as file:
+    with open(fake_run(tmp_path / "one_line") / "metrics.jsonl", "wb") as file:
         file.truncate(1 << 40)
     merges = "".join(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}, *m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 40))
-    (made_up(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
+    (fake_run(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
     words = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
     told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     notes = [line for line in told.splitlines() if line.startswith("note: ")]
@@ -174,8 +174,8 @@ def test_integers_of_any_length(tmp_path):
     """Python refuses to write them in decimal digits, though it reads them in others."""
     giant = f"0x{'F' * 5000}"
     content = f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: {{? {giant} : 1}}"
-    (made_up(tmp_path / "a") / "config.yaml").write_text(content)
-    made_up(tmp_path / "b")
+    (fake_run(tmp_path / "a") / "config.yaml").write_text(content)
+    fake_run(tmp_path / "b")
     report([tmp_path], tmp_path / "page.html")
     config = next(job.config for job in read_jobs([tmp_path]) if job.name == "a")
     assert config == {"optimizer.betas": ["int", "inf"], "optimizer.int": 1, "int.int": 1}
@@ -184,7 +184,7 @@ def test_integers_of_any_length(tmp_path):
 def test_extreme_numbers_and_names_are_short(tmp_path):
     key = f"optimizer.{'k' * 500}"
     for number, loss in enumerate((1e99, 1e299)):
-        run = made_up(tmp_path / f"{number}", {key: 10**99 + number, "run.name": None}, val_loss=loss, overrides=[])
+        run = fake_run(tmp_path / f"{number}", {key: 10**99 + number, "run.name": None}, val_loss=loss, overrides=[])
         record = {"step": 10**99, "tokens_per_s": 1e299, "val_loss": loss}
         (run / "metrics.jsonl").write_text(json.dumps({"start": 1, "step": 0}) + "\n" + json.dumps(record))
     lines = report([tmp_path], tmp_path / "page.html").splitlines()
@@ -295,9 +295,9 @@ def test_hostile_names_and_values_are_only_text(tmp_path):
     sweep = tmp_path / "<b>sweep"
     name = "<img src=x onerror=alert(1)>\udcff\n'"
     values = {"model.name": HOSTILE, "optimizer.lr": 1}
-    made_up(sweep / name, values, val_loss=1.0, overrides=[f"model.name='{HOSTILE}'"])
-    made_up(sweep / "b", {f"model.{HOSTILE}": 1, "model.name": "</title></style>", "optimizer.lr": 2}, status=HOSTILE)
-    made_up(sweep / "c", {f"model.{HOSTILE}": 2})
+    fake_run(sweep / name, values, val_loss=1.0, overrides=[f"model.name='{HOSTILE}'"])
+    fake_run(sweep / "b", {f"model.{HOSTILE}": 1, "model.name": "</title></style>", "optimizer.lr": 2}, status=HOSTILE)
+    fake_run(sweep / "c", {f"model.{HOSTILE}": 2})
     text = report([sweep], tmp_path / "page.html")
     assert "\x1b" not in text
     assert all("note:" not in line for line in text.splitlines())
@@ -312,7 +312,7 @@ def test_hostile_names_and_values_are_only_text(tmp_path):
 
 def test_the_page_needs_nothing_but_itself(tmp_path):
     for number in range(3):
-        made_up(tmp_path / f"{number}", {"optimizer.lr": 10.0**-number})
+        fake_run(tmp_path / f"{number}", {"optimizer.lr": 10.0**-number})
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert not [name for _, values in page.tags for name in values if name in ("src", "href", "action", "data")]
@@ -325,7 +325,7 @@ def test_the_page_needs_nothing_but_itself(tmp_path):
 def test_every_job_is_drawn_everywhere(tmp_path, jobs):
     for number in range(jobs):
         values = {"optimizer.lr": 1e-4 * 1.05**number, "model.n_layer": number % 3}
-        made_up(tmp_path / f"job{number}", values, val_loss=2 + number / 100)
+        fake_run(tmp_path / f"job{number}", values, val_loss=2 + number / 100)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     several = jobs > 1
@@ -338,8 +338,8 @@ def test_every_job_is_drawn_everywhere(tmp_path, jobs):
 
 def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
     for number, loss in enumerate([1.5, 1.6, 1.7, 1.8, 1.9, 2.0, 2.1, 60.0]):
-        made_up(tmp_path / f"{number}", {"optimizer.lr": 1.0 + number}, val_loss=loss)
-    made_up(tmp_path / "pruned", {"optimizer.lr": 50}, "pruned", 1.2, steps=40)
+        fake_run(tmp_path / f"{number}", {"optimizer.lr": 1.0 + number}, val_loss=loss)
+    fake_run(tmp_path / "pruned", {"optimizer.lr": 50}, "pruned", 1.2, steps=40)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     curves = page.figures[0]["data"][::-1]  # the best is drawn last
@@ -354,8 +354,8 @@ def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
 
 
 def test_the_labels_have_the_parameters_of_a_job(tmp_path):
-    made_up(tmp_path / "a", {"optimizer.lr": 3e-4, "model.activation": "gelu"})
-    made_up(tmp_path / "b", {"optimizer.lr": 1e-3, "model.activation": "a<b>"}, "pruned", 3.0)
+    fake_run(tmp_path / "a", {"optimizer.lr": 3e-4, "model.activation": "gelu"})
+    fake_run(tmp_path / "b", {"optimizer.lr": 1e-3, "model.activation": "a<b>"}, "pruned", 3.0)
     report([tmp_path], tmp_path / "page.html")
     figures = Page(tmp_path / "page.html").figures
     best, pruned = (figures[-1]["data"][rank]["text"] for rank in (1, 0))
@@ -364,9 +364,9 @@ def test_the_labels_have_the_parameters_of_a_job(tmp_path):
 
 
 def test_a_line_passes_below_the_axes_of_parameters_that_a_job_lacks(tmp_path):
-    made_up(tmp_path / "a", {"optimizer.lr": 1, "optimizer.momentum": 0.9})
-    made_up(tmp_path / "b", {"optimizer.lr": 2, "optimizer.momentum": 0.8}, val_loss=2.5)
-    made_up(tmp_path / "c", {"optimizer.lr": 2}, val_loss=3.0)
+    fake_run(tmp_path / "a", {"optimizer.lr": 1, "optimizer.momentum": 0.9})
+    fake_run(tmp_path / "b", {"optimizer.lr": 2, "optimizer.momentum": 0.8}, val_loss=2.5)
+    fake_run(tmp_path / "c", {"optimizer.lr": 2}, val_loss=3.0)
     report([tmp_path], tmp_path / "page.html")
     figure = Page(tmp_path / "page.html").figures[-1]
     assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "momentum", "validation loss"]
@@ -376,11 +376,11 @@ def test_a_line_passes_below_the_axes_of_parameters_that_a_job_lacks(tmp_path):
 
 def test_curves_of_any_height_and_length(tmp_path):
     for number, loss in enumerate([1e299, -1e99, 0.0, 5e-324]):
-        run = made_up(tmp_path / f"{number}", {"optimizer.lr": loss})
+        run = fake_run(tmp_path / f"{number}", {"optimizer.lr": loss})
         (run / "metrics.jsonl").write_text(
             f'{{"step": {10**50}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
         )
-    made_up(tmp_path / "long", steps=20_000)
+    fake_run(tmp_path / "long", steps=20_000)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
     assert page.traces("lines")[:2] == [4, 4], "a loss of 1e299 is no coordinate"
@@ -390,8 +390,8 @@ def test_curves_of_any_height_and_length(tmp_path):
 
 
 def test_jobs_without_curves(tmp_path):
-    made_up(tmp_path / "a", {"optimizer.lr": 1}, None, None)
-    made_up(tmp_path / "b", {"optimizer.lr": 2}, "failed", None)
+    fake_run(tmp_path / "a", {"optimizer.lr": 1}, None, None)
+    fake_run(tmp_path / "b", {"optimizer.lr": 2}, "failed", None)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "result.json").write_text('{"status": "complete", "val_loss": 2.5}')
     text = report([tmp_path], tmp_path / "page.html")
@@ -406,7 +406,7 @@ def test_jobs_without_curves(tmp_path):
 
 def test_many_parameters(tmp_path):
     for number in range(3):
-        made_up(tmp_path / f"{number}", {f"model.key{key}": number for key in range(40)})
+        fake_run(tmp_path / f"{number}", {f"model.key{key}": number for key in range(40)})
     text = report([tmp_path], tmp_path / "page.html")
     assert "and 32 more parameters: model.key8, " in text
     page = Page(tmp_path / "page.html")
@@ -415,7 +415,7 @@ def test_many_parameters(tmp_path):
 
 
 def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
-    made_up(tmp_path / "a")
+    fake_run(tmp_path / "a")
     with_page = report([tmp_path], tmp_path / "page.html").splitlines()
     (tmp_path / "page.html").unlink()
     monkeypatch.delitem(sys.modules, "mingpt_ddp.sweeps.page")
@@ -429,9 +429,9 @@ def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
 
 
 def test_the_text_has_a_line_for_each_job(tmp_path):
-    made_up(tmp_path / "a", {"optimizer.lr": 3e-4}, val_loss=2.0, faults=1)
-    made_up(tmp_path / "b", {"optimizer.lr": 1e-3}, "pruned", 2.5, steps=40)
-    made_up(tmp_path / "c", {"optimizer.lr": 1e-2}, None, None)
+    fake_run(tmp_path / "a", {"optimizer.lr": 3e-4}, val_loss=2.0, faults=1)
+    fake_run(tmp_path / "b", {"optimizer.lr": 1e-3}, "pruned", 2.5, steps=40)
+    fake_run(tmp_path / "c", {"optimizer.lr": 1e-2}, None, None)
     assert [line.split() for line in report([tmp_path], tmp_path / "page.html").splitlines()[:4]] == [
         ["val", "loss", "status", "lr", "step", "tokens/s", "faults", "time", "job"],
         ["*", "2.0000", "complete", "3e-4", "100", "40,000", "1", "0:01:02", "a"],
@@ -468,7 +468,7 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
     ]
     config = composed(words)
     config["run"]["name"] = "study/optimizer.lr=0.003,a=b-0123abcd"
-    run = made_up(tmp_path / config["run"]["name"], overrides=words if recorded else None)
+    run = fake_run(tmp_path / config["run"]["name"], overrides=words if recorded else None)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     command = command_line(read_jobs([tmp_path])[0])
     python, main, *again = shlex.split(command)
@@ -479,22 +479,22 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
 
 
 def test_a_run_of_its_own_keeps_its_name(tmp_path):
-    run = made_up(tmp_path / "study", overrides=["run.name=study"])
+    run = fake_run(tmp_path / "study", overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
     words = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
-    other = made_up(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=words)
+    other = fake_run(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=words)
     assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=2 optimizer.lr=1"
 
 
 def test_the_program_where_there_is_no_main(tmp_path, monkeypatch):
-    run = made_up(tmp_path / "study", overrides=["run.name=study"])
+    run = fake_run(tmp_path / "study", overrides=["run.name=study"])
     monkeypatch.chdir(tmp_path)
     assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
 
 
 def test_no_command_line_of_another_run(tmp_path):
     """The words of a sweep's job have the sweep's name: they alone would train a plain run in its directory."""
-    run = made_up(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
+    run = fake_run(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
     assert command_line(read_jobs([run])[0]) == NO_COMMAND
@@ -504,7 +504,7 @@ def test_no_command_line_of_another_run(tmp_path):
 
 
 def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
-    run = made_up(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
+    run = fake_run(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
     sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
     record = {"hydra": {"job": {"config_name": "config"}, "runtime": {"config_sources": sources}}}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
@@ -536,7 +536,7 @@ def call(monkeypatch, capsys):
 
 
 def test_it_says_where_the_page_is(tmp_path, call):
-    made_up(tmp_path / "sweep" / "a")
+    fake_run(tmp_path / "sweep" / "a")
     code, out, error = call(tmp_path / "sweep")
     assert (code, error) == (0, "")
     assert out.splitlines()[-1] == f"the page is {tmp_path / 'sweep' / 'report.html'}"
@@ -565,7 +565,7 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, call, word, message):
 
 
 def test_a_page_that_cannot_be_written(tmp_path, call):
-    made_up(tmp_path / "sweep" / "a")
+    fake_run(tmp_path / "sweep" / "a")
     (tmp_path / "sweep" / "report.html").mkdir()
     code, out, error = call(tmp_path / "sweep")
     assert code == 2
@@ -580,7 +580,7 @@ def test_without_arguments_it_explains_itself(call):
 
 
 def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
-    made_up(tmp_path / "a")
+    fake_run(tmp_path / "a")
     script = (
         "import json, sys; from pathlib import Path; from mingpt_ddp.sweeps.report import report;"
         f"report([Path({str(tmp_path)!r})], Path({str(tmp_path)!r}) / 'page.html');"
