@@ -1,8 +1,8 @@
-"""A run on an object store, and everything that can go wrong with it, at random, until time is up.
+"""Train on an object store under random faults for a given time, and check the guarantees from the log.
 
-Two kinds of faults happen beside each other: what happens to processes, one at a time, and the weather on the way to
-the store. Kinds come from shuffled decks, so that each has its turn. Afterwards rank 0's log is the witness: what was
-trained, what was committed, where each attempt went on.
+Two kinds of faults are injected concurrently: process faults, one at a time, and faults of the network and the store.
+Kinds come from shuffled decks, so that each occurs. Afterwards the log of rank zero shows which steps were trained,
+which snapshots were committed, and where each attempt resumed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ SETTINGS = [
     "trainer.eval_every=400",
     "model.dropout=0.1",
     "trainer.micro_batch_size=4",  # dropout depends on it
-    "optimizer.schedule=constant",  # it does not follow from the number of steps, which follows from the time
+    "optimizer.schedule=constant",  # independent of the number of steps, which depends on the time
     "snapshot.every_steps=25",
     "ddp.timeout_s=15",  # a stopped worker is noticed after 12 s
 ]
-# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease that a test has the patience for.
+# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease, shortened for a test.
 REMOTE = {
     "REQUEST_TIMEOUT_S": 2.0,
     "OPERATION_DEADLINE_S": 6.0,
@@ -45,14 +45,14 @@ REMOTE = {
     "MAX_BACKOFF_S": 0.5,
 }
 LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.3}
-PATIENCE_S = 120.0  # for an attempt to get going
-# The kernel ends the server with the thread that started it: this one stays.
-starter = ThreadPoolExecutor(1, "starter")
-AWAY = r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
+PATIENCE_S = 120.0  # seconds for an attempt to make progress
+# The kernel kills the server when the thread that started it ends: this one does not end.
+server_thread = ThreadPoolExecutor(1, "starter")
+UNAVAILABLE = r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
 
 
-def impatient(directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None) -> str:
-    """A PYTHONPATH under which every process has other limits."""
+def with_limits(directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None) -> str:
+    """Return a PYTHONPATH whose sitecustomize module sets other limits in every process."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = ["from mingpt_ddp.storage import lease, remote"]
     for module, values in (("remote", REMOTE if remote is None else remote), ("lease", lease or {})):
@@ -63,7 +63,7 @@ def impatient(directory: Path, remote: dict[str, float] | None = None, lease: di
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of the log tells."""
+    """A parsed line of the log."""
 
     time: float  # seconds since 1970
     kind: str
@@ -91,10 +91,10 @@ class Log:
     def update(self) -> list[Line]:
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
             file.seek(self._offset)
-            whole = file.read()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            for text in whole.decode().splitlines():
+            content = file.read()
+            content = content[: content.rfind(b"\n") + 1]
+            self._offset += len(content)
+            for text in content.decode().splitlines():
                 self._parse(text)
         return self.lines
 
@@ -108,8 +108,8 @@ class Log:
                 when = datetime.strptime(head[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
                 self.lines.append(Line(when, kind, int(match[1]) if match.groups() else 0))
 
-    def since_begin(self) -> int:
-        """Steps logged by the attempt that is under way."""
+    def steps_of_attempt(self) -> int:
+        """Return the number of steps logged by the current attempt."""
         count = 0
         for line in reversed(self.update()):
             if line.kind == "begin":
@@ -117,133 +117,135 @@ class Log:
             count += line.kind == "step"
         return count
 
-    def begins(self) -> int:
+    def attempts(self) -> int:
         return sum(line.kind == "begin" for line in self.update())
 
 
-class Broken(AssertionError):
-    """A promise was not kept."""
+class InvariantError(AssertionError):
+    """A guarantee was violated."""
 
 
 @dataclass
 class Report:
-    """What a run went through."""
+    """The faults of a run, and what they cost."""
 
     seconds: float = 0.0
     steps: int = 0
-    attempts: int = 0  # that got so far as to train
+    attempts: int = 0  # that started to train
     committed: int = 0
-    failed_saves: int = 0  # that training went on after
+    failed_saves: int = 0  # after which training continued
     faults: dict[str, int] = field(default_factory=dict)  # by kind
     lost: dict[str, list[int]] = field(default_factory=dict)  # steps trained again, by what ended the attempt
-    gave_up: list[str] = field(default_factory=list)  # one line each: the store was away for too long
+    gave_up: list[str] = field(default_factory=list)  # one line each: the store was unavailable for too long
     unexpected: list[str] = field(default_factory=list)
 
 
 class Chaos:
-    """One run, disturbed."""
+    """One run under injected faults."""
 
     def __init__(self, cwd: Path, server: SeaweedServer, bucket: str, seed: int, ranks: tuple[int, ...] = (2,)) -> None:
         """
         Args:
-            ranks: the world sizes to choose from at every start; of one alone, the agent restarts workers itself.
+            ranks: the world sizes to choose from at every start; if there is only one, the agent restarts workers.
         """
         self.cwd, self.server, self.ranks = cwd, server, ranks
-        self.choice, self.skies = random.Random(f"processes {seed}"), random.Random(f"weather {seed}")
+        self.process_rng, self.network_rng = random.Random(f"processes {seed}"), random.Random(f"weather {seed}")
         self.proxy = FaultProxy(server.port, seed)
         self.name = f"chaos-{seed}-{'-'.join(map(str, ranks))}"
         self.url = f"s3://{bucket}/{self.name}/run"
         self.run = cwd / "outputs" / "run"
         self.log = Log(self.run / "main.rank0.log")
-        self.environment = {**server.environment(self.proxy.port), "PYTHONPATH": impatient(cwd / "site", lease=LEASE)}
+        self.environment = {**server.environment(self.proxy.port), "PYTHONPATH": with_limits(cwd / "site", lease=LEASE)}
         self.settings = [*SETTINGS, "run.name=run", f"snapshot.path={self.url.rpartition('/')[0]}"]
         self.report = Report()
-        self.ended: list[tuple[float, str]] = []  # when an attempt was made to end, and by what
+        self.ended: list[tuple[float, str]] = []  # when an attempt was ended, and the fault
         self.server_lock = threading.Lock()
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self.job: Job | None = None
 
     def count(self, kind: str) -> None:
         self.report.faults[kind] = self.report.faults.get(kind, 0) + 1
 
-    # The processes.
+    # Process faults
 
     def start(self, *more: str) -> None:
         restarts = ["--max_restarts=5"] if len(self.ranks) == 1 else []
-        command = torchrun(self.choice.choice(self.ranks), *restarts)
+        command = torchrun(self.process_rng.choice(self.ranks), *restarts)
         self.job = Job([*command, *self.settings, *more], self.cwd, **self.environment)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait; whenever the launch ends by itself, start it again."""
+        """Wait for a condition; restart the launch whenever it exits."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert self.job is not None
             if self.job.process.poll() is not None:
-                self.take_note(self.job)
+                self.record_exit(self.job)
                 self.start()
             if time.monotonic() > deadline:
                 text = self.job.text()[-3000:]
                 self.job.kill_tree()
-                raise Broken(f"{what}: nothing for {PATIENCE_S} s\n{text}")
+                raise InvariantError(f"timed out after {PATIENCE_S} s waiting for {what}\n{text}")
             time.sleep(0.03)
 
-    def take_note(self, job: Job) -> None:
-        """Why did it end?"""
+    def record_exit(self, job: Job) -> None:
+        """Record why the launch exited."""
         text = job.text()
-        away = re.search(rf"^(?:\S+ error: )?{AWAY}.*", text, flags=re.MULTILINE)
-        known = [when for when, _ in self.ended if when > time.time() - 30]
-        if away:
-            self.report.gave_up.append(away[0])
+        unavailable = re.search(rf"^(?:\S+ error: )?{UNAVAILABLE}.*", text, flags=re.MULTILINE)
+        recent = [when for when, _ in self.ended if when > time.time() - 30]
+        if unavailable:
+            self.report.gave_up.append(unavailable[0])
             self.ended.append((time.time(), "the store was away for too long"))
-        elif not known or re.search(r"error: rank \d+: |ImportError", text):
+        elif not recent or re.search(r"error: rank \d+: |ImportError", text):
             self.report.unexpected.append(f"exit code {job.process.returncode}\n{text[-3000:]}")
         time.sleep(0.5)
 
-    def get_going(self, begins: int) -> None:
-        """Another attempt has begun and trained some steps."""
-        some = self.choice.randint(5, 150)
-        self.until(lambda: self.log.begins() > begins and self.log.since_begin() >= some, f"attempt {begins + 1}")
+    def wait_for_progress(self, attempts: int) -> None:
+        """Wait until another attempt has trained some steps."""
+        steps = self.process_rng.randint(5, 150)
+        self.until(
+            lambda: self.log.attempts() > attempts and self.log.steps_of_attempt() >= steps, f"attempt {attempts + 1}"
+        )
 
-    def disturb(self, kind: str) -> None:
-        """One fault of a process; returns when training goes on."""
+    def inject_process_fault(self, kind: str) -> None:
+        """Inject one process fault; return when training has resumed."""
         assert self.job is not None
-        begins = self.log.begins()
+        attempts = self.log.attempts()
         workers = self.job.workers()
         if not workers:
             return
-        victim = self.choice.choice(workers)
-        if kind == "worker stopped for good" and len(workers) == 1:  # nobody is there to notice
+        pid = self.process_rng.choice(workers)
+        if kind == "worker stopped for good" and len(workers) == 1:  # no other rank can detect it
             kind = "worker stopped for a second"
         self.count(kind)
         if kind == "worker stopped for a second":
             with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGSTOP)
+                os.kill(pid, signal.SIGSTOP)
                 time.sleep(1)
-                os.kill(victim, signal.SIGCONT)
+                os.kill(pid, signal.SIGCONT)
             return
-        polite = kind in ("SIGTERM", "SIGUSR1")
-        with self.server_lock if polite else contextlib.nullcontext():  # who is asked politely finds the store alive
+        graceful = kind in ("SIGTERM", "SIGUSR1")
+        with self.server_lock if graceful else contextlib.nullcontext():  # a graceful exit needs the store
             self.ended.append((time.time(), kind))
             with contextlib.suppress(ProcessLookupError):
-                self._signal(kind, victim, workers)
-            if polite:
-                self._await_end(workers)
+                self._signal(kind, pid, workers)
+            if graceful:
+                self._wait_for_exit(workers)
         if kind == "agent killed":
-            self._await_end(workers)
+            self._wait_for_exit(workers)
         if kind in ("worker killed", "worker stopped for good") and len(self.ranks) == 1:
-            self.until(lambda: self.log.begins() > begins, "a restart by the agent")
+            self.until(lambda: self.log.attempts() > attempts, "a restart by the agent")
         else:
-            self._await_end([*workers, self.job.process.pid])
+            self._wait_for_exit([*workers, self.job.process.pid])
             self.job.process.wait()
             self.start()
-        self.get_going(begins)
+        self.wait_for_progress(attempts)
 
-    def _signal(self, kind: str, victim: int, workers: list[int]) -> None:
+    def _signal(self, kind: str, pid: int, workers: list[int]) -> None:
         assert self.job is not None
         if kind == "worker killed":
-            os.kill(victim, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         elif kind == "worker stopped for good":
-            os.kill(victim, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
         elif kind == "agent killed":
             self.job.process.kill()
         elif kind == "all killed":
@@ -251,62 +253,62 @@ class Chaos:
         elif kind == "SIGTERM":
             self.job.process.send_signal(signal.SIGTERM)
         else:
-            os.kill(victim, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR1)
 
-    def _await_end(self, pids: list[int]) -> None:
+    def _wait_for_exit(self, pids: list[int]) -> None:
         assert self.job is not None
         deadline = time.monotonic() + PATIENCE_S
         while any(map(is_running, pids)):
             self.job.process.poll()
             if time.monotonic() > deadline:
-                raise Broken(f"still there after {PATIENCE_S} s\n{self.job.text()[-3000:]}")
+                raise InvariantError(f"still running after {PATIENCE_S} s\n{self.job.text()[-3000:]}")
             time.sleep(0.02)
 
-    # The weather.
+    # Faults of the network and the store
 
-    def _weather(self) -> None:
-        skies = self.skies
-        kinds = deck(skies, {"store killed": 2, "errors 503": 2, "resets": 2, "stalls": 2, "answers lost": 1})
-        while not self.over.wait(skies.uniform(0.5, 5)):
+    def _inject_network_faults(self) -> None:
+        rng = self.network_rng
+        kinds = deck(rng, {"store killed": 2, "errors 503": 2, "resets": 2, "stalls": 2, "answers lost": 1})
+        while not self.finished.wait(rng.uniform(0.5, 5)):
             kind = next(kinds)
             self.count(kind)
             if kind == "store killed":
                 with self.server_lock:
                     self.server.kill()
-                    self.over.wait(skies.uniform(0, 6))
-                    starter.submit(self.server.start).result()
+                    self.finished.wait(rng.uniform(0, 6))
+                    server_thread.submit(self.server.start).result()
                 continue
-            some = {"times": float("inf"), "probability": skies.uniform(0.2, 0.7)}
+            options = {"times": float("inf"), "probability": rng.uniform(0.2, 0.7)}
             self.proxy.rules = {
-                "errors 503": [Rule(".", Fault.STATUS, **some)],
+                "errors 503": [Rule(".", Fault.STATUS, **options)],
                 "resets": [
-                    Rule("^PUT", Fault.RESET_SENDING, after=skies.randint(0, 20_000), **some),
-                    Rule("^GET", Fault.RESET_ANSWERING, after=skies.randint(0, 20_000), **some),
+                    Rule("^PUT", Fault.RESET_SENDING, after=rng.randint(0, 20_000), **options),
+                    Rule("^GET", Fault.RESET_ANSWERING, after=rng.randint(0, 20_000), **options),
                     Rule(".", Fault.RESET_BEFORE, times=3),
                 ],
                 "stalls": [Rule("^PUT", Fault.STALL_SENDING, after=100, times=2), Rule(".", Fault.STALL, times=2)],
-                "answers lost": [Rule("^(PUT|DELETE|POST)", Fault.RESET_UNANSWERED, **some)],
+                "answers lost": [Rule("^(PUT|DELETE|POST)", Fault.RESET_UNANSWERED, **options)],
             }[kind]
-            self.over.wait(skies.uniform(1, 4))
+            self.finished.wait(rng.uniform(1, 4))
             self.proxy.heal()
 
-    # All of it.
+    # The whole run
 
     def go(self, seconds: float) -> Report:
-        """Disturb the run for so long, then let it finish, then see what has become of it.
+        """Inject faults for this time, let the run finish, and check its log.
 
         Raises:
-            Broken: a promise was not kept.
+            InvariantError: a guarantee was violated.
         """
         begin = time.monotonic()
-        weather = threading.Thread(target=self._weather, daemon=True)
-        calm_end = False
+        network_faults = threading.Thread(target=self._inject_network_faults, daemon=True)
+        succeeded = False
         try:
             self.start()
-            self.get_going(0)
-            weather.start()
+            self.wait_for_progress(0)
+            network_faults.start()
             kinds = deck(
-                self.choice,
+                self.process_rng,
                 {
                     "worker killed": 3,
                     "agent killed": 2,
@@ -318,104 +320,104 @@ class Chaos:
                 },
             )
             while time.monotonic() < begin + seconds:
-                self.disturb(next(kinds))
-                pause = time.monotonic() + self.choice.uniform(0, 1.5)
+                self.inject_process_fault(next(kinds))
+                pause = time.monotonic() + self.process_rng.uniform(0, 1.5)
                 self.until(lambda: time.monotonic() > pause, "a pause")  # noqa: B023
-            calm_end = True
+            succeeded = True
         finally:
-            self.over.set()
-            if weather.ident is not None:
-                weather.join()
+            self.finished.set()
+            if network_faults.ident is not None:
+                network_faults.join()
             self.proxy.heal()
-            if not calm_end and self.job is not None and self.job.process.poll() is None:
+            if not succeeded and self.job is not None and self.job.process.poll() is None:
                 self.job.kill_tree()
         self.finish()
         self.report.seconds = round(time.monotonic() - begin, 1)
-        self.account()
+        self.check_log()
         self.proxy.close()
         return self.report
 
     def finish(self) -> None:
-        """Some steps more, and the end."""
+        """Preempt the run, and let it complete after a few more steps."""
         assert self.job is not None
-        self.until(lambda: self.log.since_begin() > 0, "the last attempt")
+        self.until(lambda: self.log.steps_of_attempt() > 0, "the last attempt")
         workers = self.job.workers()
         self.ended.append((time.time(), "SIGTERM"))
         self.count("SIGTERM")
         self.job.process.send_signal(signal.SIGTERM)
-        self._await_end([*workers, self.job.process.pid])
+        self._wait_for_exit([*workers, self.job.process.pid])
         newest = max(line.step for line in self.log.update() if line.kind == "step")
         self.report.steps = newest + 20
         self.start(f"trainer.max_steps={self.report.steps}")
         if self.job.wait(PATIENCE_S) != 0:
-            raise Broken(f"the last attempt failed\n{self.job.text()[-3000:]}")
+            raise InvariantError(f"the last attempt failed\n{self.job.text()[-3000:]}")
 
-    def account(self) -> None:
-        """Hold the log against the promises.
+    def check_log(self) -> None:
+        """Check the log against the guarantees.
 
         Raises:
-            Broken: one was not kept.
+            InvariantError: one was violated.
         """
-        report, history, committed, fresh, last = self.report, 0, 0, True, ""
+        report, last_step, committed, first_step, last_kind = self.report, 0, 0, True, ""
         for line in self.log.update():
             if line.kind == "begin":
                 report.attempts += 1
-                fresh, resumed, began = True, 0, line.time
+                first_step, resumed, began = True, 0, line.time
             elif line.kind == "resumed":
                 resumed = line.step
             elif line.kind == "step":
-                if fresh and report.attempts > 1:
-                    cause = self._cause(began)
-                    self._maybe_prune(cause, last, resumed, history, committed)
-                    report.lost.setdefault(cause, []).append(history - resumed)
-                    history, last = resumed, ""
-                fresh = False
-                if line.step != history + 1:
-                    raise Broken(f"step {line.step} was logged after step {history}")
-                history = line.step
+                if first_step and report.attempts > 1:
+                    cause = self._cause_before(began)
+                    self._check_resumed_step(cause, last_kind, resumed, last_step, committed)
+                    report.lost.setdefault(cause, []).append(last_step - resumed)
+                    last_step, last_kind = resumed, ""
+                first_step = False
+                if line.step != last_step + 1:
+                    raise InvariantError(f"step {line.step} was logged after step {last_step}")
+                last_step = line.step
             elif line.kind == "committed":
                 committed = line.step
                 report.committed += 1
             elif line.kind == "failed save":
                 report.failed_saves += 1
             else:
-                last = line.kind
-        if history != report.steps:
-            raise Broken(f"the run ended at step {history} instead of {report.steps}")
+                last_kind = line.kind
+        if last_step != report.steps:
+            raise InvariantError(f"the run ended at step {last_step} instead of {report.steps}")
         if report.unexpected:
-            raise Broken("\n\n".join(report.unexpected))
+            raise InvariantError("\n\n".join(report.unexpected))
 
-    def _cause(self, began: float) -> str:
+    def _cause_before(self, began: float) -> str:
         causes = [kind for when, kind in self.ended if when < began]
         return causes[-1] if causes else "unknown"
 
-    def _maybe_prune(self, cause: str, last: str, resumed: int, history: int, committed: int) -> None:
+    def _check_resumed_step(self, cause: str, last_kind: str, resumed: int, last_step: int, committed: int) -> None:
         if resumed < committed:
-            raise Broken(f"after '{cause}': from step {resumed}, although that of step {committed} was committed")
-        if resumed > history:
-            raise Broken(f"after '{cause}': from step {resumed}, although only {history} were trained")
-        if last == "preempted" and resumed != history:
-            raise Broken(f"'{cause}' lost {history - resumed} steps, although it said that it had not")
+            raise InvariantError(f"after '{cause}': from step {resumed}, although step {committed} was committed")
+        if resumed > last_step:
+            raise InvariantError(f"after '{cause}': from step {resumed}, although only {last_step} were trained")
+        if last_kind == "preempted" and resumed != last_step:
+            raise InvariantError(f"'{cause}' lost {last_step - resumed} steps, although it was reported to lose none")
 
 
 def deck(generator: random.Random, kinds: dict[str, int]) -> Iterator[str]:
-    """Kinds for ever, in random order; of any sum(kinds) in a row from the start, each comes as often as it says."""
+    """Yield kinds forever, in shuffled rounds: a round has every kind as often as its count."""
     while True:
-        cards = [kind for kind, count in kinds.items() for _ in range(count)]
-        generator.shuffle(cards)
-        yield from cards
+        shuffled = [kind for kind, count in kinds.items() for _ in range(count)]
+        generator.shuffle(shuffled)
+        yield from shuffled
 
 
 def undisturbed(cwd: Path, steps: int, ranks: int) -> Path:
-    """The same run on a local disk, to whose end nothing happened; its directory."""
+    """Train the same run on a local disk without faults; return its directory."""
     settings = [*SETTINGS, "run.name=run", f"trainer.max_steps={steps}", "snapshot.every_steps=null"]
     job = Job([*torchrun(ranks), *settings], cwd)
     if job.wait(600) != 0:
-        raise Broken(job.text()[-3000:])
+        raise InvariantError(job.text()[-3000:])
     return cwd / "outputs" / "run"
 
 
 def logged_steps(run: Path, rank: int) -> list[int]:
-    """The steps of a rank's loss curve, as TensorBoard reads them."""
+    """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
     events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
     return [event.step for event in events.Scalars("train/loss")]

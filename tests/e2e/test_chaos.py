@@ -1,4 +1,4 @@
-"""Random faults of processes, of the network and of the store, all at once, for a while."""
+"""Random faults of processes, network and store, all at once, for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chaos import Chaos, logged_steps, undisturbed
 
 from mingpt_ddp.storage.urls import open_storage
 
-SECONDS = 40.0  # of faults; `benchmarks/chaos.py` has more patience
+SECONDS = 40.0  # of faults; `benchmarks/chaos.py` runs longer
 
 
 @pytest.fixture(scope="module")
@@ -18,12 +18,12 @@ def bucket(seaweed):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [(2,), (1, 2, 3)], ids=["two ranks", "another number at every start"])
+@pytest.mark.parametrize("ranks", [(2,), (1, 2, 3)], ids=["two ranks", "another world size at every start"])
 def test_chaos(ranks, seaweed, bucket, tmp_path, monkeypatch):
     chaos = Chaos(tmp_path, seaweed, bucket, seed=1, ranks=ranks)
     report = chaos.go(SECONDS)
     print(report)
-    assert sum(map(len, report.lost.values())) >= 2, "little has happened"
+    assert sum(map(len, report.lost.values())) >= 2, "too few faults ended an attempt"
     for rank in range(min(ranks)):
         assert logged_steps(chaos.run, rank) == list(range(1, report.steps + 1))
     (tmp_path / "undisturbed").mkdir()

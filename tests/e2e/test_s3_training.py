@@ -1,4 +1,4 @@
-"""A user's run with its snapshots in a real S3 server: killed, cut off, started twice, and resumed."""
+"""Runs with their snapshots on a real S3 server: killed, disconnected, started twice, and resumed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from chaos import AWAY, impatient
+from chaos import UNAVAILABLE, with_limits
 from fault_proxy import Fault, FaultProxy, Rule
 from launching import TINY, Job, call, last_step, python_main, torchrun, wait_for
 
@@ -19,7 +19,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
-# Slow enough to be hit in the middle: one step takes 10 ms or more.
+# Slow enough to be killed in mid-run: a step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24", "run.name=run"]
 ENDLESS = [*TINY, "trainer.max_steps=10000000", "trainer.eval_every=null", "snapshot.every_steps=20", "run.name=run"]
 LAUNCHERS = {"torchrun": torchrun(2), "nproc_per_node": [*python_main(), "ddp.nproc_per_node=2"]}
@@ -34,13 +34,13 @@ def bucket(seaweed):
 
 @pytest.fixture
 def path(bucket):
-    """What the user gives as snapshot.path; the run's snapshots are in `run` below it."""
+    """The value of snapshot.path; the snapshots of the run are in `run` below it."""
     return f"s3://{bucket}/{uuid.uuid4().hex}"
 
 
 @pytest.fixture
 def aws(seaweed, monkeypatch, tmp_path):
-    """The environment of a user of this server alone."""
+    """The environment of a client of this server, without other AWS settings."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name in ("CONFIG", "SHARED_CREDENTIALS"):
@@ -51,24 +51,24 @@ def aws(seaweed, monkeypatch, tmp_path):
 
 @pytest.fixture
 def proxy(aws, seaweed, monkeypatch):
-    """Between the run and the server."""
+    """A fault proxy between the run and the server."""
     proxy = FaultProxy(seaweed.port, seed=1)
     yield proxy
     proxy.close()
 
 
-def through(proxy: FaultProxy) -> dict[str, str]:
+def proxied(proxy: FaultProxy) -> dict[str, str]:
     return {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
 
 
-def hasty(tmp_path: Path, **lease: float) -> dict[str, str]:
-    """Processes that do not wait as long as users would."""
-    return {"PYTHONPATH": impatient(tmp_path / "site", ONE_S, lease)}
+def short_timeouts(tmp_path: Path, **lease: float) -> dict[str, str]:
+    """Return an environment in which processes time out sooner than in production."""
+    return {"PYTHONPATH": with_limits(tmp_path / "site", ONE_S, lease)}
 
 
 @pytest.fixture(scope="module")
 def local_weights(tmp_path_factory):
-    """What two ranks arrive at on a local disk, undisturbed."""
+    """The weights of an uninterrupted run of two ranks on a local disk."""
     cwd = tmp_path_factory.mktemp("local")
     done = call([*torchrun(2), *SETTINGS], cwd)
     assert done.returncode == 0, done.stdout
@@ -87,13 +87,13 @@ def log_of(cwd: Path, root: str = "outputs") -> str:
 
 
 def committed(cwd: Path, root: str = "outputs") -> list[tuple[int, str]]:
-    """The snapshots that the log tells of, in its order: step and place."""
+    """Return the step and directory of each snapshot that the log reports, in order."""
     found = re.findall(r"snapshot of step (\d+) committed to (\S+?),?(?: |$)", log_of(cwd, root), flags=re.MULTILINE)
-    return [(int(step), place) for step, place in found]
+    return [(int(step), directory) for step, directory in found]
 
 
-def all_whole(path: str) -> list[int]:
-    """The committed steps, every byte of which has been compared with its digest; a run may delete some meanwhile."""
+def verified_steps(path: str) -> list[int]:
+    """Return the committed steps after verifying every digest; a run may delete some meanwhile."""
     store = SnapshotStore(f"{path}/run")
     steps = [step for step in store.steps() if store.is_committed(step)]
     for step in steps:
@@ -105,7 +105,7 @@ def all_whole(path: str) -> list[int]:
 
 
 @pytest.mark.parametrize("launcher", ["nproc_per_node"])
-def test_killed_run_resumes_and_tells_nobody_the_secret(launcher, aws, seaweed, path, tmp_path, local_weights):
+def test_killed_run_resumes_and_leaks_no_credentials(launcher, aws, seaweed, path, tmp_path, local_weights):
     command = [*LAUNCHERS[launcher], *SETTINGS, f"snapshot.path={path}"]
     job = Job(command, tmp_path)
     wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
@@ -114,7 +114,7 @@ def test_killed_run_resumes_and_tells_nobody_the_secret(launcher, aws, seaweed, 
     done = call(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
-    assert "waiting" not in done.stdout, "the owner is expected_size to be dead"
+    assert "waiting" not in done.stdout, "the previous owner of the lease is known to be dead"
     assert remote_weights(path) == local_weights
     assert not (tmp_path / "outputs/run/snapshots").exists()
     objects = SnapshotStore(f"{path}/run").storage
@@ -136,20 +136,22 @@ def test_faulty_network(proxy, path, tmp_path, local_weights):
         Rule(".", Fault.DELAY, times=4, probability=0.05, seconds=2),
     ]
     command = [*torchrun(2), *SETTINGS, f"snapshot.path={path}"]
-    job = Job(command, tmp_path, **through(proxy))
+    job = Job(command, tmp_path, **proxied(proxy))
     wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
     job.kill_tree()
-    done = call(command, tmp_path, **through(proxy))
+    done = call(command, tmp_path, **proxied(proxy))
     assert done.returncode == 0, done.stdout
     assert sum(rule.hits for rule in proxy.rules) > 10
-    assert STEPS in all_whole(path)
+    assert STEPS in verified_steps(path)
     assert remote_weights(path) == local_weights
 
 
-def test_store_killed_and_back(aws, seaweed, path, tmp_path):
-    """Training does not wait for it; what was lost of a snapshot on its way is never taken for one."""
+def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
+    """Training does not wait for the store, and a partially written snapshot is never taken for a whole one."""
     job = Job(
-        [*torchrun(2), *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"], tmp_path, **hasty(tmp_path)
+        [*torchrun(2), *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"],
+        tmp_path,
+        **short_timeouts(tmp_path),
     )
     try:
         wait_for(lambda: len(committed(tmp_path)) >= 3, what="three snapshots")
@@ -161,46 +163,46 @@ def test_store_killed_and_back(aws, seaweed, path, tmp_path):
         if seaweed.process is None:
             seaweed.start()
     before = len(committed(tmp_path))
-    whole = all_whole(path)
-    assert whole, "what was committed is gone"
-    wait_for(lambda: len(committed(tmp_path)) >= before + 3, what="snapshots after the store came back")
+    verified = verified_steps(path)
+    assert verified, "no committed snapshot is left"
+    wait_for(lambda: len(committed(tmp_path)) >= before + 3, what="snapshots after the restart of the store")
     job.process.send_signal(signal.SIGTERM)
     job.wait()
     last = int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path))[0])
-    assert all_whole(path)[-1] == last
-    assert len(all_whole(path)) <= 2, "the older ones were not deleted"
+    assert verified_steps(path)[-1] == last
+    assert len(verified_steps(path)) <= 2, "the older ones were not deleted"
     assert "Traceback" not in log_of(tmp_path)
 
 
-def test_store_away_for_too_long(proxy, path, tmp_path):
+def test_store_unavailable_for_too_long(proxy, path, tmp_path):
     command = [*LAUNCHERS["nproc_per_node"], "ddp.max_restarts=0"]
     options = [f"snapshot.path={path}", "snapshot.max_failures=1"]
-    job = Job([*command, *ENDLESS, *options], tmp_path, **through(proxy), **hasty(tmp_path))
+    job = Job([*command, *ENDLESS, *options], tmp_path, **proxied(proxy), **short_timeouts(tmp_path))
     wait_for(lambda: committed(tmp_path), what="the first snapshot")
     proxy.down = True
     assert job.wait() == 2, job.text()
-    told = [line for line in job.text().splitlines() if not re.match(r"step \d+/|retrying", line)]
+    reported = [line for line in job.text().splitlines() if not re.match(r"step \d+/|retrying", line)]
     assert re.match(
-        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", told[-1]
+        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", reported[-1]
     )
-    assert len([line for line in told if "error: " in line]) == 1
+    assert len([line for line in reported if "error: " in line]) == 1
     assert re.search(r"training continues \(failure 1 of 1 allowed\)", job.text())
     assert "Traceback" not in job.text() + log_of(tmp_path)
     proxy.down = False
     newest = committed(tmp_path)[-1][0]
-    done = call([*command, *ENDLESS, *options, f"trainer.max_steps={newest + 5}"], tmp_path, **through(proxy))
+    done = call([*command, *ENDLESS, *options, f"trainer.max_steps={newest + 5}"], tmp_path, **proxied(proxy))
     assert done.returncode == 0, done.stdout
     assert f"resuming from the snapshot of step {newest} " in done.stdout
 
 
-def test_fallback(proxy, path, tmp_path):
+def test_fallback_path(proxy, path, tmp_path):
     other = tmp_path / "other"
     command = [*torchrun(2), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
-    limits = {**through(proxy), **hasty(tmp_path)}
+    limits = {**proxied(proxy), **short_timeouts(tmp_path)}
     job = Job([*command, "snapshot.max_failures=0"], tmp_path, **limits)
     wait_for(lambda: committed(tmp_path), what="a snapshot")
     proxy.down = True
-    wait_for(lambda: committed(tmp_path)[-1][1] == str(other / "run"), what="a snapshot at the other place")
+    wait_for(lambda: committed(tmp_path)[-1][1] == str(other / "run"), what="a snapshot at the fallback path")
     job.kill_tree()
     step = committed(tmp_path)[-1][0]
     text = log_of(tmp_path)
@@ -212,18 +214,18 @@ def test_fallback(proxy, path, tmp_path):
     assert done.returncode == 0, done.stdout
     assert f"resuming from the snapshot of step {step} " in done.stdout
     assert committed(tmp_path)[-1] == (step + 50, f"{path}/run")
-    assert not list(other.glob("run/step_*")), "what stood there was for the time without the store"
+    assert not list(other.glob("run/step_*")), "the snapshots at the fallback path were not deleted"
 
 
-def test_preempted_while_the_store_is_away(proxy, path, tmp_path):
-    """With the limits that users have, of which the first place may not take all the grace."""
+def test_preempted_while_the_store_is_unavailable(proxy, path, tmp_path):
+    """With the default limits: attempts at snapshot.path must leave time for the fallback path."""
     other = tmp_path / "other"
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
-    job = Job([*command, "snapshot.grace_seconds=8"], tmp_path, **through(proxy))
+    job = Job([*command, "snapshot.grace_seconds=8"], tmp_path, **proxied(proxy))
     wait_for(lambda: committed(tmp_path), what="a snapshot")
     proxy.down = True
     before = committed(tmp_path)[-1][0]
-    wait_for(lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training that goes on")
+    wait_for(lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training to continue")
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(30) == 0, job.text()
     step = last_step(tmp_path / "outputs" / "run")
@@ -231,28 +233,33 @@ def test_preempted_while_the_store_is_away(proxy, path, tmp_path):
     assert SnapshotStore(str(other / "run")).read_latest().step == step
 
 
-def test_store_away_at_resume(proxy, path, tmp_path):
-    """That is no reason to begin anew."""
+def test_store_unavailable_at_resume(proxy, path, tmp_path):
+    """The run is refused; it does not start again at step 1."""
     command = [*python_main(), *TINY, "run.name=run", f"snapshot.path={path}"]
-    assert call(command, tmp_path, **through(proxy)).returncode == 0
+    assert call(command, tmp_path, **proxied(proxy)).returncode == 0
     before = log_of(tmp_path)
     proxy.down = True
     for options in ([], [f"snapshot.fallback_path={tmp_path / 'other'}"]):
-        done = call([*command, "trainer.max_steps=24", *options], tmp_path, **through(proxy), **hasty(tmp_path))
+        done = call(
+            [*command, "trainer.max_steps=24", *options],
+            tmp_path,
+            **proxied(proxy),
+            **short_timeouts(tmp_path),
+        )
         assert done.returncode == 2
         [line] = [line for line in done.stdout.splitlines() if not line.startswith("retrying")]
-        assert re.match(rf"storage error: {AWAY}", line)
+        assert re.match(rf"storage error: {UNAVAILABLE}", line)
     assert "step 13/" not in log_of(tmp_path)
     assert log_of(tmp_path).count("\n") - before.count("\n") <= 2
     proxy.down = False
-    done = call([*command, "trainer.max_steps=24"], tmp_path, **through(proxy))
+    done = call([*command, "trainer.max_steps=24"], tmp_path, **proxied(proxy))
     assert "resuming from the snapshot of step 12 of 24" in done.stdout
 
 
 def test_two_runs_of_one_name(aws, path, tmp_path):
-    """Another run directory, perhaps on another machine: the object store is all that they have in common."""
+    """The run directories differ, perhaps on different machines: the runs share only the object store."""
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 8.0})}
+    limits = {"PYTHONPATH": with_limits(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 8.0})}
     first = Job([*command, "run.root=first"], tmp_path, **limits)
     try:
         wait_for(lambda: committed(tmp_path, "first"), what="a snapshot of the first")
@@ -262,26 +269,26 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
         assert re.match(rf"run error: {path}/run is locked by process {first.process.pid} on .*still running", line)
         assert first.process.poll() is None
         step = committed(tmp_path, "first")[-1][0]
-        wait_for(lambda: committed(tmp_path, "first")[-1][0] > step, what="the first, unimpressed")
+        wait_for(lambda: committed(tmp_path, "first")[-1][0] > step, what="the first run to continue")
     finally:
         first.kill_tree()
     newest = committed(tmp_path, "first")[-1][0]
     begin = time.monotonic()
     second = Job([*command, "run.root=second"], tmp_path, **limits)
-    wait_for(lambda: committed(tmp_path, "second"), what="the take-over")
+    wait_for(lambda: committed(tmp_path, "second"), what="the takeover")
     second.kill_tree()
     assert time.monotonic() - begin > 8
     resumed = int(re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0])
     assert resumed >= newest
-    third = Job([*command, "run.root=second"], tmp_path, **limits)  # here it is expected_size who is dead
+    third = Job([*command, "run.root=second"], tmp_path, **limits)  # on this machine the owner is known to be dead
     wait_for(lambda: log_of(tmp_path, "second").count("resuming") == 2, what="the same run again")
     third.kill_tree()
     assert "waiting" not in third.text()
 
 
-def test_a_run_that_slept_leaves_its_place_to_its_successor(aws, path, tmp_path):
+def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    limits = {"PYTHONPATH": impatient(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 0.5, "LEASE_TTL_S": 1.5})}
+    limits = {"PYTHONPATH": with_limits(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 0.5, "LEASE_TTL_S": 1.5})}
     first = Job([*command, "run.root=first"], tmp_path, **limits)
     second = None
     try:
@@ -293,10 +300,10 @@ def test_a_run_that_slept_leaves_its_place_to_its_successor(aws, path, tmp_path)
         assert first.wait() == 2
         assert re.search(rf"run error: {path}/run was taken over by process {second.process.pid} on", first.text())
         step = committed(tmp_path, "second")[-1][0]
-        wait_for(lambda: committed(tmp_path, "second")[-1][0] > step, what="the second, undisturbed")
+        wait_for(lambda: committed(tmp_path, "second")[-1][0] > step, what="the second run to continue")
         second.process.send_signal(signal.SIGTERM)
         second.wait()
-        assert all_whole(path)[-1] == int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path, "second"))[0])
+        assert verified_steps(path)[-1] == int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path, "second"))[0])
     finally:
         for job in (first, second):
             if job is not None and job.process.poll() is None:
