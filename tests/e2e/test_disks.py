@@ -15,13 +15,13 @@ from launching import TINY, Job, call, committed, python_main, wait_for
 
 from mingpt_ddp.snapshots.store import SnapshotStore
 
-SIZE = 205  # KiB of one snapshot of these runs, about
-ROOM = 3 * SIZE  # for two of them, and the directories
+SIZE = 205  # KiB: approximate size of a snapshot of these runs
+ROOM = 3 * SIZE  # for two snapshots and the directories
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """Mounts small disks below tmp_path, by name and size in KiB; the options of a later call change the first."""
+    """Return a function that mounts, or remounts, a tmpfs below tmp_path, by name, size in KiB and options."""
     mounted: list[Path] = []
 
     def mount(name: str, size: int, *options: str) -> Path:
@@ -46,8 +46,8 @@ def train(cwd: Path, *args: str):
     return call([*python_main(), *TINY, "run.name=a", "trainer.sample_every=null", *args], cwd)
 
 
-def whole(directory: Path) -> list[int]:
-    """The steps of the committed snapshots there, after verifying every byte."""
+def verified_steps(directory: Path) -> list[int]:
+    """Return the committed steps after verifying every digest."""
     store = SnapshotStore(str(directory))
     steps = [step for step in store.steps() if store.is_committed(step)]
     for step in steps:
@@ -58,17 +58,17 @@ def whole(directory: Path) -> list[int]:
 KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.background=false"]
 
 
-@pytest.mark.parametrize("allowed", [0, 2])
-def test_a_full_disk_ends_the_run_after_too_many_failures(allowed, tmp_path, disk):
+@pytest.mark.parametrize("max_failures", [0, 2])
+def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path, disk):
     full = disk("full", ROOM)
-    done = train(tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={allowed}", *KEEP_ALL)
+    done = train(tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={max_failures}", *KEEP_ALL)
     assert done.returncode == 2, done.stdout
-    steps = whole(full / "a")
+    steps = verified_steps(full / "a")
     assert steps and steps == list(range(1, len(steps) + 1))
     warnings = re.findall(
         r"cannot write the snapshot of step \d+: .*; training continues \(failure (\d) of", done.stdout
     )
-    assert warnings == [str(i + 1) for i in range(allowed)]
+    assert warnings == [str(i + 1) for i in range(max_failures)]
     errors = [line for line in done.stdout.splitlines() if re.match("[a-z]+ error: ", line)]
     assert len(errors) == 1, done.stdout
     assert done.stdout.splitlines()[-1] == errors[0]
@@ -76,24 +76,24 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(allowed, tmp_path, dis
     assert "Traceback" not in done.stdout
 
     subprocess.run(["mount", "-o", "remount,size=16m", str(full)], check=True)
-    again = train(tmp_path, f"snapshot.path={full}", *KEEP_ALL)
-    assert again.returncode == 0, again.stdout
-    assert f"resuming from the snapshot of step {steps[-1]} of 12" in again.stdout
-    assert whole(full / "a") == list(range(1, 13))
+    resumed = train(tmp_path, f"snapshot.path={full}", *KEEP_ALL)
+    assert resumed.returncode == 0, resumed.stdout
+    assert f"resuming from the snapshot of step {steps[-1]} of 12" in resumed.stdout
+    assert verified_steps(full / "a") == list(range(1, 13))
 
 
 def test_a_full_disk_with_a_fallback_path(tmp_path, disk):
-    full, spare = disk("full", ROOM), tmp_path / "spare"
-    paths = [f"snapshot.path={full}", f"snapshot.fallback_path={spare}", *KEEP_ALL]
+    full, fallback = disk("full", ROOM), tmp_path / "spare"
+    paths = [f"snapshot.path={full}", f"snapshot.fallback_path={fallback}", *KEEP_ALL]
     done = train(tmp_path, *paths, "trainer.max_steps=8")
     assert done.returncode == 0, done.stdout
-    first, second = whole(full / "a"), whole(spare / "a")
+    first, second = verified_steps(full / "a"), verified_steps(fallback / "a")
     assert first and second[-1] == 8 and not set(first) & set(second)
     assert "snapshot of step 8 committed to" in done.stdout and "No space left" in done.stdout
-    again = train(tmp_path, *paths)
-    assert again.returncode == 0, again.stdout
-    assert "resuming from the snapshot of step 8 of 12" in again.stdout
-    assert whole(spare / "a")[-1] == 12
+    resumed = train(tmp_path, *paths)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "resuming from the snapshot of step 8 of 12" in resumed.stdout
+    assert verified_steps(fallback / "a")[-1] == 12
 
 
 def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
@@ -107,17 +107,19 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
     assert os.listdir(directory) == []
 
 
-def test_a_disk_that_fills_up_and_is_emptied_again(tmp_path, disk):
-    directory, spare = disk("filling", 4 * SIZE), tmp_path / "spare"
-    args = [f"snapshot.path={directory}", f"snapshot.fallback_path={spare}", "trainer.max_steps=1000000"]
+def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
+    directory, fallback = disk("filling", 4 * SIZE), tmp_path / "spare"
+    args = [f"snapshot.path={directory}", f"snapshot.fallback_path={fallback}", "trainer.max_steps=1000000"]
     job = Job([*python_main(), *TINY, "run.name=a", *args, "trainer.eval_every=null"], tmp_path)
     try:
         wait_for(lambda: list(directory.glob("a/step_*/manifest.json")), what="a snapshot")
         fill(directory / "other")
-        wait_for(lambda: list(spare.glob("a/step_*/manifest.json")), what="a snapshot at the fallback path")
+        wait_for(lambda: list(fallback.glob("a/step_*/manifest.json")), what="a snapshot at the fallback path")
         (directory / "other").unlink()
         wait_for(
-            lambda: max(steps_in(directory), default=0) > min(steps_in(spare), default=1 << 30) or not steps_in(spare)
+            lambda: (
+                max(steps_in(directory), default=0) > min(steps_in(fallback), default=1 << 30) or not steps_in(fallback)
+            )
         )
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 0, job.text()
@@ -125,7 +127,7 @@ def test_a_disk_that_fills_up_and_is_emptied_again(tmp_path, disk):
         if job.process.poll() is None:
             job.kill_tree()
     assert "No space left on device" in job.text() and "preempted at step" in job.text()
-    assert whole(directory / "a")[-1] > max(whole(spare / "a"), default=0)
+    assert verified_steps(directory / "a")[-1] > max(verified_steps(fallback / "a"), default=0)
 
 
 def fill(path: Path) -> None:
@@ -151,10 +153,10 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path):
         assert first.process.poll() is None
     finally:
         first.kill_tree()
-    assert train(tmp_path, "trainer.max_steps=4").returncode == 0  # the dead hold nothing
+    assert train(tmp_path, "trainer.max_steps=4").returncode == 0  # a killed process holds no lock
 
 
-def test_times_of_files_say_nothing(tmp_path):
+def test_modification_times_are_ignored(tmp_path):
     """After a restore from a backup, or with a clock that was set back, older files may look newer."""
     assert train(tmp_path, "snapshot.keep_last=9", "trainer.max_steps=8").returncode == 0
     run = tmp_path / "outputs" / "a"

@@ -1,4 +1,4 @@
-"""One run on 1, then 4, then 2, then 3 ranks is the run on one: the machines change, the training does not."""
+"""A run on 1, then 4, then 2, then 3 ranks equals the run on one rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run
 
 STEPS = 60
-# A difference in rounding grows from step to step, about as the learning rate makes it: at three times this one it is
-# 1e-4 in the end, and begins as small.
+# A rounding difference grows from step to step, with the learning rate: at three times this rate, it is 1e-4 after the
+# last step, although as small after the first.
 SETTINGS = [
     *TINY,
     "model.dropout=0.1",
@@ -43,7 +43,7 @@ def train_all(configs: list[dict[str, Any]]) -> list[float | None]:
 
 
 def train(ranks: int, steps: int, root: Path) -> list[list[float | None]]:
-    """All sizes of micro-batches in turn; the losses by rank."""
+    """Train with every micro-batch size in turn; return the losses by rank."""
     options = [f"trainer.max_steps={steps}", f"run.root={root}"]
     configs = [configure(*SETTINGS, *options, f"trainer.micro_batch_size={n}", f"run.name=micro{n}") for n in SIZES]
     return run_ranks(ranks, train_all, root / f"ranks{ranks}-{steps}", configs=configs)

@@ -1,4 +1,4 @@
-"""The same promises on a GPU; `pytest -m gpu` runs these alone."""
+"""The same guarantees on a GPU; `pytest -m gpu` runs only these tests."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_compiled_and_under_torchrun(tmp_path: Path) -> None:
     assert "cuda in bf16" in done.stdout
 
 
-def test_compiled_steps_are_those_of_eager_ones(tmp_path: Path) -> None:
-    """Without dropout, which compiled code draws in an order of its own; with evaluation and samples in between."""
+def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
+    """Without dropout, whose random numbers compiled code draws in another order; with evaluation and samples."""
     losses = {}
     for compiled in ("false", "true", "cuda_graphs"):
         options = [
@@ -128,8 +128,8 @@ def some_gpt(device: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("length", [1, 12])
-def test_a_recorded_step_writes_what_the_cpu_writes(length: int) -> None:
-    """Through several windows, and for several texts at once."""
+def test_decoding_with_a_cuda_graph_writes_the_text_of_the_cpu(length: int) -> None:
+    """Across several windows, and for a batch of several texts."""
     tokens = torch.arange(3 * length).view(3, length) % 17
     texts = [
         torch.stack(list(generate(some_gpt(device), tokens.to(device), 40, SamplingParams(temperature=0)))).cpu()
@@ -138,7 +138,7 @@ def test_a_recorded_step_writes_what_the_cpu_writes(length: int) -> None:
     assert torch.equal(*texts)
 
 
-def test_sampling_in_bf16_repeats() -> None:
+def test_sampling_in_bf16_is_reproducible() -> None:
     texts = []
     for _ in range(2):
         model = some_gpt("cuda")
@@ -161,7 +161,7 @@ def test_sample_on_a_gpu(precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_the_gpu_has_the_batches_of_the_cpu(dtype: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_on_the_gpu_equal_those_on_the_cpu(dtype: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mingpt_ddp.data.dataloader.MAX_RESIDENT_FRACTION", share)
     tokens = np.linspace(0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000).astype(dtype)
     plan = BatchPlan(12, 3, 2)
@@ -180,7 +180,7 @@ def test_the_gpu_has_the_batches_of_the_cpu(dtype: str, share: float, monkeypatc
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
 @pytest.mark.parametrize("hook", ["none", "fp16", "bf16"])
-def test_gradients_travel_between_gpus_and_the_run_resumes(hook: str, tmp_path: Path) -> None:
+def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_path: Path) -> None:
     options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
     options += [
         "ddp.nproc_per_node=2",

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py --dry-run`: whoever has a GPU for half an hour does not spend it on a typing error."""
+"""`benchmarks/gpu.py --dry-run`: a typo must not cost time on a rented GPU."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def hosts():
 def uninterrupted(tmp_path_factory):
     """The weights of the uninterrupted run."""
     with two_hosts() as pair:
-        cluster = Cluster(pair, tmp_path_factory.mktemp("undisturbed"))
+        cluster = Cluster(pair, tmp_path_factory.mktemp("uninterrupted"))
         cluster.wait()
     assert cluster.world_sizes() == [3]
     return weights(cluster.run)

@@ -40,13 +40,13 @@ NOT_INSTALLED = {
     "test": "the environment that runs the tests",
     "dev": "the tools of make check, nothing that a user runs",
 }
-# Ray requires them, in their only releases: betas.
+# Ray requires them, and they have only beta releases.
 WITHOUT_A_FINAL_RELEASE = {"opentelemetry-exporter-prometheus", "opentelemetry-semantic-conventions"}
 
 
-def pip(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run pip without constraints or other settings that the environment makes for whoever runs the tests."""
-    return call([sys.executable, "-m", "pip", *map(str, words)], cwd, PIP_CONSTRAINT="", PIP_PRE="0")
+def pip(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run pip without constraints or other settings from the environment of the tests."""
+    return call([sys.executable, "-m", "pip", *map(str, args)], cwd, PIP_CONSTRAINT="", PIP_PRE="0")
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def wheel(tmp_path_factory) -> Path:
 
 
 def make_environment(path: Path) -> Path:
-    """Make a virtual environment that holds torch alone; returns its site-packages.
+    """Make a virtual environment with torch only; return its site-packages.
 
     Of torch's metadata it gets METADATA but not RECORD, so pip counts torch as installed and cannot remove it.
     """
@@ -85,11 +85,11 @@ def make_environment(path: Path) -> Path:
 
 
 def install(extras: str, wheel: Path, work: Path, *options: object) -> Path:
-    """Have pip install the package with extras into a new environment in `work`; returns its site-packages."""
+    """Install the package with extras into a new environment in `work`; return its site-packages."""
     site = make_environment(work / "env")
     (work / "torch.txt").write_text(f"torch=={torch.__version__}\n")
-    words = ["install", "--quiet", "--no-compile", *options, "-c", work / "torch.txt", f"{wheel}[{extras}]"]
-    done = pip("--python", work / "env" / "bin" / "python", *words, cwd=work)
+    args = ["install", "--quiet", "--no-compile", *options, "-c", work / "torch.txt", f"{wheel}[{extras}]"]
+    done = pip("--python", work / "env" / "bin" / "python", *args, cwd=work)
     assert done.returncode == 0, done.stdout
     return site
 
@@ -131,6 +131,6 @@ def test_the_extras_work_without_constraints(wheel, tmp_path):
     site = install(",".join(USES), wheel, tmp_path)
     versions = {found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])}
     assert prereleases(versions) == {}
-    for extra, words in USES.items():
-        used = call([str(tmp_path / "env" / "bin" / "python"), *words], tmp_path, PYTHONPATH="")
+    for extra, args in USES.items():
+        used = call([str(tmp_path / "env" / "bin" / "python"), *args], tmp_path, PYTHONPATH="")
         assert used.returncode == 0, f"{extra}: {used.stdout}"

@@ -1,4 +1,4 @@
-"""Kill -9 anything, start again: the weights are those of the run that nobody disturbed, byte for byte."""
+"""SIGKILL any process and start again: the weights are those of the uninterrupted run, byte for byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
-# Slow enough to be hit in the middle: one step takes 10 ms or more.
+# Slow enough to be killed in mid-run: a step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24"]
 PATHS = {
     "plain": ["model=gpt_nano", "optimizer=adamw", "trainer.precision=fp32"],
@@ -22,7 +22,7 @@ PATHS = {
 
 
 def start(path: str, ranks: int, cwd: Path) -> Job:
-    settings = [word for word in SETTINGS if not word.startswith("model=")]
+    settings = [override for override in SETTINGS if not override.startswith("model=")]
     return Job([*torchrun(ranks, "--max_restarts=2"), *PATHS[path], *settings, "run.name=run"], cwd)
 
 
@@ -30,32 +30,32 @@ def weights(run: Path) -> bytes:
     return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
 
 
-def four_steps(seed: str) -> list[int]:
-    """Random steps, the same at every run of the tests, one in each quarter of the run."""
+def one_step_per_quarter(seed: str) -> list[int]:
+    """Return a random step in each quarter of the run, the same for the same seed."""
     generator, quarter = random.Random(seed), STEPS // 4
     return [generator.randint(first + 3, first + quarter - 3) for first in range(0, STEPS, quarter)]
 
 
 def reached(run: Path, step: int, attempt: int):
-    """The attempt (from 0) is under way, that step has been taken, and there is a snapshot to go on from."""
+    """Whether this attempt (from 0) has taken this step, and there is a snapshot to resume from."""
 
-    def is_there() -> bool:
+    def is_reached() -> bool:
         log = run / "main.rank0.log"
         resumed = log.exists() and log.read_text().count("resuming from the snapshot") >= attempt
         return resumed and last_step(run) >= step and bool(committed(run))
 
-    return is_there
+    return is_reached
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("path", PATHS)
 def test_killed_in_every_way(path, ranks, tmp_path):
-    """Twice a worker, which the agent starts again; then the agent alone; then all of them."""
-    (tmp_path / "undisturbed").mkdir()
-    undisturbed = start(path, ranks, tmp_path / "undisturbed")
-    assert undisturbed.wait() == 0, undisturbed.text()
+    """A worker, which the agent restarts, twice; then the agent alone; then all processes."""
+    (tmp_path / "uninterrupted").mkdir()
+    uninterrupted = start(path, ranks, tmp_path / "uninterrupted")
+    assert uninterrupted.wait() == 0, uninterrupted.text()
 
-    run, steps = tmp_path / "outputs" / "run", four_steps(f"{path} {ranks}")
+    run, steps = tmp_path / "outputs" / "run", one_step_per_quarter(f"{path} {ranks}")
     job = start(path, ranks, tmp_path)
     for attempt in (0, 1):
         wait_for(reached(run, steps[attempt], attempt), what=f"step {steps[attempt]}")
@@ -72,16 +72,16 @@ def test_killed_in_every_way(path, ranks, tmp_path):
     job = start(path, ranks, tmp_path)
     assert job.wait() == 0, job.text()
 
-    assert weights(run) == weights(tmp_path / "undisturbed" / "outputs" / "run")
+    assert weights(run) == weights(tmp_path / "uninterrupted" / "outputs" / "run")
     assert (run / "main.rank0.log").read_text().count("resuming from the snapshot") == 4
     for rank in range(ranks):
-        assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is doubled or missing"
+        assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is duplicated or missing"
     history = read_history(run / METRICS)
     assert [step for step, _ in history.series("train_loss")] == list(range(1, STEPS + 1))
     assert history.faults == 4
 
 
 def logged_steps(run: Path, rank: int) -> list[int]:
-    """The steps of a rank's loss curve, as TensorBoard reads them."""
+    """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
     events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
     return [event.step for event in events.Scalars("train/loss")]

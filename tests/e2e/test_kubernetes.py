@@ -1,7 +1,7 @@
-"""The manifest for Kubernetes agrees with the program, and its pods exit with codes that say what to do next.
+"""The Kubernetes manifest agrees with the program, and the exit codes of its pods separate errors from preemption.
 
-Two processes stand for the pods, with the variables that Kubeflow's operator sets; docs/kubernetes.md says what the
-manifest makes of their exit codes.
+Two processes stand in for the pods, with the variables that the operator of Kubeflow sets; docs/kubernetes.md says how
+the manifest handles their exit codes.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ POD = PODS["template"]["spec"]["template"]["spec"]
 TRAINER = JOB["spec"]["trainer"]
 
 
-def complaints(document: dict[str, Any]) -> list[str]:
-    """What the published models refuse, or drop because they do not know it."""
+def validation_errors(document: dict[str, Any]) -> list[str]:
+    """Return what the published models reject, or drop as unknown."""
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
     model = getattr(models, f"TrainerV1alpha1{document['kind']}")
     try:
-        kept = model.from_dict(copy.deepcopy(document)).to_dict()
+        parsed = model.from_dict(copy.deepcopy(document)).to_dict()
     except ValueError as error:
         return [line.strip() for line in str(error).splitlines()[1:]]
-    return sorted(leaves(document) - leaves(kept))
+    return sorted(scalars(document) - scalars(parsed))
 
 
-def leaves(value: Any, path: str = "") -> set[str]:
-    """Every scalar of a document with its path, as text."""
+def scalars(value: Any, path: str = "") -> set[str]:
+    """Return every scalar of a document with its path, as strings."""
     if isinstance(value, dict) and value:
-        return {leaf for key, each in value.items() for leaf in leaves(each, f"{path}.{key}")}
+        return {scalar for key, each in value.items() for scalar in scalars(each, f"{path}.{key}")}
     if isinstance(value, list) and value:
-        return {leaf for index, each in enumerate(value) for leaf in leaves(each, f"{path}[{index}]")}
+        return {scalar for index, each in enumerate(value) for scalar in scalars(each, f"{path}[{index}]")}
     return {f"{path}={value!r}"}
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("document", [RUNTIME, JOB], ids=lambda document: document["kind"])
-def test_the_manifest_is_what_the_operator_and_kubernetes_know(document):
-    assert complaints(document) == []
+def test_the_manifest_is_valid_for_the_operator_and_kubernetes(document):
+    assert validation_errors(document) == []
 
 
 @pytest.mark.integration
@@ -67,18 +67,18 @@ def test_the_manifest_is_what_the_operator_and_kubernetes_know(document):
         ("spec.trainer.resourcesPerNode.limit", {"memory": "1Gi"}, ".spec.trainer.resourcesPerNode.limit.memory='1Gi'"),
     ],
 )
-def test_the_check_of_the_manifest_can_fail(path, value, expected):
-    broken = copy.deepcopy(JOB)
+def test_an_invalid_manifest_is_detected(path, value, expected):
+    invalid = copy.deepcopy(JOB)
     *parents, last = path.split(".")
-    node = broken
+    node = invalid
     for parent in parents:
         node = node[parent]
     node[last] = value
-    assert expected in complaints(broken)[0]
+    assert expected in validation_errors(invalid)[0]
 
 
 def configuration() -> Config:
-    """What the arguments of the manifest compose to."""
+    """Compose the configuration from the arguments of the manifest."""
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", TRAINER["args"])))
 
@@ -103,7 +103,7 @@ def test_the_exit_codes_of_the_manifest_are_those_of_the_program():
     assert POD["restartPolicy"] == "Never"
 
 
-def test_what_is_written_lies_on_a_volume_and_no_secret_in_the_manifest():
+def test_runs_are_written_to_a_volume_and_the_manifest_has_no_secret():
     config = configuration()
     mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
@@ -115,8 +115,8 @@ def test_what_is_written_lies_on_a_volume_and_no_secret_in_the_manifest():
     assert "secretRef" in CONTAINER["envFrom"][0]
 
 
-def pod(cwd: Path, index: int, pods: int, port: int, *words: str) -> Job:
-    """One of the pods of a job, with what the operator adds to its environment."""
+def pod(cwd: Path, index: int, pods: int, port: int, *overrides: str) -> Job:
+    """Start a pod of a job, with the environment that the operator sets."""
     variables = {
         "PET_NNODES": str(pods),
         "PET_NPROC_PER_NODE": "1",
@@ -125,12 +125,12 @@ def pod(cwd: Path, index: int, pods: int, port: int, *words: str) -> Job:
         "PET_MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    own = ["ddp.nproc_per_node=1", "ddp.preempted_exit_code=143", "run.name=pods", "trainer.eval_every=null"]
-    return Job([sys.executable, str(ROOT / "main.py"), *TINY, *own, *words], cwd, **variables)
+    options = ["ddp.nproc_per_node=1", "ddp.preempted_exit_code=143", "run.name=pods", "trainer.eval_every=null"]
+    return Job([sys.executable, str(ROOT / "main.py"), *TINY, *options, *overrides], cwd, **variables)
 
 
 @pytest.mark.parametrize("evicted", [0, 1])
-def test_an_evicted_pod_stops_both_to_start_again(evicted, tmp_path):
+def test_an_evicted_pod_stops_both_pods_which_resume(evicted, tmp_path):
     run, [port] = tmp_path / "outputs" / "pods", free_ports(1)
     pods = [pod(tmp_path, index, 2, port, "trainer.max_steps=100000") for index in (0, 1)]
     wait_for(lambda: committed(run), what="a snapshot")
@@ -140,33 +140,33 @@ def test_an_evicted_pod_stops_both_to_start_again(evicted, tmp_path):
     assert (preempted["status"], preempted["world_size"]) == ("preempted", 2)
     assert committed(run)[-1] == preempted["step"]
     limit = f"trainer.max_steps={preempted['step'] + 2}"
-    again = [pod(tmp_path, index, 2, port, limit) for index in (0, 1)]
-    assert [job.wait() for job in again] == [0, 0], again[0].text()
-    assert f"resuming from the snapshot of step {preempted['step']}" in again[0].text()
+    restarted = [pod(tmp_path, index, 2, port, limit) for index in (0, 1)]
+    assert [job.wait() for job in restarted] == [0, 0], restarted[0].text()
+    assert f"resuming from the snapshot of step {preempted['step']}" in restarted[0].text()
 
 
-def test_a_pod_that_is_killed_and_made_again_joins_the_other(tmp_path):
+def test_a_killed_and_recreated_pod_joins_the_other(tmp_path):
     run, [port] = tmp_path / "outputs" / "pods", free_ports(1)
-    words = ["trainer.max_steps=100000", "ddp.timeout_s=30"]
-    first, second = [pod(tmp_path, index, 2, port, *words) for index in (0, 1)]
+    overrides = ["trainer.max_steps=100000", "ddp.timeout_s=30"]
+    first, second = [pod(tmp_path, index, 2, port, *overrides) for index in (0, 1)]
     wait_for(lambda: committed(run), what="a snapshot")
     second.kill_tree()
     before = last_step(run)
-    second = pod(tmp_path, 1, 2, port, *words)
+    second = pod(tmp_path, 1, 2, port, *overrides)
     wait_for(lambda: last_step(run) > before + 20, what="steps after the restart")
     second.process.terminate()
     assert [first.wait(), second.wait()] == [PREEMPTED, PREEMPTED], first.text()
 
 
-def test_a_single_pod_starts_its_ranks_alone(tmp_path):
-    only = pod(tmp_path, 0, 1, free_ports(1)[0], "ddp.nproc_per_node=2")
-    assert only.wait() == 0, only.text()
+def test_a_single_pod_starts_its_own_ranks(tmp_path):
+    job = pod(tmp_path, 0, 1, free_ports(1)[0], "ddp.nproc_per_node=2")
+    assert job.wait() == 0, job.text()
     result = json.loads((tmp_path / "outputs" / "pods" / "result.json").read_text())
     assert (result["status"], result["world_size"]) == ("complete", 2)
 
 
 def test_a_configuration_error_is_final(tmp_path):
-    only = pod(tmp_path, 0, 1, free_ports(1)[0], "optimizer.lr=-1")
-    assert only.wait() == 2, only.text()
-    assert "config error: optimizer.lr=-1.0 must be greater than 0" in only.text()
+    job = pod(tmp_path, 0, 1, free_ports(1)[0], "optimizer.lr=-1")
+    assert job.wait() == 2, job.text()
+    assert "config error: optimizer.lr=-1.0 must be greater than 0" in job.text()
     assert not (tmp_path / "outputs").exists()

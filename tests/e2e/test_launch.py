@@ -1,4 +1,4 @@
-"""What a run writes, and how it resumes; `test_launchers` has the ways to start it."""
+"""What a run writes, and how it resumes; `test_launchers` covers the launchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def result(run: Path) -> dict:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A run of two ranks under torchrun: its working directory and its output."""
+    """The working directory and the output of a run of two ranks under torchrun."""
     cwd = tmp_path_factory.mktemp("pair")
     done = call([*torchrun(2), *TINY, "run.name=pair"], cwd)
     assert done.returncode == 0, done.stdout
@@ -80,8 +80,8 @@ def test_same_command_again_is_complete(pair):
     assert weights(cwd / "outputs" / "pair") == before
 
 
-def test_one_process_unnamed_run_is_found_again(tmp_path):
-    """Without a name the directory follows from the configuration, and larger limits continue the run."""
+def test_unnamed_run_of_one_process_is_found_again(tmp_path):
+    """Without a name, the directory is derived from the configuration; larger limits continue the run."""
     first = call([*python_main(), *TINY], tmp_path)
     assert first.returncode == 0, first.stdout
     [run] = (tmp_path / "outputs").iterdir()
@@ -111,25 +111,25 @@ def test_resume_from_another_run(tmp_path):
 
 
 def test_damaged_newest_snapshot_is_reported_and_skipped(tmp_path):
-    """One line names it, the one before it is used, and the run ends where the undisturbed one does."""
+    """One line names it, the run resumes from the one before, and its weights are those of an uninterrupted run."""
     whole = call([*python_main(), *TINY, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
     cut = call([*python_main(), *TINY, "run.name=hurt", "trainer.max_steps=8", "optimizer.schedule_steps=12"], tmp_path)
     assert cut.returncode == 0, cut.stdout
-    victim = tmp_path / "outputs/hurt/snapshots/step_00000008/optimizer.safetensors"
-    content = bytearray(victim.read_bytes())
+    damaged = tmp_path / "outputs/hurt/snapshots/step_00000008/optimizer.safetensors"
+    content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
-    victim.write_bytes(content)
+    damaged.write_bytes(content)
     done = call([*python_main(), *TINY, "run.name=hurt", "optimizer.schedule_steps=12"], tmp_path)
     assert done.returncode == 0, done.stdout
-    reports = [line for line in done.stdout.splitlines() if "damaged" in line]
-    assert len(reports) == 1
-    assert "step_00000008" in reports[0]
+    reported = [line for line in done.stdout.splitlines() if "damaged" in line]
+    assert len(reported) == 1
+    assert "step_00000008" in reported[0]
     assert "resuming from the snapshot of step 6 of 12" in done.stdout
     assert weights(tmp_path / "outputs" / "hurt") == weights(tmp_path / "outputs" / "whole")
 
 
-def test_resume_under_another_model_or_text_is_refused(pair):
+def test_resume_with_another_model_or_text_is_refused(pair):
     cwd, _ = pair
     before = weights(cwd / "outputs" / "pair")
     for override, key in (("model.n_layer=3", "model.n_layer"), ("data.block_size=8", "data.block_size")):
@@ -169,33 +169,33 @@ def test_second_run_of_the_same_directory_is_refused(tmp_path):
 
 
 def test_the_failing_rank_is_named_last(tmp_path):
-    """Rank 1's disk breaks in step 5: every rank's last line says so, and the traceback is kept."""
+    """The disk of rank 1 fails in step 5: the last line of every rank says so, and the traceback is logged."""
     script = tmp_path / "failing.py"
     script.write_text(
         "from mingpt_ddp.cli.train import main\n"
         "from mingpt_ddp.data.dataloader import TokenLoader\n"
-        "whole = TokenLoader.get_batch\n"
-        "def step(self, step, plan, rank):\n"
+        "get_batch = TokenLoader.get_batch\n"
+        "def failing_get_batch(self, step, plan, rank):\n"
         "    if (rank, step) == (1, 5):\n"
         "        raise OSError('the disk of rank 1 is gone')\n"
-        "    return whole(self, step, plan, rank)\n"
-        "TokenLoader.get_batch = step\n"
+        "    return get_batch(self, step, plan, rank)\n"
+        "TokenLoader.get_batch = failing_get_batch\n"
         "main()\n"
     )
     command = [*torchrun(3)[:-1], str(script), *TINY, "run.name=a"]
     done = call(command, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 1
     root_cause = "error: rank 1: OSError: the disk of rank 1 is gone"
-    from_workers = [line for line in done.stdout.splitlines() if "error: rank" in line]
-    assert from_workers
-    assert all(line.endswith(root_cause) for line in from_workers)
+    errors = [line for line in done.stdout.splitlines() if "error: rank" in line]
+    assert errors
+    assert all(line.endswith(root_cause) for line in errors)
     for rank in (0, 2):
         assert (tmp_path / f"outputs/a/main.rank{rank}.log").read_text().splitlines()[-1].endswith(root_cause)
     assert "Traceback" in (tmp_path / "outputs/a/main.rank1.log").read_text()
 
 
-def test_a_user_error_does_not_use_up_the_restarts(tmp_path):
-    """A text that is too short is reported once, although the agent may restart its workers three times."""
+def test_a_user_error_is_not_restarted(tmp_path):
+    """A text that is too short is reported once, although three restarts are allowed."""
     command = [*python_main(), *TINY, "ddp.nproc_per_node=2", "data.block_size=9999", "ddp.max_restarts=3"]
     done = call(command, tmp_path)
     assert done.returncode == 2
@@ -204,7 +204,7 @@ def test_a_user_error_does_not_use_up_the_restarts(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_loss_that_is_not_finite_stops_before_a_snapshot(tmp_path):
+def test_a_nonfinite_loss_stops_the_run_before_a_snapshot(tmp_path):
     options = ["optimizer.lr=1e30", "optimizer.warmup_steps=0", "run.name=a"]
     done = call([*torchrun(2), *TINY, *options], tmp_path)
     assert done.returncode == 1
@@ -215,7 +215,7 @@ def test_a_loss_that_is_not_finite_stops_before_a_snapshot(tmp_path):
 
 
 def test_snapshots_on_another_filesystem(tmp_path):
-    """memory:// lives as long as the process: enough to see that nothing assumes a local path."""
+    """memory:// lives as long as the process: enough to show that no code assumes a local path."""
     done = call([*python_main(), *TINY, "run.name=a", "snapshot.path=memory://bucket/runs"], tmp_path)
     assert done.returncode == 0, done.stdout
     assert "committed to memory://bucket/runs/a" in (tmp_path / "outputs/a/main.rank0.log").read_text()
@@ -235,24 +235,24 @@ def test_reduced_precision_resumes_exactly(precision, tmp_path):
     assert ("scale" in state["scaler"]) == (precision == "fp16")
 
 
-def test_four_ranks_by_the_plain_command_killed_and_typed_again(tmp_path):
-    """torchrun --nproc_per_node=4 main.py trainer.max_epochs=...: nothing else is needed."""
+def test_four_ranks_under_plain_torchrun_killed_and_run_again(tmp_path):
+    """torchrun --nproc_per_node=4 main.py trainer.max_epochs=... is all that is needed."""
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node=4", "main.py"]
     command += ["trainer.max_epochs=50", "snapshot.every_steps=5", "trainer.log_every=1"]
     command += [f"run.root={tmp_path}/outputs", f"data.cache_dir={tmp_path}/cache"]
     runs = tmp_path / "outputs"
-    job = Job(command, ROOT_COPY := _checkout(tmp_path))
+    job = Job(command, clone := make_clone(tmp_path))
     wait_for(lambda: any(last_step(run) >= 7 and committed(run) for run in runs.glob("*")), what="step 7")
     job.kill_tree()
-    again = Job(command, ROOT_COPY)
+    again = Job(command, clone)
     wait_for(lambda: "resuming from the snapshot of step" in again.text(), what="the resumption")
     wait_for(lambda: "step 12/" in again.text(), what="step 12")
     again.kill_tree()
     assert len(list(runs.iterdir())) == 1
 
 
-def _checkout(tmp_path: Path) -> Path:
-    """A working directory with main.py, conf/ and the package, as a clone has them."""
+def make_clone(tmp_path: Path) -> Path:
+    """Make a working directory with main.py, conf/ and the package, like a clone."""
     target = tmp_path / "clone"
     target.mkdir()
     for name in ("main.py", "conf", "mingpt_ddp"):
@@ -260,8 +260,8 @@ def _checkout(tmp_path: Path) -> Path:
     return target
 
 
-def test_installed_wheel_brings_its_configuration(tmp_path):
-    """`pip install .` and `torchrun -m mingpt_ddp` anywhere."""
+def test_installed_wheel_contains_its_configuration(tmp_path):
+    """`pip install .`, then `torchrun -m mingpt_ddp` in any directory."""
     source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     for name in ("mingpt_ddp", "conf"):
@@ -288,7 +288,7 @@ def test_installed_wheel_brings_its_configuration(tmp_path):
 
 
 def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
-    """The agent's store is unreachable: an orphan must not train on, not even a single one."""
+    """The store of the agent is unreachable: an orphaned worker must not train, not even as the only rank."""
     orphan = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     done = call([*python_main(), *TINY, "ddp.timeout_s=2"], tmp_path, TORCHELASTIC_USE_AGENT_STORE="True", **orphan)
     assert done.returncode == 2
@@ -318,7 +318,7 @@ def test_two_runs_cannot_share_a_snapshot_directory(tmp_path):
         job.kill_tree()
 
 
-def test_a_closed_console_does_not_stop_the_training(tmp_path):
+def test_a_closed_console_does_not_stop_training(tmp_path):
     command = " ".join([*python_main(), *TINY, "run.name=a"])
     for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
         shutil.rmtree(tmp_path / "outputs", ignore_errors=True)
@@ -327,7 +327,7 @@ def test_a_closed_console_does_not_stop_the_training(tmp_path):
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_older_snapshots(tmp_path):
-    """A write that cannot be finished, by a limit on the size of files."""
+    """A limit on the size of files makes a write fail."""
     whole = call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=8"], tmp_path)
     assert whole.returncode == 0, whole.stdout
     limited = " ".join(["ulimit -f 40;", "exec", *python_main(), *TINY, "run.name=a"])

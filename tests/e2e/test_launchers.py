@@ -1,4 +1,4 @@
-"""Every way to start ranks: the same run, byte for byte, also after some of them were killed."""
+"""All launchers give the same run, byte for byte, also after some ranks were killed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pause_points import train, weights
 STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.device=cpu", "trainer.precision=fp32"]
 SETTINGS += ["trainer.eval_every=12", "run.name=run"]
-# Slow enough to be hit in the middle.
+# Slow enough to be killed in mid-run.
 SLOW = [*SETTINGS, "trainer.max_steps=2000", "optimizer.schedule=constant"]
 MAIN = str(ROOT / "main.py")
 TWO = "ddp.nproc_per_node=2"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The weights of a run without any launcher, by number of ranks."""
+def uninterrupted(tmp_path_factory):
+    """Return the weights of a run without a launcher, by number of ranks."""
     done: dict[int, bytes] = {}
 
     def get(ranks: int) -> bytes:
         if ranks not in done:
-            root = tmp_path_factory.mktemp("undisturbed")
+            root = tmp_path_factory.mktemp("uninterrupted")
             run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, f"run.root={root}"))
             done[ranks] = weights(root / "run", STEPS)
         return done[ranks]
@@ -44,8 +44,8 @@ def result(run: Path) -> dict:
     return json.loads((run / "result.json").read_text())
 
 
-def old_launcher(*options: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2", *options, MAIN]
+def old_launcher(*args: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2", *args, MAIN]
 
 
 ONE_MACHINE = {
@@ -58,28 +58,28 @@ ONE_MACHINE = {
 
 
 @pytest.mark.parametrize("launcher", ONE_MACHINE)
-def test_one_machine(launcher, tmp_path, undisturbed):
+def test_one_machine(launcher, tmp_path, uninterrupted):
     if launcher.startswith("launch") and importlib.util.find_spec("torch.distributed.launch") is None:
         pytest.skip("this torch has no torch.distributed.launch")
     done = call([*ONE_MACHINE[launcher], *SETTINGS], tmp_path)
     assert done.returncode == 0, done.stdout
-    assert weights(tmp_path / "outputs" / "run", STEPS) == undisturbed(2)
+    assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
     if "ddp.launcher=spawn" in ONE_MACHINE[launcher]:
         assert done.stdout.startswith("run outputs/run")
-        assert "done: validation loss" in done.stdout.splitlines()[-1], "there is something behind the end"
+        assert "done: validation loss" in done.stdout.splitlines()[-1], "something is printed after the last line"
 
 
-def test_one_process_per_rank(tmp_path, undisturbed):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by the user's own script, the ranks started in any order."""
+def test_one_process_per_rank(tmp_path, uninterrupted):
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by a script, and the ranks start in any order."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [Job([*python_main(), *SETTINGS], tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
     assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
-    assert weights(tmp_path / "outputs" / "run", STEPS) == undisturbed(2)
+    assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
 
 
 @pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_two_machines_under_torchrun(rendezvous, tmp_path, undisturbed):
-    """Two ranks and one: the same directory, a log per global rank."""
+def test_two_machines_under_torchrun(rendezvous, tmp_path, uninterrupted):
+    """Two ranks and one rank share a directory, with a log per global rank."""
     port = free_port()
     options = {
         "c10d": ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes"],
@@ -88,45 +88,45 @@ def test_two_machines_under_torchrun(rendezvous, tmp_path, undisturbed):
     base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1", *options]
     jobs = []
     for node, ranks in enumerate((2, 1)):
-        # On one machine both would take themselves for the host of the rendezvous, which sometimes ends badly.
-        own = f"--node_rank={node}" if rendezvous == "static" else f"--rdzv_conf=is_host={str(node == 0).lower()}"
-        mine = [f"--nproc_per_node={ranks}", own]
-        jobs.append(Job([*base, *mine, MAIN, *SETTINGS], tmp_path, GLOO_SOCKET_IFNAME="lo"))
+        # On one machine, both agents would try to host the rendezvous, which sometimes fails.
+        node_args = f"--node_rank={node}" if rendezvous == "static" else f"--rdzv_conf=is_host={str(node == 0).lower()}"
+        args = [f"--nproc_per_node={ranks}", node_args]
+        jobs.append(Job([*base, *args, MAIN, *SETTINGS], tmp_path, GLOO_SOCKET_IFNAME="lo"))
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
     run = tmp_path / "outputs" / "run"
     assert sorted(p.name for p in run.glob("main.rank*.log")) == [f"main.rank{rank}.log" for rank in range(3)]
     assert result(run)["world_size"] == 3
-    assert weights(run, STEPS) == undisturbed(3)
+    assert weights(run, STEPS) == uninterrupted(3)
 
 
 class Machines:
-    """Two machines without torchrun, of one and two ranks: RANK is each one's first."""
+    """Two machines without torchrun, of one and two ranks: RANK is the first global rank of each."""
 
-    def __init__(self, cwd: Path, *words: str) -> None:
-        self.cwd, self.words, self.run = cwd, words, cwd / "outputs" / "run"
+    def __init__(self, cwd: Path, *overrides: str) -> None:
+        self.cwd, self.overrides, self.run = cwd, overrides, cwd / "outputs" / "run"
         self.shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self.jobs: dict[int, Job] = {}
 
     def start(self, machine: int) -> None:
-        words = [*python_main(), f"ddp.nproc_per_node={machine + 1}", *self.words]
-        self.jobs[machine] = Job(words, self.cwd, RANK=str(machine), **self.shared)
+        command = [*python_main(), f"ddp.nproc_per_node={machine + 1}", *self.overrides]
+        self.jobs[machine] = Job(command, self.cwd, RANK=str(machine), **self.shared)
 
     def text(self) -> str:
         return "\n".join(f"--- machine {machine}\n{job.text()}" for machine, job in sorted(self.jobs.items()))
 
     def reach(self, attempt: int) -> None:
-        """Wait until this attempt has done a step, and another one will not begin from nothing."""
+        """Wait until this attempt has taken a step, and another one has a snapshot to resume from."""
 
-        def there() -> bool:
+        def is_reached() -> bool:
             log = self.run / "main.rank0.log"
             attempts = log.read_text().split("parameters, on 3 x cpu")[1:] if log.exists() else []
             return len(attempts) == attempt and " INFO step " in attempts[-1] and bool(committed(self.run))
 
-        wait_for(there, what=f"attempt {attempt}")
+        wait_for(is_reached, what=f"attempt {attempt}")
 
 
-def test_two_machines_by_hand(tmp_path, undisturbed):
-    """The second waits for the first; a worker is killed, then the parent that has the store: type that again."""
+def test_two_machines_by_hand(tmp_path, uninterrupted):
+    """The second machine waits for the first. A worker is killed, then the parent that hosts the store."""
     machines = Machines(tmp_path, *SETTINGS, "snapshot.every_steps=1", "snapshot.keep_last=1")
     machines.start(1)
     machines.start(0)
@@ -138,7 +138,7 @@ def test_two_machines_by_hand(tmp_path, undisturbed):
     wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
     machines.start(0)
     assert [machines.jobs[machine].wait() for machine in (0, 1)] == [0, 0], machines.text()
-    assert weights(machines.run, STEPS) == undisturbed(3)
+    assert weights(machines.run, STEPS) == uninterrupted(3)
     for job in machines.jobs.values():
         assert not re.search(r"Traceback|resource_tracker|frame #", job.text()), job.text()
 
@@ -157,7 +157,7 @@ def test_a_user_error_on_two_machines_is_reported_once_on_each(tmp_path):
 
 @pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
 def test_killed_restarted_and_interrupted(launcher, tmp_path):
-    """run.resume=never makes one new directory, not another at every restart. Ctrl-C goes to the whole terminal."""
+    """run.resume=never creates one new directory, not one per restart. Ctrl-C reaches all processes of the terminal."""
     runs = tmp_path / "outputs"
     (runs / "run").mkdir(parents=True)
     job = Job([*ONE_MACHINE[launcher], *SLOW, "run.resume=never"], tmp_path)
@@ -173,14 +173,14 @@ def test_killed_restarted_and_interrupted(launcher, tmp_path):
     assert "rerun the same command to resume" in job.text().splitlines()[-1]
 
 
-def family(pid: int) -> list[int]:
-    """A process and all its descendants."""
-    return [pid, *(member for child in children(pid) for member in family(child))]
+def process_tree(pid: int) -> list[int]:
+    """Return a process id and those of all its descendants."""
+    return [pid, *(descendant for child in children(pid) for descendant in process_tree(child))]
 
 
 @pytest.fixture
 def slow_run(tmp_path):
-    """Two forked workers in the middle of a run, with its own directory for temporary files."""
+    """A run of two forked workers, with its own directory for temporary files."""
     (tmp_path / "tmp").mkdir()
     job = Job([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=str(tmp_path / "tmp"))
     wait_for(lambda: committed(tmp_path / "outputs" / "run"), what="a snapshot")
@@ -188,7 +188,7 @@ def slow_run(tmp_path):
 
 
 def test_the_server_that_forks_the_workers_is_killed(slow_run):
-    """The workers die with it, and another one forks new ones."""
+    """The workers die with the fork server, and another server forks new ones."""
     workers = slow_run.workers()
     server = next(pid for pid in children(slow_run.process.pid) if workers[0] in children(pid))
     os.kill(server, signal.SIGKILL)
@@ -199,8 +199,8 @@ def test_the_server_that_forks_the_workers_is_killed(slow_run):
 
 
 def test_a_signal_for_all_processes(slow_run, tmp_path):
-    """A scheduler may send it to every process of a job; nothing is left of them."""
-    for pid in family(slow_run.process.pid):
+    """A scheduler may signal every process of a job; none leaves temporary files."""
+    for pid in process_tree(slow_run.process.pid):
         os.kill(pid, signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
     assert result(tmp_path / "outputs" / "run")["status"] == "preempted"
@@ -208,7 +208,7 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
 
 
 def test_without_shared_memory(tmp_path):
-    """A container may have no /dev/shm that can be written: no semaphores, and gloo between the ranks."""
+    """In a container, /dev/shm may be read-only: no semaphores, and gloo between the ranks."""
     read_only = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
     if subprocess.run([*read_only, "true"], capture_output=True).returncode != 0:
         pytest.skip("only root can mount")

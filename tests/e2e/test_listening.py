@@ -1,4 +1,4 @@
-"""Local workers listen on loopback only: whoever reaches their store can stop or change the run."""
+"""Local workers listen on loopback only: access to their store is enough to stop or change the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTEN = "0A"  # of <net/tcp_states.h>
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and its descendants, also those that another thread than the main one has started."""
+    """Return a process id and those of its descendants, including the children of threads other than the main one."""
     pids = [pid]
     for parent in pids:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -32,7 +32,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def listening(pid: int) -> set[tuple[int, str, int]]:
-    """The process id, address and port of every listening TCP socket in a process tree."""
+    """Return process id, address and port of every listening TCP socket in a process tree."""
     found = set()
     for process in process_tree(pid):
         inodes = {inode for link in open_files(process) for inode in re.findall(r"^socket:\[(\d+)\]$", link)}
@@ -46,9 +46,9 @@ def listening(pid: int) -> set[tuple[int, str, int]]:
 
 
 def decode(address: str) -> str:
-    """From /proc/net/tcp: words of 32 bits in the byte order of the machine."""
-    words = [bytes.fromhex(address[start : start + 8]) for start in range(0, len(address), 8)]
-    ip = ipaddress.ip_address(b"".join(word[::-1] if sys.byteorder == "little" else word for word in words))
+    """Decode an address of /proc/net/tcp: 32-bit words in native byte order."""
+    groups = [bytes.fromhex(address[start : start + 8]) for start in range(0, len(address), 8)]
+    ip = ipaddress.ip_address(b"".join(group[::-1] if sys.byteorder == "little" else group for group in groups))
     return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
@@ -57,22 +57,22 @@ def beyond_loopback(sockets: set[tuple[int, str, int]]) -> set[tuple[int, str, i
 
 
 def watch(job: Job, cwd: Path) -> None:
-    """Look at the sockets from the start until some steps are logged, then end the job."""
+    """Record the listening sockets from the start until some steps are logged, then stop the job."""
     seen: set[tuple[int, str, int]] = set()
 
-    def trains() -> bool:
+    def is_training() -> bool:
         seen.update(listening(job.process.pid))
         assert job.process.poll() is None, job.text()
         return last_step(cwd / "outputs" / "run") >= 5
 
-    wait_for(trains, timeout=120, what="step 5")
+    wait_for(is_training, timeout=120, what="step 5")
     workers = set(job.workers())
     job.kill_tree()
     assert not beyond_loopback(seen)
     store = {port for pid, _, port in seen if pid == job.process.pid}
-    assert store, "the store was not seen"
-    # Between fork and exec every child holds the store's descriptor too.
-    assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, "gloo was not seen"
+    assert store, "the store was not listening"
+    # Between fork and exec, every child also holds the descriptor of the store.
+    assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, "gloo was not listening"
 
 
 @pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
@@ -81,7 +81,7 @@ def test_local_workers(launcher, tmp_path):
 
 
 def test_local_workers_where_the_host_name_is_an_address(tmp_path):
-    """Gloo listens on what the host name resolves to, and on many machines that is not loopback."""
+    """Gloo listens on the address of the host name, which on many machines is not loopback."""
     try:
         hosts = TwoHosts()
     except HostsUnavailable as reason:
@@ -91,7 +91,7 @@ def test_local_workers_where_the_host_name_is_an_address(tmp_path):
 
 
 def test_a_rank_started_by_hand_can_be_reached_from_other_machines():
-    """A scheduler may give the first machine MASTER_ADDR=localhost, and the others its name."""
+    """A scheduler may set MASTER_ADDR=localhost on the first machine, and its name on the others."""
     port = free_port()
     connect(DistEnv(world_size=2, master_address=("localhost", port)), 0, 30)
     assert beyond_loopback({socket for socket in listening(os.getpid()) if socket[2] == port})

@@ -50,7 +50,7 @@ def uninterrupted(tmp_path_factory):
 
     def get(ranks: int) -> Path:
         if ranks not in done:
-            root = tmp_path_factory.mktemp("undisturbed")
+            root = tmp_path_factory.mktemp("uninterrupted")
             run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, f"run.root={root}"))
             done[ranks] = root / "run"
         return done[ranks]

@@ -1,4 +1,4 @@
-"""A sweep whose jobs Ray runs side by side, on a Ray of its own: a job is killed, a job cannot work."""
+"""A sweep whose jobs run concurrently on a Ray cluster of its own: one job is killed, one fails."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def results(sweep: Path) -> list[dict]:
 
 
 def trainers() -> list[int]:
-    """The processes in which Ray runs a job now."""
-    found = []
+    """Return the process ids of the workers in which Ray currently runs a job."""
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (process / "cmdline").read_bytes().startswith(b"ray::_run_job"):
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
-def test_a_killed_job_goes_on_from_its_snapshot(tmp_path):
+def test_a_killed_job_resumes_from_its_snapshot(tmp_path):
     others = set(trainers())
-    words = ["run.name=kill", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=400", "trainer.eval_every=null"]
-    job = Job([*SWEEP, *words], tmp_path, RAY_DEDUP_LOGS="0")
+    overrides = ["run.name=kill", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=400", "trainer.eval_every=null"]
+    job = Job([*SWEEP, *overrides], tmp_path, RAY_DEDUP_LOGS="0")
     sweep = tmp_path / "outputs" / "kill"
     try:
         wait_for(lambda: sum(len(committed(run)) > 0 for run in sweep.glob("optimizer*")) == 2, 60, "two snapshots")
@@ -49,10 +49,10 @@ def test_a_killed_job_goes_on_from_its_snapshot(tmp_path):
     assert "resuming from the snapshot of step" in job.text()
 
 
-def test_a_job_that_cannot_work_does_not_end_the_others(tmp_path):
+def test_a_failed_job_does_not_stop_the_others(tmp_path):
     (tmp_path / "text.txt").write_text("hello world " * 400)
-    words = ["run.name=bad", "data=text_file", "data.truncate=1", "data.path=missing.txt,text.txt"]
-    done = call([*SWEEP, *words], tmp_path)
+    overrides = ["run.name=bad", "data=text_file", "data.truncate=1", "data.path=missing.txt,text.txt"]
+    done = call([*SWEEP, *overrides], tmp_path)
     assert done.returncode == 1, done.stdout
     assert "data error: data.path=missing.txt: there is no such file" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("job error: data.path=missing.txt failed")

@@ -1,4 +1,4 @@
-"""A real S3 server behind a faulty network: files are written atomically, and every call ends."""
+"""A real S3 server behind a faulty network: files are written atomically, and every call returns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def limits(monkeypatch):
     monkeypatch.setattr(remote, "MIN_BANDWIDTH", 32 * MIB)
     monkeypatch.setattr(remote, "INITIAL_BACKOFF_S", 0.05)
     monkeypatch.setattr(remote, "MAX_BACKOFF_S", 0.5)
-    monkeypatch.setattr(remote, "PART", 5 * MIB)  # no server takes smaller ones
+    monkeypatch.setattr(remote, "PART", 5 * MIB)  # no server accepts smaller ones
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def bucket(seaweed):
 
 @pytest.fixture
 def url(seaweed, bucket, monkeypatch, tmp_path):
-    """A directory of its own for each test; the environment names this server and no other."""
+    """A directory per test; the environment names this server and no other."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
@@ -60,7 +60,7 @@ def proxy(url, seaweed, monkeypatch):
     proxy.close()
 
 
-def test_files_of_a_bucket(url):
+def test_files_in_a_bucket(url):
     storage = open_storage(url)
     assert storage.shared
     assert storage.list() == []
@@ -80,7 +80,7 @@ def test_files_of_a_bucket(url):
     assert [storage.size(name) for name in ("a", "b/1", "b/2")] == [1, None, None]
 
 
-def test_listings_are_never_old(url):
+def test_listings_are_never_stale(url):
     one, other = open_storage(url), open_storage(url)
     for i in range(3):
         one.write(f"{i}", b"x" * i)
@@ -105,7 +105,7 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket):
 
 
 def test_parts_are_not_compared_with_the_checksum_of_the_whole(url):
-    """Some servers send it with each part; a client that compares them can read no object of more than one part."""
+    """Some servers send it with each part; a client that compares them cannot read objects of several parts."""
     storage = open_storage(url)
     storage.write("file", LARGE[: 6 * MIB])
     assert storage.read("file") == LARGE[: 6 * MIB]
@@ -132,7 +132,7 @@ def test_the_server_refuses_to_overwrite(url, monkeypatch):
     assert storage.read("file") == b"theirs"
 
 
-def test_put_if_absent_when_the_answer_is_lost(url, proxy):
+def test_put_if_absent_when_the_response_is_lost(url, proxy):
     proxy.rules = [Rule(PUT, Fault.RESET_UNANSWERED)]
     assert open_storage(url).put_if_absent("file", b"content of its own")
     assert proxy.rules[0].hits == 1
@@ -170,7 +170,7 @@ def test_a_write_survives(fault, match, url, proxy, seaweed, bucket):
     storage.write("file", content)
     assert proxy.rules[0].hits == 2
     assert storage.read("file") == content
-    storage.delete("file")  # with an upload whose start was never answered
+    storage.delete("file")  # plus an upload whose creation got no response
     assert seaweed.unfinished_uploads(bucket) == []
 
 
@@ -233,13 +233,13 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
     storage = open_storage(url)
     storage.write("file", b"old")
     proxy.rules = [Rule(PART if content is LARGE else PUT, times=ALWAYS, **ALL[fault])]
-    with monkeypatch.context() as limits:  # a busy machine may need longer for the writes that succeed
+    with monkeypatch.context() as limits:  # on a loaded machine, the writes that succeed may take longer
         limits.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
         limits.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
         start = time.monotonic()
         with pytest.raises(StorageError, match=rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"):
             storage.write("file", content)
-        assert time.monotonic() - start < 15  # seconds, where the unchanged deadline would be a minute
+        assert time.monotonic() - start < 15  # seconds; the default deadline is a minute
     proxy.heal()
     assert storage.read("file") == b"old"
     assert seaweed.unfinished_uploads(bucket) == []
@@ -258,24 +258,24 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
             call()
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 30.0)
     threading.Timer(1.0, proxy.heal).start()
-    storage.write("file", b"new")  # begins while the store is still down
+    storage.write("file", b"new")  # starts while the store is still down
     assert storage.read("file") == b"new"
 
 
 @pytest.fixture(params=["accepts and never answers", "does not accept"])
 def black_hole(request):
-    """A port of this machine that answers no request, or not even a connection."""
+    """A local port that responds to no request, or accepts not even connections."""
     with socket.socket() as listening, socket.socket() as one, socket.socket() as other:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0 if request.param == "does not accept" else 50)
-        for waiting in (one, other) if request.param == "does not accept" else ():  # they fill its queue
+        for waiting in (one, other) if request.param == "does not accept" else ():  # they fill its backlog
             waiting.setblocking(False)
             waiting.connect_ex(listening.getsockname())
         yield listening.getsockname()[1]
 
 
 @pytest.mark.parametrize("call", ["write", "write a large file", "read", "chunks", "size", "list", "delete", "create"])
-def test_a_black_hole_ends_at_the_deadline(call, url, seaweed, black_hole, monkeypatch):
+def test_a_black_hole_times_out_at_the_deadline(call, url, seaweed, black_hole, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.environment(black_hole)["AWS_ENDPOINT_URL"])
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.4)
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
@@ -293,10 +293,10 @@ def test_a_black_hole_ends_at_the_deadline(call, url, seaweed, black_hole, monke
     start = time.monotonic()
     with pytest.raises(StorageError, match=rf"^cannot [a-z ]+ {url}\S*: [^\n]*$"):
         calls[call]()
-    assert time.monotonic() - start < 10  # seconds: the client's own timeouts are 15 s and more, five times
+    assert time.monotonic() - start < 10  # seconds: the client's own timeouts are 15 s or more, with five attempts
 
 
-def test_a_grace_period_retries_what_stalls_sooner(url, proxy, monkeypatch):
+def test_a_grace_period_retries_a_stalled_request_sooner(url, proxy, monkeypatch):
     """A request that was sent before a preemption, and would not time out before the process is killed."""
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 60.0)
     storage = open_storage(url)
@@ -311,7 +311,7 @@ def test_a_grace_period_retries_what_stalls_sooner(url, proxy, monkeypatch):
     assert storage.read("file") == b"content"
 
 
-def test_no_permission_is_reported_at_once(url, proxy):
+def test_access_denied_is_reported_at_once(url, proxy):
     proxy.rules = [Rule("", Fault.STATUS, times=ALWAYS, status=403)]
     storage = open_storage(url)
     with pytest.raises(StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"):
@@ -333,10 +333,10 @@ def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch
         shown = str(error.value) + caplog.text
         assert "hunter2" not in shown
         assert seaweed.secret not in shown
-    assert time.monotonic() - start < 15  # seconds, where three unchanged deadlines would be a minute and a half
+    assert time.monotonic() - start < 15  # seconds; three default deadlines are a minute and a half
 
 
-def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
+def test_a_missing_bucket_is_not_created(url, seaweed):
     storage = open_storage("s3://no-such-bucket/run")
     calls = [lambda: storage.write("file", LARGE), lambda: storage.write("file", b"x"), lambda: storage.read("file")]
     calls += [storage.list, lambda: storage.put_if_absent("file", b"x"), lambda: storage.size("file")]
@@ -347,7 +347,7 @@ def test_a_bucket_that_is_missing_stays_missing(url, seaweed):
 
 
 def test_delete_aborts_the_uploads_of_a_killed_process(url, seaweed, bucket):
-    """A process that is killed during an upload leaves parts that are in no listing."""
+    """A process killed during an upload leaves parts that no listing shows."""
     prefix = url.removeprefix(f"s3://{bucket}/")
     for name in ("step_1/file", "step_10/file"):
         seaweed._call("create_multipart_upload", Bucket=bucket, Key=f"{prefix}/{name}")
@@ -361,7 +361,7 @@ def test_delete_aborts_the_uploads_of_a_killed_process(url, seaweed, bucket):
 
 
 @pytest.mark.parametrize("source", ["AWS_ENDPOINT_URL_S3", "files", "profile"])
-def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
+def test_the_endpoint_is_read_where_aws_tools_read_it(source, url, seaweed, monkeypatch, tmp_path):
     values = seaweed.environment()
     endpoint = values["AWS_ENDPOINT_URL"]
     monkeypatch.delenv("AWS_ENDPOINT_URL")
@@ -382,11 +382,11 @@ def test_where_the_store_is(source, url, seaweed, monkeypatch, tmp_path):
     assert storage.list() == ["file"]
 
 
-# The server is killed: the last test, since the server is gone for a while
+# The last test, since it kills the server and makes it unavailable for a while
 
 
-def test_what_was_written_survives_the_server(url, seaweed, bucket, monkeypatch):
-    """Kill -9 in the middle of writes: those that returned are whole, and the one under way survives the restart."""
+def test_acknowledged_writes_survive_the_server(url, seaweed, bucket, monkeypatch):
+    """SIGKILL during writes: those that returned are whole, and the current one survives the restart."""
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 60.0)
     contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(8)]
     done: list[int] = []

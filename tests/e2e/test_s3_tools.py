@@ -1,4 +1,4 @@
-"""`python -m mingpt_ddp.snapshots` on a real S3 server, and on one that does not answer."""
+"""`python -m mingpt_ddp.snapshots` on a real S3 server, and on one that does not respond."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 
 @pytest.fixture
 def tool(seaweed, monkeypatch, tmp_path):
-    """Calls the tool with words, as a user of the server."""
+    """Return a function that runs the tool as a client of the server."""
     for name, value in seaweed.environment().items():
         monkeypatch.setenv(name, value)
 
-    def run(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
-        return call([sys.executable, "-m", "mingpt_ddp.snapshots", *words], tmp_path, **extra)
+    def run(*args: str, **extra: str) -> subprocess.CompletedProcess[str]:
+        return call([sys.executable, "-m", "mingpt_ddp.snapshots", *args], tmp_path, **extra)
 
     return run
 
 
-def test_prune_reports_what_is_left(tool, seaweed):
-    """This server lists a directory that has been emptied, unless it is deleted as well."""
+def test_prune_lists_the_remaining_snapshots(tool, seaweed):
+    """This server lists empty directories, unless they are deleted as well."""
     url = f"s3://{seaweed.make_bucket('pruned')}/run"
     store = SnapshotStore(f"{url}/snapshots")
     for step in (1, 2, 3, 4):
@@ -40,10 +40,10 @@ def test_prune_reports_what_is_left(tool, seaweed):
     assert tool("verify", url).stdout == f"{url}/snapshots/step_00000004: whole\n"
 
 
-def test_a_server_that_does_not_answer(tool):
+def test_a_server_that_does_not_respond(tool):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = tool("list", "s3://bucket/run", AWS_ENDPOINT_URL=endpoint)
     assert done.returncode == 2
-    said = re.match(r"storage error: cannot list snapshots at .* \(tried for (\d+) s\)$", done.stdout)
-    assert said and int(said[1]) <= 15, done.stdout
+    match = re.match(r"storage error: cannot list snapshots at .* \(tried for (\d+) s\)$", done.stdout)
+    assert match and int(match[1]) <= 15, done.stdout

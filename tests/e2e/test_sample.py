@@ -1,4 +1,4 @@
-"""sample.py, as its users call it."""
+"""sample.py on the command line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def trained(tmp_path_factory):
     return cwd
 
 
-def sample(cwd, *words: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "sample.py"), *words]
+def sample(cwd, *args: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "sample.py"), *args]
     return subprocess.run(
         command, cwd=cwd, env=environment(cwd, **extra), input=stdin, capture_output=True, text=True, timeout=60
     )
 
 
-def test_a_seed_gives_the_same_text_every_time(trained):
-    words = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "temperature=0.8", "top_k=40", "seed=1"]
-    first, again = sample(trained, *words), sample(trained, *words)
-    other = sample(trained, *words[:-1], "seed=2")
+def test_a_seed_reproduces_the_text(trained):
+    args = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "temperature=0.8", "top_k=40", "seed=1"]
+    first, again = sample(trained, *args), sample(trained, *args)
+    other = sample(trained, *args[:-1], "seed=2")
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith("The ")
     assert len(first.stdout) == len("The ") + 40 + len("\n")
@@ -37,28 +37,28 @@ def test_a_seed_gives_the_same_text_every_time(trained):
 
 @pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
 def test_every_precision_on_a_cpu_without_avx512(trained, precision):
-    """oneDNN cannot pack matrices in bf16 there."""
+    """Without AVX-512, oneDNN cannot pack matrices in bf16."""
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    words = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "device=cpu", f"precision={precision}"]
-    done = sample(trained, *words, **older)
+    args = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "device=cpu", f"precision={precision}"]
+    done = sample(trained, *args, **older)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) == len("The ") + 40 + len("\n")
 
 
-def test_one_grammar_and_any_step(trained):
-    """A URL by position, keys in three forms; by default the newest snapshot, which here is the best as well."""
-    words = ["prompt=The ", "max_new_tokens=40"]
-    newest = sample(trained, "snapshot=outputs/a", *words).stdout
+def test_argument_forms_and_any_step(trained):
+    """A positional URL, and keys in three forms. The default is the newest snapshot, here also the best."""
+    args = ["prompt=The ", "max_new_tokens=40"]
+    newest = sample(trained, "snapshot=outputs/a", *args).stdout
     assert len(newest) == len("The ") + 40 + len("\n")
     assert sample(trained, "outputs/a", "--prompt", "The ", "--max-new-tokens=40").stdout == newest
-    assert sample(trained, *words, "--step=newest", "outputs/a").stdout == newest
-    assert sample(trained, "outputs/a", *words, "step=best").stdout == newest
-    assert sample(trained, "outputs/a", *words, "step=8").stdout not in (newest, "")
+    assert sample(trained, *args, "--step=newest", "outputs/a").stdout == newest
+    assert sample(trained, "outputs/a", *args, "step=best").stdout == newest
+    assert sample(trained, "outputs/a", *args, "step=8").stdout not in (newest, "")
 
 
 def test_several_samples_of_a_prompt_from_standard_input(trained):
-    words = ["snapshot=outputs/a/snapshots/step_00000012", "prompt=-", "samples=3", "max_new_tokens=9", "top_p=0.9"]
-    done = sample(trained, *words, stdin="If the ")
+    args = ["snapshot=outputs/a/snapshots/step_00000012", "prompt=-", "samples=3", "max_new_tokens=9", "top_p=0.9"]
+    done = sample(trained, *args, stdin="If the ")
     assert done.returncode == 0, done.stderr
     texts = done.stdout.split("-" * 80 + "\n")
     assert len(texts) == 3
@@ -66,7 +66,7 @@ def test_several_samples_of_a_prompt_from_standard_input(trained):
     assert len(set(texts)) == 3
 
 
-def test_a_reader_that_has_had_enough(trained):
+def test_a_reader_that_closes_the_pipe(trained):
     command = f"{sys.executable} {ROOT / 'sample.py'} snapshot=outputs/a max_new_tokens=200 samples=900 | head -c 5"
     done = subprocess.run(
         ["bash", "-c", command], cwd=trained, env=environment(trained), capture_output=True, timeout=60
@@ -87,7 +87,7 @@ def test_a_prompt_is_taken_literally(trained):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["snapshot=outputs/a", "prompt=日 and é"], "data error: the model does not know 'é', '日'"),
         (["snapshot=outputs/nowhere"], "snapshot error: there is no whole snapshot at outputs/nowhere"),
@@ -103,8 +103,8 @@ def test_a_prompt_is_taken_literally(trained):
         (["outputs/a", "step=5"], "snapshot error: there is no snapshot of step 5 at outputs/a; the newest is"),
     ],
 )
-def test_a_mistake_is_one_line(trained, words, expected):
-    done = sample(trained, *words)
+def test_a_mistake_is_one_line(trained, args, expected):
+    done = sample(trained, *args)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith(expected)

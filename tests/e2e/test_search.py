@@ -1,4 +1,4 @@
-"""A search by Optuna, disturbed: it ends as the one that nobody disturbed, and does nothing twice."""
+"""Interrupted searches by Optuna end like an uninterrupted one, and train nothing twice."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ PRUNING = [*SHORT, "trainer.prune=median", "trainer.prune_after=2"]
 DIRECTORY = Path("outputs", "optuna_lr")
 
 try:
-    usable = version("hydra-optuna-sweeper") and version("sqlalchemy").startswith("1.")
+    is_installed = version("hydra-optuna-sweeper") and version("sqlalchemy").startswith("1.")
 except PackageNotFoundError:
-    usable = False
-needs_optuna = pytest.mark.skipif(not usable, reason="needs pip install 'mingpt_ddp[sweep]'")
+    is_installed = False
+needs_optuna = pytest.mark.skipif(not is_installed, reason="needs pip install 'mingpt_ddp[sweep]'")
 
 
 def study(directory: Path) -> list[tuple[str, dict[str, float], float | None]]:
-    """State, parameters and objective of every trial, read from the file."""
+    """Read state, parameters and objective of every trial from the study file."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -39,7 +39,7 @@ def study(directory: Path) -> list[tuple[str, dict[str, float], float | None]]:
 
 
 def objectives(directory: Path) -> dict[str, float]:
-    """What the jobs' own results say, by directory."""
+    """Return the objectives in the results of the jobs, by directory."""
     return {path.parent.name: json.loads(path.read_text())["val_loss"] for path in directory.glob("*/result.json")}
 
 
@@ -51,14 +51,14 @@ def starts(directory: Path) -> dict[str, int]:
     return {path.parent.name: read_history(path).starts for path in directory.glob(f"*/{METRICS}")}
 
 
-def lines(directory: Path) -> int:
-    """Of all jobs' histories together: how far a search is."""
+def history_lines(directory: Path) -> int:
+    """Return the number of lines in the histories of all jobs: the progress of the search."""
     return sum(len(path.read_bytes().splitlines()) for path in directory.glob(f"*/{METRICS}"))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    cwd = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(tmp_path_factory):
+    cwd = tmp_path_factory.mktemp("uninterrupted")
     done = call([*python_main(), *PRUNING], cwd, timeout=240)
     assert done.returncode == 0, done.stdout
     return cwd / DIRECTORY
@@ -66,13 +66,13 @@ def undisturbed(tmp_path_factory):
 
 @needs_optuna
 @pytest.mark.timeout(600)
-def test_a_search_killed_at_a_random_moment_ends_as_if_nothing_had_happened(undisturbed, tmp_path):
-    """Behind the trials that are drawn before there is anything to learn from; some jobs are pruned, the same ones."""
+def test_a_search_killed_at_a_random_moment_equals_the_uninterrupted_one(uninterrupted, tmp_path):
+    """Killed after the random startup trials; the same jobs are pruned."""
     directory, seed = tmp_path / DIRECTORY, 5
-    moment = random.Random(seed).randint(70, lines(undisturbed) - 10)
-    print(f"seed {seed}: killed behind line {moment} of the jobs' histories")
+    kill_at = random.Random(seed).randint(70, history_lines(uninterrupted) - 10)
+    print(f"seed {seed}: killed after line {kill_at} of the jobs' histories")
     job = Job([*python_main(), *PRUNING], tmp_path)
-    wait_for(lambda: lines(directory) >= moment, timeout=200, what=f"line {moment}")
+    wait_for(lambda: history_lines(directory) >= kill_at, timeout=200, what=f"line {kill_at}")
     job.kill_tree()
     finished = set(objectives(directory))
     assert 10 < len(finished) < 20
@@ -82,62 +82,62 @@ def test_a_search_killed_at_a_random_moment_ends_as_if_nothing_had_happened(undi
 
     trials = study(directory)
     assert len(trials) == 20
-    assert trials == study(undisturbed)
+    assert trials == study(uninterrupted)
     assert sorted(value for _, _, value in trials) == sorted(objectives(directory).values())
     best = min(value for _, _, value in trials)
     assert f"best_value: {best}" in (directory / "optimization_results.yaml").read_text()
     assert {name: count for name, count in starts(directory).items() if name in finished} == dict.fromkeys(finished, 1)
     assert sum(starts(directory).values()) <= 21
-    assert statuses(directory) == statuses(undisturbed)
+    assert statuses(directory) == statuses(uninterrupted)
     assert 0 < list(statuses(directory).values()).count("pruned") < 15
-    chatter = [line for line in job.text().splitlines() if "optuna" in line.lower().replace("optuna_lr", "")]
-    assert not chatter
+    optuna_lines = [line for line in job.text().splitlines() if "optuna" in line.lower().replace("optuna_lr", "")]
+    assert not optuna_lines
 
 
 @needs_optuna
-def test_what_was_pruned_is_trained_on_without_pruning(undisturbed, tmp_path):
-    shutil.copytree(undisturbed, tmp_path / DIRECTORY)
-    before = statuses(undisturbed)
-    options = ["hydra.sweeper.n_trials=10"]  # these do not depend on what the others have found
-    done = call([*python_main(), *SHORT, *options], tmp_path)
+def test_pruned_jobs_resume_without_pruning(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted, tmp_path / DIRECTORY)
+    before = statuses(uninterrupted)
+    overrides = ["hydra.sweeper.n_trials=10"]  # the startup trials: independent of the results of the others
+    done = call([*python_main(), *SHORT, *overrides], tmp_path)
     assert done.returncode == 0, done.stdout
-    again = [name for name, count in starts(tmp_path / DIRECTORY).items() if count > 1]
-    assert f"sweep: 10 jobs, {10 - len(again)} already complete, 0 failed" in done.stdout
-    assert again
-    assert {before[name] for name in again} == {"pruned"}
-    assert done.stdout.count("resuming from the snapshot of step 2 of 4") == len(again)
-    assert {statuses(tmp_path / DIRECTORY)[name] for name in again} == {"complete"}
+    retrained = [name for name, count in starts(tmp_path / DIRECTORY).items() if count > 1]
+    assert f"sweep: 10 jobs, {10 - len(retrained)} already complete, 0 failed" in done.stdout
+    assert retrained
+    assert {before[name] for name in retrained} == {"pruned"}
+    assert done.stdout.count("resuming from the snapshot of step 2 of 4") == len(retrained)
+    assert {statuses(tmp_path / DIRECTORY)[name] for name in retrained} == {"complete"}
 
 
 @needs_optuna
-def test_two_ranks_in_step_or_below_one_parent(tmp_path):
-    """Killed, or preempted, while the second of two jobs trains; both ways find the same."""
-    slow = ["hydra.sweeper.n_trials=2", "trainer.max_steps=40", "trainer.eval_every=20"]
-    ways = {
-        "in_step": ([*torchrun(2), *SEARCH, *slow], lambda job: job.kill_tree()),
-        "parent": ([*python_main(), *SEARCH, *slow, "ddp.nproc_per_node=2"], lambda job: job.process.terminate()),
+def test_two_ranks_in_lockstep_or_below_one_parent(tmp_path):
+    """Killed, or preempted, while the second of two jobs trains; both launches give the same study."""
+    overrides = ["hydra.sweeper.n_trials=2", "trainer.max_steps=40", "trainer.eval_every=20"]
+    launches = {
+        "in_step": ([*torchrun(2), *SEARCH, *overrides], lambda job: job.kill_tree()),
+        "parent": ([*python_main(), *SEARCH, *overrides, "ddp.nproc_per_node=2"], lambda job: job.process.terminate()),
     }
-    found = {}
-    for way, (command, disturb) in ways.items():
-        cwd = tmp_path / way
+    trials_by_launch = {}
+    for launch, (command, interrupt) in launches.items():
+        cwd = tmp_path / launch
         cwd.mkdir()
         job = Job(command, cwd)
-        wait_for(lambda: lines(cwd / DIRECTORY) > 44 + 4, timeout=200, what="the second job")  # noqa: B023
-        disturb(job)
-        assert job.wait() == (0 if way == "parent" else -signal.SIGKILL), job.text()
+        wait_for(lambda: history_lines(cwd / DIRECTORY) > 44 + 4, timeout=200, what="the second job")  # noqa: B023
+        interrupt(job)
+        assert job.wait() == (0 if launch == "parent" else -signal.SIGKILL), job.text()
         assert sum(status == "complete" for status in statuses(cwd / DIRECTORY).values()) == 1
         job = Job(command, cwd)
         assert job.wait() == 0, job.text()
         assert "sweep: 2 jobs, 1 already complete, 0 failed" in job.text()
         assert sorted(starts(cwd / DIRECTORY).values()) == [1, 2]
-        found[way] = study(cwd / DIRECTORY)
-    assert found["in_step"] == found["parent"]
-    assert [state for state, _, _ in found["parent"]] == ["COMPLETE"] * 2
+        trials_by_launch[launch] = study(cwd / DIRECTORY)
+    assert trials_by_launch["in_step"] == trials_by_launch["parent"]
+    assert [state for state, _, _ in trials_by_launch["parent"]] == ["COMPLETE"] * 2
 
 
 @needs_optuna
-def test_a_trial_that_fails_ends_nothing_and_is_tried_again(tmp_path):
-    """Learning rates at which a loss is no number any more."""
+def test_a_failed_trial_does_not_end_the_search_and_is_retried(tmp_path):
+    """Some learning rates make the loss non-finite."""
     command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=4", "optimizer.lr=tag(log,interval(1e-8,1e30))"]
     for attempt in (1, 2):
         done = call(command, tmp_path)
@@ -154,7 +154,7 @@ def test_a_trial_that_fails_ends_nothing_and_is_tried_again(tmp_path):
 
 
 @needs_optuna
-def test_a_search_of_which_all_trials_fail(tmp_path):
+def test_a_search_whose_trials_all_fail(tmp_path):
     command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=2", "optimizer.lr=tag(log,interval(1e29,1e30))"]
     done = call(command, tmp_path)
     assert done.returncode == 2
@@ -162,8 +162,8 @@ def test_a_search_of_which_all_trials_fail(tmp_path):
     assert "config error" not in done.stdout
 
 
-def test_without_the_plugin_one_line_says_what_to_install(tmp_path):
-    """A Python that finds all that is installed here but the plugin."""
+def test_without_the_plugin_one_line_names_the_package_to_install(tmp_path):
+    """A Python that finds all installed packages except the plugin."""
     site = tmp_path / "site"
     (site / "hydra_plugins").mkdir(parents=True)
     for folder in map(Path, dict.fromkeys([sysconfig.get_path("purelib"), *sys.path])):

@@ -52,7 +52,7 @@ def uninterrupted(tmp_path_factory):
     """Return the weights of the uninterrupted run, by number of ranks."""
 
     def get(ranks: int) -> bytes:
-        root = tmp_path_factory.mktemp("undisturbed")
+        root = tmp_path_factory.mktemp("uninterrupted")
         run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, *OPTIONS[:1], f"run.root={root}"))
         return weights(root / "run")
 

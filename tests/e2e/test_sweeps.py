@@ -1,4 +1,4 @@
-"""Sweeps: in lock-step and from one parent, killed anywhere, edited, with jobs that fail."""
+"""Sweeps: in lockstep and below one parent, killed anywhere, edited, with failing jobs."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ LIMIT_S = 240
 
 
 @dataclass(frozen=True)
-class Done:
-    """What a finished job left."""
+class FinishedJob:
+    """The result of a finished job."""
 
     loss: float
     weights: bytes
     starts: int
 
 
-def lock_step(*words: str) -> list[str]:
-    return [*torchrun(2), "-m", *words]
+def ranks_in_lockstep(*overrides: str) -> list[str]:
+    return [*torchrun(2), "-m", *overrides]
 
 
-def from_one_parent(*words: str) -> list[str]:
-    return [*python_main(), "-m", "ddp.nproc_per_node=2", *words]
+def one_parent(*overrides: str) -> list[str]:
+    return [*python_main(), "-m", "ddp.nproc_per_node=2", *overrides]
 
 
-def in_this_process(*words: str) -> list[str]:
-    return [*python_main(), "-m", *words]
+def single_process(*overrides: str) -> list[str]:
+    return [*python_main(), "-m", *overrides]
 
 
-def finished(sweep: Path) -> dict[str, Done]:
-    """The finished jobs of a sweep by the name of their directory."""
+def finished(sweep: Path) -> dict[str, FinishedJob]:
+    """Return the finished jobs of a sweep, by directory name."""
     done = {}
     for result in sweep.glob("*/result.json"):
         job = result.parent
         values = json.loads(result.read_text())
         if values["status"] == "complete":
             newest = job / "snapshots" / f"step_{values['step']:08d}" / "model.safetensors"
-            done[job.name] = Done(values["val_loss"], newest.read_bytes(), read_history(job / METRICS).starts)
+            done[job.name] = FinishedJob(values["val_loss"], newest.read_bytes(), read_history(job / METRICS).starts)
     return done
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The twelve jobs of two ranks each of a sweep that nobody disturbed."""
-    cwd = tmp_path_factory.mktemp("undisturbed")
-    done = call(lock_step(*TWELVE, "run.name=sweep"), cwd, timeout=LIMIT_S)
+def uninterrupted(tmp_path_factory):
+    """The twelve jobs, of two ranks each, of an uninterrupted sweep."""
+    cwd = tmp_path_factory.mktemp("uninterrupted")
+    done = call(ranks_in_lockstep(*TWELVE, "run.name=sweep"), cwd, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout
     assert "sweep: 12 jobs, 0 already complete, 0 failed" in done.stdout
     jobs = finished(cwd / "outputs" / "sweep")
@@ -68,33 +68,33 @@ def undisturbed(tmp_path_factory):
     return jobs
 
 
-def kill_at_random(command: list[str], cwd: Path, generator: random.Random, enough: int) -> None:
-    """Start it, and kill all of it somewhere in a job, when `enough` jobs are finished."""
+def kill_at_random(command: list[str], cwd: Path, generator: random.Random, n_jobs: int) -> None:
+    """Start the sweep, and SIGKILL all its processes within a job after `n_finished` jobs."""
     sweep = cwd / "outputs" / "sweep"
     job = Job(command, cwd)
     deadline = time.monotonic() + LIMIT_S
-    while len(finished(sweep)) < enough:
+    while len(finished(sweep)) < n_jobs:
         assert time.monotonic() < deadline, job.text()
         assert job.process.poll() is None, job.text()
         time.sleep(0.02)
     moment = time.monotonic() + generator.uniform(0, 1.5)
-    while time.monotonic() < moment and len(finished(sweep)) <= enough:  # on a fast machine at the end of the next job
+    while time.monotonic() < moment and len(finished(sweep)) <= n_jobs:  # on a fast machine, the next job may end
         time.sleep(0.02)
-    assert job.process.poll() is None, "it was over before it could be killed"
+    assert job.process.poll() is None, "the sweep ended before it was killed"
     job.kill_tree()
 
 
 @pytest.mark.timeout(LIMIT_S * 2)
-@pytest.mark.parametrize("way", [lock_step, from_one_parent])
-def test_twelve_jobs_killed_three_times(way, undisturbed, tmp_path):
+@pytest.mark.parametrize("launch", [ranks_in_lockstep, one_parent])
+def test_twelve_jobs_killed_three_times(launch, uninterrupted, tmp_path):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     generator = random.Random(seed)
-    command = way(*TWELVE, "run.name=sweep")
+    command = launch(*TWELVE, "run.name=sweep")
     sweep = tmp_path / "outputs" / "sweep"
     starts: dict[str, int] = {}
-    for enough in sorted(generator.sample(range(11), KILLS)):
-        kill_at_random(command, tmp_path, generator, enough)
+    for n_jobs in sorted(generator.sample(range(11), KILLS)):
+        kill_at_random(command, tmp_path, generator, n_jobs)
         now = {name: job.starts for name, job in finished(sweep).items()}
         assert starts.items() <= now.items(), "a finished job ran again"
         starts = now
@@ -103,19 +103,21 @@ def test_twelve_jobs_killed_three_times(way, undisturbed, tmp_path):
     assert f"sweep: 12 jobs, {len(starts)} already complete, 0 failed" in last.stdout
     jobs = finished(sweep)
     assert starts.items() <= {name: job.starts for name, job in jobs.items()}.items(), "a finished job ran again"
-    assert {n: (j.loss, j.weights) for n, j in jobs.items()} == {n: (j.loss, j.weights) for n, j in undisturbed.items()}
+    assert {n: (j.loss, j.weights) for n, j in jobs.items()} == {
+        n: (j.loss, j.weights) for n, j in uninterrupted.items()
+    }
 
 
-def test_an_edited_sweep_keeps_what_is_done(tmp_path):
-    """A value more, a default that now varies, another spelling: the two jobs that are done are skipped."""
-    words = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,2e-3"]
-    assert call(in_this_process(*words), tmp_path).returncode == 0
+def test_an_edited_sweep_skips_finished_jobs(tmp_path):
+    """Another value, a default that is now swept, another spelling: the two finished jobs are skipped."""
+    overrides = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,2e-3"]
+    assert call(single_process(*overrides), tmp_path).returncode == 0
     before = finished(tmp_path / "outputs" / "sweep")
     assert (
         sorted(before) == sorted(name for name in before if name.startswith("optimizer.lr=0.00")) and len(before) == 2
     )
-    edited = [*SHORT, "run.name=sweep", "optimizer.lr=0.004,0.002,0.0010", "model.dropout=0.0,0.1"]
-    done = call(in_this_process(*edited), tmp_path)
+    overrides = [*SHORT, "run.name=sweep", "optimizer.lr=0.004,0.002,0.0010", "model.dropout=0.0,0.1"]
+    done = call(single_process(*overrides), tmp_path)
     assert "sweep: 6 jobs, 2 already complete, 0 failed" in done.stdout, done.stdout
     after = finished(tmp_path / "outputs" / "sweep")
     assert len(after) == 6
@@ -123,29 +125,29 @@ def test_an_edited_sweep_keeps_what_is_done(tmp_path):
 
 
 def test_a_longer_sweep_continues_its_jobs(tmp_path):
-    words = [*SHORT, "run.name=sweep", "run.seed=1,2"]
-    assert call(in_this_process(*words), tmp_path).returncode == 0
-    done = call(in_this_process(*words, "trainer.max_steps=8"), tmp_path)
+    overrides = [*SHORT, "run.name=sweep", "run.seed=1,2"]
+    assert call(single_process(*overrides), tmp_path).returncode == 0
+    done = call(single_process(*overrides, "trainer.max_steps=8"), tmp_path)
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout, done.stdout
     assert done.stdout.count("resuming from the snapshot of step 6 of 8") == 2
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 
 
 def test_keys_outside_the_digest_still_distinguish_jobs(tmp_path):
-    """Limits do not make the training, but a sweep may vary them."""
-    done = call(in_this_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
+    """Limits do not change the training, but a sweep may vary them."""
+    done = call(single_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
     assert done.returncode == 0, done.stdout
     results = [json.loads(path.read_text())["step"] for path in (tmp_path / "outputs").glob("*/result.json")]
     assert sorted(results) == [2, 4]
-    again = call(in_this_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)  # the same, written otherwise
+    again = call(single_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)  # the same values in another spelling
     assert "sweep: 2 jobs, 2 already complete, 0 failed" in again.stdout, again.stdout
 
 
 def test_resume_never(tmp_path):
-    """run.resume=never trains complete jobs again in new directories, and reports those."""
-    words = [*SHORT, "run.seed=1,2", "trainer.max_steps=2"]
-    assert call(in_this_process(*words), tmp_path).returncode == 0
-    again = call(in_this_process(*words, "run.resume=never"), tmp_path)
+    """run.resume=never trains complete jobs again, in new directories, which the summary lists."""
+    overrides = [*SHORT, "run.seed=1,2", "trainer.max_steps=2"]
+    assert call(single_process(*overrides), tmp_path).returncode == 0
+    again = call(single_process(*overrides, "run.resume=never"), tmp_path)
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in again.stdout, again.stdout
     runs = {path.parent.name for path in (tmp_path / "outputs").glob("*/result.json")}
     first = {name for name in runs if not name.endswith("-2")}
@@ -154,9 +156,9 @@ def test_resume_never(tmp_path):
     assert all(f"{name}-2" in table for name in first), table
 
 
-def test_a_signal_behind_the_last_step_ends_the_sweep(tmp_path):
-    """The job at hand is complete all the same, and the next one does not begin."""
-    job = Job(in_this_process(*TINY, "run.name=sweep", "run.seed=1,2"), tmp_path)
+def test_a_signal_after_the_last_step_ends_the_sweep(tmp_path):
+    """The current job is complete nevertheless, and the next one does not start."""
+    job = Job(single_process(*TINY, "run.name=sweep", "run.seed=1,2"), tmp_path)
     wait_for(lambda: "step 12: validation loss" in job.text(), what="the last evaluation")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0, job.text()
@@ -164,29 +166,29 @@ def test_a_signal_behind_the_last_step_ends_the_sweep(tmp_path):
     assert json.loads((run / "result.json").read_text())["status"] == "complete"
 
 
-# The second of three jobs learns so fast that it is lost after a step.
+# The learning rate of the second of three jobs makes its loss non-finite after a step.
 FAILING = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3"]
 
 
-@pytest.mark.parametrize("way", [lock_step, from_one_parent, in_this_process])
-def test_a_job_that_fails_does_not_stop_the_others(way, tmp_path):
-    done = call(way(*FAILING), tmp_path, timeout=LIMIT_S)
+@pytest.mark.parametrize("launch", [ranks_in_lockstep, one_parent, single_process])
+def test_a_job_that_fails_does_not_stop_the_others(launch, tmp_path):
+    done = call(launch(*FAILING), tmp_path, timeout=LIMIT_S)
     lines = done.stdout.splitlines()
     assert len([line for line in lines if line.startswith("training error: step ")]) == 1, done.stdout
     assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines, done.stdout
     assert "job error: 1 of 3 failed: optimizer.lr=1e+30; rerun the same command to retry" in lines
-    assert done.returncode == (1 if way is lock_step else 2)  # torchrun's own code is 1
+    assert done.returncode == (1 if launch is ranks_in_lockstep else 2)  # torchrun's own code is 1
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 
 
-@pytest.mark.parametrize("way", [lock_step, from_one_parent])
-def test_a_preempted_sweep_saves_and_begins_no_other_job(way, tmp_path):
-    words = [*TINY, "trainer.max_steps=100000", "snapshot.every_steps=null", "run.name=sweep", "run.seed=1,2"]
-    job = Job(way(*words), tmp_path)
+@pytest.mark.parametrize("launch", [ranks_in_lockstep, one_parent])
+def test_a_preempted_sweep_saves_and_starts_no_other_job(launch, tmp_path):
+    overrides = [*TINY, "trainer.max_steps=100000", "snapshot.every_steps=null", "run.name=sweep", "run.seed=1,2"]
+    job = Job(launch(*overrides), tmp_path)
     sweep = tmp_path / "outputs" / "sweep"
     wait_for(lambda: any(last_step(run) > 5 for run in sweep.glob("run.seed=1-*")), what="the first job")
     job.process.send_signal(signal.SIGTERM)
-    assert job.wait() == (1 if way is lock_step else 0), job.text()  # torchrun's own code is 1
+    assert job.wait() == (1 if launch is ranks_in_lockstep else 0), job.text()  # torchrun's own code is 1
     (run,) = sweep.glob("run.seed=*")
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "preempted"
@@ -218,48 +220,48 @@ class Count(Callback):
 """
 
 
-@pytest.mark.parametrize("way", [lock_step, in_this_process])
-def test_nothing_is_left_to_the_next_job(way, tmp_path):
-    """Neither tensors nor log handlers, threads or open files grow from job to job, also behind one that fails."""
+@pytest.mark.parametrize("launch", [ranks_in_lockstep, single_process])
+def test_nothing_leaks_into_the_next_job(launch, tmp_path):
+    """Tensors, log handlers, threads and open files do not accumulate, also after a job that fails."""
     (tmp_path / "counting.py").write_text(COUNT)
-    words = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3,3e-3,4e-3"]
-    words.append("+hydra.callbacks.count._target_=counting.Count")
-    done = call(way(*words), tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
-    for rank in "01" if way is lock_step else "0":
+    overrides = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3,3e-3,4e-3"]
+    overrides.append("+hydra.callbacks.count._target_=counting.Count")
+    done = call(launch(*overrides), tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]))
+    for rank in "01" if launch is ranks_in_lockstep else "0":
         lines = [line.split()[2:] for line in done.stdout.splitlines() if line.startswith(f"left {rank} ")]
         left = [[int(number) for number in line] for line in lines]
         assert len(left) == 5, done.stdout
         tensors, handlers, threads, runs, files = zip(*left, strict=True)
         assert tensors == handlers == runs == (0,) * 5, left
-        # A connection or a thread of torch's may take a moment to end; one for each job would be three more.
+        # A connection or thread of torch may take a moment to close; a leak of one per job would be three more.
         assert threads[-1] <= threads[1] + 1 and files[-1] <= files[1] + 2, left
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
-def test_a_compiled_job_after_an_eager_one_trains_as_it_does_alone(tmp_path):
-    """Nothing that torch decides in the first job of a process, without its compiler, holds in the second."""
-    words = [*TINY, "model.n_layer=1", "trainer.device=cpu", "trainer.max_steps=4"]
-    swept = call(in_this_process(*words, "trainer.compile=false,true", "run.name=sweep"), tmp_path, timeout=LIMIT_S)
-    assert swept.returncode == 0, swept.stdout
+def test_a_compiled_job_after_an_eager_one_equals_a_single_run(tmp_path):
+    """What torch caches in the first job of a process, without its compiler, does not affect the second."""
+    overrides = [*TINY, "model.n_layer=1", "trainer.device=cpu", "trainer.max_steps=4"]
+    sweep = call(single_process(*overrides, "trainer.compile=false,true", "run.name=sweep"), tmp_path, timeout=LIMIT_S)
+    assert sweep.returncode == 0, sweep.stdout
     jobs = {name.lower().split("-")[0]: job.weights for name, job in finished(tmp_path / "outputs" / "sweep").items()}
-    alone = {}
+    single = {}
     for compiled in ("false", "true"):
         name = f"trainer.compile={compiled}"
-        done = call([*python_main(), *words, name, f"run.name=alone-{compiled}"], tmp_path, timeout=LIMIT_S)
+        done = call([*python_main(), *overrides, name, f"run.name=alone-{compiled}"], tmp_path, timeout=LIMIT_S)
         assert done.returncode == 0, done.stdout
         snapshot = tmp_path / "outputs" / f"alone-{compiled}" / "snapshots" / "step_00000004"
-        alone[name] = (snapshot / "model.safetensors").read_bytes()
-    assert jobs == alone
+        single[name] = (snapshot / "model.safetensors").read_bytes()
+    assert jobs == single
 
 
-def test_sweeps_of_the_same_name_do_not_run_at_the_same_time(tmp_path):
-    words = [*TINY, "run.name=sweep", "run.seed=1,2", "trainer.max_steps=1000000"]
-    first = Job(in_this_process(*words), tmp_path)
+def test_two_sweeps_of_the_same_name_do_not_run_concurrently(tmp_path):
+    overrides = [*TINY, "run.name=sweep", "run.seed=1,2", "trainer.max_steps=1000000"]
+    first = Job(single_process(*overrides), tmp_path)
     lock = tmp_path / "outputs" / "sweep" / ".lock"
     while not (lock.exists() and lock.read_text()):
         assert first.process.poll() is None, first.text()
         time.sleep(0.05)
-    second = call(in_this_process(*words), tmp_path)
+    second = call(single_process(*overrides), tmp_path)
     first.kill_tree()
     assert second.returncode == 2
     assert second.stdout.startswith("run error: outputs/sweep is locked by process"), second.stdout

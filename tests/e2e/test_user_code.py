@@ -1,4 +1,4 @@
-"""A user's model, optimizer and reader: the files and commands of docs/your-own-model.md themselves."""
+"""A user's model, optimizer and reader: runs the files and commands of docs/your-own-model.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mingpt_ddp.errors import SnapshotError
 STEPS = 30
 PAGE = (ROOT / "docs" / "your-own-model.md").read_text()
 SETTINGS = {
-    "model.n_hidden": "96",  # slow enough to be killed in the middle
+    "model.n_hidden": "96",  # slow enough to be killed in mid-run
     "data.block_size": "64",
     "trainer.batch_size": "24",
     "trainer.max_epochs": "null",
@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def page_files() -> dict[str, str]:
-    """The files of the page, by the name above each."""
+    """Return the files shown on the page, by name."""
     return dict(re.findall(r"^`(my_project/\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
 
 
@@ -55,7 +55,7 @@ def project(tmp_path_factory) -> Path:
 
 
 def train(**other: str) -> list[str]:
-    """The arguments of the page's torchrun command and of the tests, some with other values."""
+    """Return the torchrun command of the page, with the overrides of the tests."""
     args = page_commands()[0]
     assert args[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
     given = dict(arg.split("=", 1) for arg in args[3:]) | SETTINGS | other
@@ -69,7 +69,7 @@ def test_the_page_lists_the_files_that_it_shows():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(project) -> Path:
+def uninterrupted(project) -> Path:
     done = call([*torchrun(2), *train()], project)
     assert done.returncode == 0, done.stdout
     return project / "outputs" / "notes"
@@ -79,7 +79,7 @@ def weights(run: Path) -> bytes:
     return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
 
 
-def test_the_page_trains_and_samples(undisturbed, project):
+def test_the_page_trains_and_samples(uninterrupted, project):
     args = page_commands()[1]
     assert args[:2] == ["python", "sample.py"]
     done = call([sys.executable, str(ROOT / "sample.py"), *args[2:]], project)
@@ -88,8 +88,8 @@ def test_the_page_trains_and_samples(undisturbed, project):
     assert not list(project.rglob("__pycache__")), "nothing is written next to the user's files"
 
 
-def test_killed_and_resumed_from_another_directory_byte_for_byte(undisturbed, project, tmp_path):
-    """The file is found through the configuration directory, which the second start names in another way."""
+def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, project, tmp_path):
+    """The file is found through the configuration directory, which the second command spells differently."""
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
     job = Job([*torchrun(2), *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path)
     run = tmp_path / "outputs" / "victim"
@@ -101,7 +101,7 @@ def test_killed_and_resumed_from_another_directory_byte_for_byte(undisturbed, pr
     done = call([*python_main(), *args], tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
-    assert weights(run) == weights(undisturbed)
+    assert weights(run) == weights(uninterrupted)
 
 
 def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
@@ -115,9 +115,9 @@ def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
     assert len(list(tmp_path.glob("sweep/model.n_hidden=[48]-*/result.json"))) == 2
 
 
-def test_code_runs_only_if_the_user_names_it(undisturbed, tmp_path):
-    """The snapshot names the file, which still exists: unless the user names it, it is not run."""
+def test_code_is_run_only_if_the_user_names_it(uninterrupted, tmp_path):
+    """The snapshot names the file, which still exists, but it is not run unless the user names it."""
     with pytest.raises(SnapshotError, match=r"model\.architecture=lstm is not built in; name the Python file"):
-        sample(SampleConfig(str(undisturbed)), "")
-    assert export(ExportConfig(str(undisturbed), str(tmp_path / "export"))) == 0
-    assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(undisturbed)
+        sample(SampleConfig(str(uninterrupted)), "")
+    assert export(ExportConfig(str(uninterrupted), str(tmp_path / "export"))) == 0
+    assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(uninterrupted)
