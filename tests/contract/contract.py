@@ -1,4 +1,4 @@
-"""Start the commands of the contract in processes of their own, kill them, and read the files that they leave."""
+"""Run the commands of the contract in subprocesses, kill them, and read the files that they write."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 
 
 def write_text(path: Path, characters: int = 60_000) -> Path:
-    """A text of 24 different characters, the same on every machine."""
+    """Write a text of 24 distinct characters, the same on every machine."""
     generator = random.Random(1)
     pieces = [generator.choice(PHRASES) + generator.choice([".\n", ", ", "; "]) for _ in range(characters // 10)]
     path.write_text("".join(pieces)[:characters], encoding="utf-8")
@@ -49,10 +49,10 @@ def write_text(path: Path, characters: int = 60_000) -> Path:
 
 
 def settings(text: Path | str, **other: Any) -> list[str]:
-    """Overrides of a run of about 10 ms a step, long enough to be hit in the middle: it ends in its third epoch.
+    """Return the overrides of a run of three epochs with steps of about 10 ms, slow enough to be killed in mid-run.
 
     Args:
-        other: keys that differ, with `__` for the dot.
+        other: overrides, with `__` for the dot.
     """
     values = {
         "model": "gpt_nano",
@@ -83,38 +83,38 @@ def settings(text: Path | str, **other: Any) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """That of a user who has started nothing else, with this checkout's package before an installed one."""
-    foreign = r"RANK$|WORLD_SIZE$|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC|SLURM_|HYDRA_|AWS_"
-    kept = {key: value for key, value in os.environ.items() if not re.match(foreign, key)}
-    ours = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-    return {**kept, **ours, **extra}
+    """Return an environment without variables of launchers, in which this checkout precedes an installed package."""
+    unset = r"RANK$|WORLD_SIZE$|LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC|SLURM_|HYDRA_|AWS_"
+    inherited = {key: value for key, value in os.environ.items() if not re.match(unset, key)}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    return {**inherited, **variables, **extra}
 
 
 def call(command: list[str], cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; standard output and error together in `stdout`."""
+    """Run to completion; standard output and error are both in `stdout`."""
     with started(command, cwd, **extra) as job:
         code = job.wait()
         return subprocess.CompletedProcess(command, code, job.text())
 
 
 def succeed(command: list[str], cwd: Path, **extra: str) -> str:
-    """Run to the end with exit code 0; the output."""
+    """Run to completion with exit code 0; return the output."""
     done = call(command, cwd, **extra)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 class Job:
-    """A command in the background. Its processes are known by a mark in their environment, whoever is their parent."""
+    """A command in the background, whose processes are found by a variable in their environment."""
 
     def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
-        mark = uuid.uuid4().hex
-        self.mark = f"CONTRACT_JOB={mark}".encode()
+        marker = uuid.uuid4().hex
+        self.marker = f"CONTRACT_JOB={marker}".encode()
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  # not in the working directory, where nothing may be written
         self.process = subprocess.Popen(
             command,
             cwd=cwd,
-            env=environment(**extra, CONTRACT_JOB=mark),
+            env=environment(**extra, CONTRACT_JOB=marker),
             stdout=self.output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -122,18 +122,20 @@ class Job:
         )
 
     def processes(self) -> list[int]:
-        """All that are alive, the started one included."""
+        """Return the ids of all processes that are alive, the launched one included."""
         alive = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                with contextlib.suppress(OSError):  # gone, or somebody else's
-                    if self.mark in (entry / "environ").read_bytes().split(b"\0"):
+                with contextlib.suppress(OSError):  # ended, or of another user
+                    if self.marker in (entry / "environ").read_bytes().split(b"\0"):
                         alive.append(int(entry.name))
         return alive
 
     def worker(self, rank: int) -> int:
-        """The process that has the log of this global rank open."""
-        found = [pid for pid in self.processes() if any(path.endswith(f"/main.rank{rank}.log") for path in files(pid))]
+        """Return the id of the process that has the log of this global rank open."""
+        found = [
+            pid for pid in self.processes() if any(path.endswith(f"/main.rank{rank}.log") for path in open_files(pid))
+        ]
         assert len(found) == 1, f"processes of rank {rank}: {found}\n{self.text()}"
         return found[0]
 
@@ -141,7 +143,7 @@ class Job:
         os.kill(self.worker(rank), signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """Kill -9 of every process, the started one first, so that it restarts none."""
+        """SIGKILL every process, the launched one first, so that it restarts none."""
         deadline = time.monotonic() + 60
         self.process.kill()
         while alive := self.processes():
@@ -152,23 +154,23 @@ class Job:
             time.sleep(0.01)
         self.process.wait()
 
-    def kill_starter(self) -> None:
-        """Kill -9 of the started process alone; return when the workers have noticed it and left."""
+    def kill_launcher(self) -> None:
+        """SIGKILL the launched process only; return when the workers have detected it and exited."""
         self.process.kill()
         self.process.wait()
-        wait_for(lambda: not self.processes(), "the end of the workers whose agent is dead")
+        wait_for(lambda: not self.processes(), "the orphaned workers to exit")
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for what has to come true while the command runs."""
+        """Wait for a condition that has to hold while the command runs."""
         wait_for(lambda: condition() or self.process.poll() is not None, what)
-        assert self.process.poll() is None, f"it ended too early to see {what}:\n{self.text()}"
+        assert self.process.poll() is None, f"the command ended while waiting for {what}:\n{self.text()}"
 
     def wait(self) -> int:
         try:
             return self.process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise AssertionError(f"a hang: still running after {TIMEOUT_S} s:\n{self.text()}") from None
+            raise AssertionError(f"hang: still running after {TIMEOUT_S} s:\n{self.text()}") from None
 
     def text(self) -> str:
         size = os.fstat(self.output.fileno()).st_size
@@ -177,7 +179,7 @@ class Job:
 
 @contextlib.contextmanager
 def started(command: list[str], cwd: Path, **extra: str) -> Iterator[Job]:
-    """A command in the background, of which nothing runs on afterwards."""
+    """Run a command in the background, and kill all its processes at the end of the block."""
     job = Job(command, cwd, **extra)
     try:
         yield job
@@ -186,8 +188,8 @@ def started(command: list[str], cwd: Path, **extra: str) -> Iterator[Job]:
         job.output.close()
 
 
-def files(pid: int) -> list[str]:
-    """The paths that a process has open."""
+def open_files(pid: int) -> list[str]:
+    """Return the paths that a process has open."""
     paths = []
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -213,18 +215,18 @@ def result(run: Path) -> dict[str, Any]:
 
 
 def committed(run: Path) -> list[int]:
-    """The steps of the snapshots that have a manifest."""
+    """Return the steps of the snapshots that have a manifest."""
     return sorted(int(path.parent.name.removeprefix("step_")) for path in run.glob("snapshots/step_*/manifest.json"))
 
 
 def weights(run: Path, step: int = STEPS) -> dict[str, bytes]:
-    """The bytes of model and optimizer."""
+    """Return the bytes of model and optimizer."""
     snapshot = run / "snapshots" / f"step_{step:08d}"
     return {name: (snapshot / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
 def digests(run: Path, step: int = STEPS) -> dict[str, str]:
-    """Short enough for a failed comparison to be read."""
+    """Return the SHA-256 of model and optimizer, readable in a failed comparison."""
     return {name: hashlib.sha256(content).hexdigest() for name, content in weights(run, step).items()}
 
 
@@ -233,11 +235,11 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def records(run: Path) -> list[tuple[int, float]]:
-    """Step and training loss of each record of metrics.jsonl, in the order in which they were written."""
+    """Return step and training loss of each record of metrics.jsonl, in the order written."""
     found = []
     with contextlib.suppress(FileNotFoundError):
         for line in (run / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # a line that kill -9 cut off, or that is being written
+            with contextlib.suppress(ValueError):  # truncated by SIGKILL, or being written
                 record = json.loads(line)
                 if "train_loss" in record:
                     found.append((record["step"], record["train_loss"]))
@@ -245,51 +247,51 @@ def records(run: Path) -> list[tuple[int, float]]:
 
 
 def last_step(run: Path) -> int:
-    """The step that was recorded last, 0 where there is none."""
+    """Return the step that was recorded last, or 0."""
     return max([step for step, _ in records(run)[-1:]], default=0)
 
 
 def curve(run: Path) -> dict[int, float]:
-    """The training loss by step, as a reader of metrics.jsonl takes it: the record that was written last counts."""
+    """Return the training loss by step; of several records of a step, the last one counts."""
     return dict(records(run))
 
 
 def check_not_trained_twice(run: Path, step: int) -> None:
-    """No step up to the one of a snapshot that existed at every kill was trained again."""
+    """Check that no step up to that of a snapshot, committed before every kill, was trained again."""
     assert step > 0
     first = [number for number, _ in records(run) if number <= step]
     assert first == list(range(1, step + 1)), "steps before the snapshot were trained again, or are missing"
 
 
 def tensorboard(run: Path, rank: int) -> list[tuple[int, float]]:
-    """A rank's curve of the training loss, as TensorBoard reads it."""
+    """Return the training loss curve of a rank, as TensorBoard reads it."""
     events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
-def check_same(run: Path, reference: Path, ranks: int) -> None:
-    """A complete run is the one that nobody disturbed: bytes, losses, curves."""
-    mine, other = result(run), result(reference)
-    assert mine["status"] == other["status"] == "complete"
-    assert mine["world_size"] == ranks
+def check_equal_runs(run: Path, reference: Path, ranks: int) -> None:
+    """Check that a complete run equals the uninterrupted one: bytes, losses, curves."""
+    actual, expected = result(run), result(reference)
+    assert actual["status"] == expected["status"] == "complete"
+    assert actual["world_size"] == ranks
     assert digests(run) == digests(reference)
     for key in ("step", "epoch", "train_loss", "val_loss", "best_val_loss"):
-        assert mine[key] == other[key], key
+        assert actual[key] == expected[key], key
     assert curve(run) == curve(reference)
     for rank in range(ranks):
         points = tensorboard(run, rank)
-        assert [step for step, _ in points] == list(range(1, STEPS + 1)), "a step is shown twice, or not at all"
+        assert [step for step, _ in points] == list(range(1, STEPS + 1)), "a step is duplicated or missing"
         assert points == tensorboard(reference, rank)
 
 
-def shows(output: str, value: float) -> bool:
-    """Whether a number is printed with three digits or more behind the point."""
+def contains_value(output: str, value: float) -> bool:
+    """Whether the output contains the value, rounded to three decimals or more."""
     numbers = re.findall(r"\d+\.\d{3,}", output)
     return any(abs(float(number) - value) <= 0.5 * 10 ** -len(number.split(".")[1]) + 1e-9 for number in numbers)
 
 
 def one_error_line(output: str) -> str:
-    """The only line of a refusal, without a stack trace."""
+    """Check that the output is one line, without a traceback; return it."""
     lines = [line for line in output.splitlines() if line.strip()]
     assert len(lines) == 1, output
     assert "Traceback" not in output

@@ -1,4 +1,4 @@
-"""Kill -9, SIGTERM, another number of ranks, S3: the run goes on, and ends where the undisturbed one ends."""
+"""SIGKILL, SIGTERM, another number of ranks, S3: the run resumes, and ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .contract import (
     SNAPSHOTS,
     STEPS,
     Job,
+    check_equal_runs,
     check_not_trained_twice,
-    check_same,
     committed,
     digests,
     last_step,
@@ -49,13 +49,13 @@ LAUNCHES = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The run directory that nobody disturbed, by the number of ranks."""
+def uninterrupted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return the directory of an uninterrupted run, by the number of ranks."""
     runs: dict[int, Path] = {}
 
     def get(ranks: int) -> Path:
         if ranks not in runs:
-            cwd = tmp_path_factory.mktemp(f"undisturbed{ranks}")
+            cwd = tmp_path_factory.mktemp(f"uninterrupted{ranks}")
             succeed([*(MAIN if ranks == 1 else torchrun(ranks)), *settings(text)], cwd)
             runs[ranks] = cwd / "outputs" / "run"
         return runs[ranks]
@@ -63,38 +63,38 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
     return get
 
 
-def reach(job: Job, run: Path, step: int, behind: int = 0) -> int:
-    """Wait until a step has been recorded and there is a snapshot of a step behind `behind`; the snapshot's step."""
-    job.until(lambda: last_step(run) >= step and max(committed(run), default=0) > behind, f"step {step}")
+def reach(job: Job, run: Path, step: int, after: int = 0) -> int:
+    """Wait for a step, and for a snapshot of a step later than `after`; return the step of the newest snapshot."""
+    job.until(lambda: last_step(run) >= step and max(committed(run), default=0) > after, f"step {step}")
     return committed(run)[-1]
 
 
 @pytest.mark.parametrize("launch", ["torchrun 2", "nproc_per_node 2", "torchrun 3"])
-def test_killed_twice(launch: str, undisturbed: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
-    """A worker, which the agent restarts; then the agent alone or all of them, and the same command again."""
+def test_killed_twice(launch: str, uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
+    """Kill a worker, which the agent restarts, then the agent alone or all processes; run the same command again."""
     ranks, command = LAUNCHES[launch]
-    reference = undisturbed(ranks)
+    reference = uninterrupted(ranks)
     run = tmp_path / "outputs" / "run"
     with started([*command, *settings(text)], tmp_path) as job:
         first = reach(job, run, 15)
         job.kill_worker(ranks - 1)
-        reach(job, run, last_step(run) + 10, behind=first)  # the other ranks cannot get there without it
+        reach(job, run, last_step(run) + 10, after=first)  # the other ranks cannot get there without it
         if launch == "torchrun 2":
-            job.kill_starter()
+            job.kill_launcher()
         else:
             job.kill_all()
         assert not (run / "result.json").exists()
         assert last_step(run) < STEPS
     succeed([*command, *settings(text)], tmp_path)
     check_not_trained_twice(run, first)
-    check_same(run, reference, ranks)
+    check_equal_runs(run, reference, ranks)
 
 
 @pytest.mark.parametrize("launch", ["plain", "nproc_per_node 2"])
-def test_preempted(launch: str, undisturbed: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
-    """SIGTERM saves the very step and ends with exit code 0; the same command completes the run."""
+def test_preempted(launch: str, uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
+    """SIGTERM saves the current step and exits with code 0; the same command completes the run."""
     ranks, command = LAUNCHES[launch]
-    reference = undisturbed(ranks)
+    reference = uninterrupted(ranks)
     run = tmp_path / "outputs" / "run"
     with started([*command, *settings(text)], tmp_path) as job:
         reach(job, run, 15)
@@ -107,17 +107,17 @@ def test_preempted(launch: str, undisturbed: Callable[[int], Path], text: Path, 
     assert committed(run)[-1] == stopped["step"]
     succeed([*command, *settings(text)], tmp_path)
     check_not_trained_twice(run, stopped["step"])
-    check_same(run, reference, ranks)
+    check_equal_runs(run, reference, ranks)
 
 
-def test_elastic(undisturbed: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
-    """Two ranks, then one, then two: the training of two ranks, but for rounding."""
+def test_elastic(uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
+    """Two ranks, then one, then two: equal to the training of two ranks, except for rounding."""
     run = tmp_path / "outputs" / "run"
     for launch, ranks, steps in (("torchrun 2", 2, 28), ("plain", 1, 55), ("nproc_per_node 2", 2, STEPS)):
         succeed([*LAUNCHES[launch][1], *settings(text, trainer__max_steps=steps)], tmp_path)
         assert (result(run)["step"], result(run)["world_size"]) == (steps, ranks)
     check_not_trained_twice(run, STEPS)
-    reference = result(undisturbed(2))
+    reference = result(uninterrupted(2))
     assert result(run)["val_loss"] == pytest.approx(reference["val_loss"], abs=1e-5)
     assert result(run)["epoch"] == reference["epoch"]
 
@@ -142,7 +142,7 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
-def answers(port: int, s3_port: int) -> bool:
+def is_ready(port: int, s3_port: int) -> bool:
     """Whether an object can be written, which needs all parts of the server."""
     try:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/ready/probe", data=b"x" * 4096, method="PUT")
@@ -154,7 +154,7 @@ def answers(port: int, s3_port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A SeaweedFS server on loopback; the environment of its user."""
+    """The environment of a client of a SeaweedFS server on loopback."""
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     weed = shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")
     if weed is None:
@@ -172,7 +172,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 120
-        while not answers(ports["filer.port"], ports["s3.port"]):
+        while not is_ready(ports["filer.port"], ports["s3.port"]):
             assert server.poll() is None and time.monotonic() < deadline, (directory / "log.txt").read_text()[-2000:]
             time.sleep(0.1)
         yield {
@@ -184,54 +184,54 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
             "AWS_SHARED_CREDENTIALS_FILE": str(directory / "none"),
         }
     finally:
-        server.kill()  # SIGTERM takes it 15 s and more
+        server.kill()  # after SIGTERM it would take 15 s or more
         server.wait()
 
 
-def s3_client(user: dict[str, str]) -> Any:
+def s3_client(environment: dict[str, str]) -> Any:
     import s3fs
 
     return s3fs.S3FileSystem(
-        endpoint_url=user["AWS_ENDPOINT_URL"],
-        key=user["AWS_ACCESS_KEY_ID"],
-        secret=user["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        key=environment["AWS_ACCESS_KEY_ID"],
+        secret=environment["AWS_SECRET_ACCESS_KEY"],
         client_kwargs={"region_name": "us-east-1"},
         skip_instance_cache=True,
         use_listings_cache=False,
     )
 
 
-def test_snapshots_in_s3(undisturbed: Callable[[int], Path], s3: dict[str, str], text: Path, tmp_path: Path) -> None:
-    """Killed, resumed from the object store, looked at and sampled from there."""
+def test_snapshots_in_s3(uninterrupted: Callable[[int], Path], s3: dict[str, str], text: Path, tmp_path: Path) -> None:
+    """The run is killed and resumed; its snapshots are verified and sampled from the object store."""
     client = s3_client(s3)
     client.mkdir("contract")
     command = [*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__path="s3://contract/runs")]
     run = tmp_path / "outputs" / "run"
 
-    def in_store() -> list[int]:
+    def committed_in_s3() -> list[int]:
         manifests = client.glob("contract/runs/run/step_*/manifest.json")
         return sorted(int(path.split("/")[-2].removeprefix("step_")) for path in manifests)
 
     with started(command, tmp_path, **s3) as job:
-        job.until(lambda: last_step(run) >= 15 and bool(in_store()), "step 15 and a snapshot in S3")
-        first = in_store()[-1]
+        job.until(lambda: last_step(run) >= 15 and bool(committed_in_s3()), "step 15 and a snapshot in S3")
+        first = committed_in_s3()[-1]
         job.kill_all()
         assert last_step(run) < STEPS
     succeed(command, tmp_path, **s3)
     check_not_trained_twice(run, first)
-    assert committed(run) == [], "the snapshots belong into the object store alone"
-    local = weights(undisturbed(2))
+    assert committed(run) == [], "snapshots were written to the local disk"
+    local = weights(uninterrupted(2))
     for name, content in local.items():
         assert client.cat_file(f"contract/runs/run/step_{STEPS:08d}/{name}") == content, name
-    assert result(run)["val_loss"] == result(undisturbed(2))["val_loss"]
+    assert result(run)["val_loss"] == result(uninterrupted(2))["val_loss"]
 
     succeed([*SNAPSHOTS, "verify", "s3://contract/runs/run"], tmp_path, **s3)
-    words = ["snapshot=s3://contract/runs/run", "prompt=the king", "max_new_tokens=5"]
-    assert succeed([*SAMPLE, *words], tmp_path, **s3).startswith("the king")
+    args = ["snapshot=s3://contract/runs/run", "prompt=the king", "max_new_tokens=5"]
+    assert succeed([*SAMPLE, *args], tmp_path, **s3).startswith("the king")
 
 
-def test_the_references_differ(undisturbed: Callable[[int], Path]) -> None:
-    """Equal bytes prove something only where the bytes of another run are others."""
-    run = undisturbed(1)
+def test_the_references_differ(uninterrupted: Callable[[int], Path]) -> None:
+    """Equal bytes prove something only if those of another step differ."""
+    run = uninterrupted(1)
     earlier = next(step for step in committed(run) if step < STEPS)
     assert digests(run, earlier) != digests(run)

@@ -1,4 +1,4 @@
-"""One complete run: its directory, the same command again, the tools for its snapshots, sampling."""
+"""A complete run: its directory, the same command again, the snapshot tools, sampling."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from .contract import (
     call,
     check_not_trained_twice,
     committed,
+    contains_value,
     digests,
     last_step,
     load_tensors,
@@ -29,7 +30,6 @@ from .contract import (
     records,
     result,
     settings,
-    shows,
     succeed,
     tensorboard,
 )
@@ -39,26 +39,26 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def complete(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The working directory of a run of two ranks, which tests copy before they change it."""
+    """The working directory of a run of two ranks; tests that change it use a copy."""
     cwd = tmp_path_factory.mktemp("complete")
     succeed([*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__keep_last=3)], cwd)
     return cwd
 
 
 @pytest.fixture
-def copied(complete: Path, tmp_path: Path) -> Path:
+def complete_copy(complete: Path, tmp_path: Path) -> Path:
     shutil.copytree(complete, tmp_path / "cwd")
     return tmp_path / "cwd"
 
 
 def test_the_run_directory(complete: Path) -> None:
     run = complete / "outputs" / "run"
-    told = result(run)
-    assert {"wall_seconds", "epoch", "train_loss"} < set(told)
-    assert (told["status"], told["step"], told["world_size"]) == ("complete", STEPS, 2)
-    assert told["tokens"] == STEPS * 24 * 64
-    assert told["bits_per_char"] == pytest.approx(told["val_loss"] / math.log(2))
-    assert told["best_val_loss"] <= told["val_loss"] < 2.5, "nothing was learnt"
+    reported = result(run)
+    assert {"wall_seconds", "epoch", "train_loss"} < set(reported)
+    assert (reported["status"], reported["step"], reported["world_size"]) == ("complete", STEPS, 2)
+    assert reported["tokens"] == STEPS * 24 * 64
+    assert reported["bits_per_char"] == pytest.approx(reported["val_loss"] / math.log(2))
+    assert reported["best_val_loss"] <= reported["val_loss"] < 2.5, "the model has not learned"
     for name in ("config.yaml", "main.rank0.log", "main.rank1.log"):
         assert (run / name).stat().st_size > 0, name
     assert {path.name for path in (run / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
@@ -78,24 +78,24 @@ def test_the_run_directory(complete: Path) -> None:
     assert committed(run)[-1] == STEPS
 
 
-def test_again_and_for_longer(copied: Path, text: Path) -> None:
-    """A complete run is not trained again, on any number of ranks; a larger limit continues it."""
-    run = copied / "outputs" / "run"
-    before, told, steps = digests(run), result(run), records(run)
-    output = succeed([*MAIN, *settings(text, snapshot__keep_last=3)], copied)
-    assert shows(output, told["val_loss"]), "the result is not printed"
+def test_run_again_and_with_a_larger_limit(complete_copy: Path, text: Path) -> None:
+    """A complete run is not trained again, on any number of ranks; a larger limit resumes it."""
+    run = complete_copy / "outputs" / "run"
+    before, reported, steps = digests(run), result(run), records(run)
+    output = succeed([*MAIN, *settings(text, snapshot__keep_last=3)], complete_copy)
+    assert contains_value(output, reported["val_loss"]), "the result is not printed"
     assert records(run) == steps
     assert digests(run) == before
     for key in ("status", "step", "val_loss", "best_val_loss"):
-        assert result(run)[key] == told[key], key
-    succeed([*MAIN, *settings(text, snapshot__keep_last=3, trainer__max_steps=STEPS + 4)], copied)
+        assert result(run)[key] == reported[key], key
+    succeed([*MAIN, *settings(text, snapshot__keep_last=3, trainer__max_steps=STEPS + 4)], complete_copy)
     assert (result(run)["status"], result(run)["step"]) == ("complete", STEPS + 4)
     assert last_step(run) == STEPS + 4
     check_not_trained_twice(run, STEPS + 4)
 
 
-def test_snapshot_tools(copied: Path, tmp_path: Path) -> None:
-    run = copied / "outputs" / "run"
+def test_snapshot_tools(complete_copy: Path, tmp_path: Path) -> None:
+    run = complete_copy / "outputs" / "run"
     steps = committed(run)
     assert len(steps) >= 3
     listed = succeed([*SNAPSHOTS, "list", str(run)], tmp_path)
@@ -106,9 +106,9 @@ def test_snapshot_tools(copied: Path, tmp_path: Path) -> None:
     assert {"model.safetensors", "config.json"} <= {path.name for path in (tmp_path / "exported").iterdir()}
     json.loads((tmp_path / "exported" / "config.json").read_text())
     exported = load_tensors(tmp_path / "exported" / "model.safetensors")
-    own = load_tensors(run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors")
-    assert exported.keys() == own.keys()
-    assert all(exported[name].equal(own[name]) for name in own)
+    original = load_tensors(run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(exported[name].equal(original[name]) for name in original)
 
     kept = digests(run)
     succeed([*SNAPSHOTS, "prune", str(run), "keep_last=2", "keep_best=false"], tmp_path)
@@ -123,48 +123,48 @@ def test_snapshot_tools(copied: Path, tmp_path: Path) -> None:
     succeed([*SNAPSHOTS, "verify", str(run / "snapshots" / f"step_{STEPS:08d}")], tmp_path)
 
 
-def test_a_damaged_snapshot_is_never_resumed_from(copied: Path, text: Path) -> None:
-    """The newest one is broken: the run goes on from the one before, to the same end."""
-    run = copied / "outputs" / "run"
+def test_a_damaged_snapshot_is_never_resumed_from(complete_copy: Path, text: Path) -> None:
+    """The newest one is damaged: the run resumes from the one before, and ends with the same bytes."""
+    run = complete_copy / "outputs" / "run"
     before, steps = digests(run), committed(run)
     path = run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
-    succeed([*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__keep_last=3)], copied)
+    succeed([*MAIN, "ddp.nproc_per_node=2", *settings(text, snapshot__keep_last=3)], complete_copy)
     check_not_trained_twice(run, steps[-2])
     assert digests(run) == before
 
 
 @pytest.fixture(scope="module")
-def draw(complete: Path) -> Callable[..., str]:
-    """The standard output of sample.py with these words."""
+def sample(complete: Path) -> Callable[..., str]:
+    """Return a function that runs sample.py with arguments and returns its standard output."""
 
-    def sample(*words: str) -> str:
-        options = ["max_new_tokens=120", "device=cpu", "precision=fp32", *words]
+    def run_sample(*args: str) -> str:
+        options = ["max_new_tokens=120", "device=cpu", "precision=fp32", *args]
         return succeed([*SAMPLE, "snapshot=outputs/run", *options], complete)
 
-    return sample
+    return run_sample
 
 
-def test_sampling(draw: Callable[..., str]) -> None:
-    """The prompt and as many characters as were asked for, longer than the context; a seed gives one text."""
+def test_sampling(sample: Callable[..., str]) -> None:
+    """The prompt and the requested number of characters, beyond the context length; reproducible by seed."""
     prompt = "prompt=the king"
-    first = draw(prompt, "seed=1")
+    first = sample(prompt, "seed=1")
     assert first.startswith("the king")
     assert len(first) == len("the king") + 120 + len("\n")
-    assert draw(prompt, "seed=1") == first
-    assert draw(prompt, "seed=2") != first
+    assert sample(prompt, "seed=1") == first
+    assert sample(prompt, "seed=2") != first
 
 
-@pytest.mark.parametrize("words", [["prompt=the k\u00efng"], ["prompt=the", "temprature=1"], ["prompt=the", "top_k=0"]])
-def test_sampling_refuses(words: list[str], complete: Path) -> None:
-    done = call([*SAMPLE, "snapshot=outputs/run", *words], complete)
+@pytest.mark.parametrize("args", [["prompt=the k\u00efng"], ["prompt=the", "temprature=1"], ["prompt=the", "top_k=0"]])
+def test_sampling_refuses(args: list[str], complete: Path) -> None:
+    done = call([*SAMPLE, "snapshot=outputs/run", *args], complete)
     assert done.returncode == 2
     one_error_line(done.stdout)
 
 
-def test_report(copied: Path) -> None:
-    output = succeed([*REPORT, "outputs/run"], copied)
-    assert shows(output, result(copied / "outputs" / "run")["val_loss"])
-    assert (copied / "outputs" / "run" / "report.html").stat().st_size > 1000
+def test_report(complete_copy: Path) -> None:
+    output = succeed([*REPORT, "outputs/run"], complete_copy)
+    assert contains_value(output, result(complete_copy / "outputs" / "run")["val_loss"])
+    assert (complete_copy / "outputs" / "run" / "report.html").stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""A model of the user's own, as docs/your-own-model.md shows it: it trains, resumes byte for byte, and samples."""
+"""A user's model, as in docs/your-own-model.md: it trains, resumes byte for byte, and samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .contract import (
     MAIN,
     SAMPLE,
     call,
-    check_same,
+    check_equal_runs,
     committed,
     one_error_line,
     result,
@@ -76,40 +76,40 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def train(project: Path, text: Path, *other: str) -> list[str]:
-    ours = ("model=", "model.n_layer=", "model.n_embd=", "trainer.batch_size=")
-    words = [word for word in settings(text) if not word.startswith(ours)]
-    return [*MAIN, f"--config-dir={project}", "model=convolution", "trainer.batch_size=48", *words, *other]
+def train(project: Path, text: Path, *overrides: str) -> list[str]:
+    replaced = ("model=", "model.n_layer=", "model.n_embd=", "trainer.batch_size=")
+    kept = [override for override in settings(text) if not override.startswith(replaced)]
+    return [*MAIN, f"--config-dir={project}", "model=convolution", "trainer.batch_size=48", *kept, *overrides]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(project: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cwd = tmp_path_factory.mktemp("undisturbed")
+def uninterrupted(project: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    cwd = tmp_path_factory.mktemp("uninterrupted")
     succeed(train(project, text), cwd)
     return cwd / "outputs" / "run"
 
 
-def test_resumes(undisturbed: Path, project: Path, text: Path, tmp_path: Path) -> None:
+def test_resumes(uninterrupted: Path, project: Path, text: Path, tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "run"
     succeed(train(project, text, "trainer.max_steps=35"), tmp_path)
     assert (result(run)["step"], committed(run)[-1]) == (35, 35)
     succeed(train(project, text), tmp_path)
-    check_same(run, undisturbed, ranks=1)
-    assert result(run)["val_loss"] < 2.7, "nothing was learnt"
+    check_equal_runs(run, uninterrupted, ranks=1)
+    assert result(run)["val_loss"] < 2.7, "the model has not learned"
 
 
-def test_samples(undisturbed: Path, project: Path, tmp_path: Path) -> None:
-    """Only with the user's word for it: what a snapshot names is never run by itself."""
-    words = [*SAMPLE, f"snapshot={undisturbed}", "prompt=the king", "max_new_tokens=80"]
-    text = succeed([*words, f"code={project / 'mine.py'}"], tmp_path)
+def test_samples(uninterrupted: Path, project: Path, tmp_path: Path) -> None:
+    """Only if the user names the file: code named by a snapshot is never run by itself."""
+    command = [*SAMPLE, f"snapshot={uninterrupted}", "prompt=the king", "max_new_tokens=80"]
+    text = succeed([*command, f"code={project / 'mine.py'}"], tmp_path)
     assert text.startswith("the king")
     assert len(text) == len("the king") + 80 + len("\n")
-    refused = call(words, tmp_path)
+    refused = call(command, tmp_path)
     assert refused.returncode == 2
     assert "code=" in one_error_line(refused.stdout)
 
 
-def test_its_mistakes_are_one_line(project: Path, text: Path, tmp_path: Path) -> None:
+def test_its_config_errors_are_one_line(project: Path, text: Path, tmp_path: Path) -> None:
     done = call(train(project, text, "model.width=0"), tmp_path)
     assert done.returncode == 2
     assert "model.width=0 must be at least 1" in one_error_line(done.stdout)
