@@ -1,1 +1,1 @@
-"""Tests on several ranks. (A package, so that no installed one of this name can stand before it.)"""
+"""Tests on several ranks. (A package, so that an installed one of this name cannot shadow it.)"""

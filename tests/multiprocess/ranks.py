@@ -1,7 +1,7 @@
-"""Ranks that are processes of their own and find each other through the package's own Runtime, over gloo.
+"""Ranks in processes of their own, which form a process group with the Runtime of the package, over gloo.
 
-A test names a function of its module; every rank calls it with the same keyword arguments and hands back what it
-returned, as JSON. The processes come from a fork server that has imported torch once, so that one starts in a moment.
+A test passes a function of its module; every rank calls it with the same keyword arguments, and its return value comes
+back as JSON. A fork server that has imported torch once forks the processes, so that they start quickly.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mingpt_ddp.config.hydra_utils import config_directory
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
     ["mingpt_ddp.training.run", "torch._inductor.config"]
-)  # torch imports the latter in the end
+)  # torch imports the latter eventually
 
 
 def configure(*overrides: str) -> dict[str, Any]:
-    """The whole configuration as plain values, which `config.from_mapping` reads."""
+    """Compose a configuration; return the plain values that `config.from_mapping` reads."""
     cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 class Ranks:
-    """Some or all ranks of a job, running; those that still do at the end of the `with` block are killed."""
+    """Some or all ranks of a running job; those still alive at the end of the `with` block are killed."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Ranks:
     ) -> None:
         """
         Args:
-            directory: where the ranks leave their results and what they print.
-            port: of the job's key-value store on this machine; by default one that is free.
-            agent: the store is there already and outlives the ranks, as an elastic agent's does; else rank 0 hosts it.
+            directory: for the results and the output of the ranks.
+            port: of the key-value store of the job on this machine; by default a free one.
+            agent: the store exists already and outlives the ranks, like that of an elastic agent; else rank 0 hosts it.
             only: the ranks to start, by default all.
         """
         directory.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class Ranks:
         call = (inspect.getfile(work), work.__name__, arguments)
         self.outputs = {rank: directory / f"rank{rank}" for rank in (range(world_size) if only is None else only)}
         self.processes = {
-            rank: processes.Process(target=_be_rank, args=({**job, "RANK": str(rank)}, output, *call), daemon=True)
+            rank: processes.Process(target=_run_rank, args=({**job, "RANK": str(rank)}, output, *call), daemon=True)
             for rank, output in self.outputs.items()
         }
         for process in self.processes.values():
@@ -85,7 +85,7 @@ class Ranks:
         self.kill(*self.processes)
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL, and wait for the end."""
+        """SIGKILL ranks, and wait until they have exited."""
         for rank in ranks:
             self.processes[rank].kill()
         for rank in ranks:
@@ -95,12 +95,12 @@ class Ranks:
         return "\n".join(f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items())
 
     def results(self, timeout: float = 60) -> list[Any]:
-        """What the function returned on each rank, once all have ended well."""
+        """Return the results of all ranks, once all have exited with 0."""
         deadline = time.monotonic() + timeout
         while any(process.is_alive() for process in self.processes.values()):
             failed = any(process.exitcode not in (None, 0) for process in self.processes.values())
             if failed or time.monotonic() > deadline:
-                time.sleep(1.0)  # the others have a moment to say what they see
+                time.sleep(1.0)  # time for the others to report their errors
                 break
             time.sleep(0.01)
         codes = {rank: process.exitcode for rank, process in self.processes.items()}
@@ -110,13 +110,13 @@ class Ranks:
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], directory: Path, **arguments: Any) -> list[Any]:
-    """What `work` returns on every rank, in rank order."""
+    """Run `work` on every rank; return the results in rank order."""
     with Ranks(world_size, work, directory, **arguments) as ranks:
         return ranks.results()
 
 
-def _be_rank(environment: dict[str, str], output: Path, file: str, name: str, arguments: dict[str, Any]) -> None:
-    """The whole life of a rank."""
+def _run_rank(environment: dict[str, str], output: Path, file: str, name: str, arguments: dict[str, Any]) -> None:
+    """Run the function of a rank in its process."""
     import torch
 
     with open(output.with_suffix(".txt"), "w") as printed:

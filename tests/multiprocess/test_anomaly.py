@@ -1,4 +1,4 @@
-"""Steps that would ruin the model: found by all ranks alike, traced to the right one, skipped or rolled back."""
+"""Anomalies: detected by all ranks, attributed to the right one, and skipped or rolled back."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from multiprocess.ranks import configure, run_ranks
 SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=3", "trainer.max_steps=14", "trainer.eval_every=null"]
 SETTINGS += ["snapshot.keep_last=100", "snapshot.keep_best=false"]
 
-# Name -> settings, and what happens in micro-batch 1 (of rank 1, where there are two) at which steps.
+# Name -> overrides, and the anomaly in micro-batch 1 (of rank 1, if there are two ranks) with its steps.
 JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "undisturbed": ([], {}),
+    "uninterrupted": ([], {}),
     "stop": ([], {"kind": "loss", "steps": [6]}),
     "gradient": ([], {"kind": "gradient", "steps": [6]}),
     "once": ([], {"kind": "loss", "steps": [6], "once": True}),
@@ -59,15 +59,15 @@ JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
 
 
 def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
-    """Micro-batch 1 of these steps."""
+    """Patch GPT.forward to inject an anomaly into micro-batch 1 of these steps."""
     at = {"step": 0, "micro": 0}
     forward_backward, forward = train_step.TrainStep._forward_backward, GPT.forward
 
-    def locate(self, step, micro, syncs):
+    def record_position(self, step, micro, syncs):
         at.update(step=step, micro=micro.index)
         return forward_backward(self, step, micro, syncs)
 
-    def poisoned(self, x, y=None):
+    def forward_with_anomaly(self, x, y=None):
         loss = forward(self, x, y)
         if not self.training or at["micro"] != 1 or at["step"] not in steps:
             return loss
@@ -77,13 +77,13 @@ def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
             return loss * torch.nan
         if kind == "spike":
             return loss * 50
-        parameter = next(p for name, p in self.named_parameters() if name == poisoned_parameter(self))
+        parameter = next(p for name, p in self.named_parameters() if name == anomalous_parameter(self))
         return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
 
-    train_step.TrainStep._forward_backward, GPT.forward = locate, poisoned
+    train_step.TrainStep._forward_backward, GPT.forward = record_position, forward_with_anomaly
 
 
-def poisoned_parameter(model: GPT) -> str:
+def anomalous_parameter(model: GPT) -> str:
     return [name for name, p in model.named_parameters() if p.ndim > 1][-2]
 
 
@@ -93,14 +93,14 @@ def digest(model: torch.nn.Module) -> str:
 
 
 def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """One run after the other; of each the error, or the weights that this rank has in the end."""
-    # It would keep the store of a run that failed, whose port the next one needs.
-    trainer.Watchdog = lambda *words: types.SimpleNamespace(stop=lambda: None)
+    """Train one run after the other; return the error, or the digest of the final weights of this rank, by run."""
+    # The watchdog would keep the store of a failed run open, whose port the next one needs.
+    trainer.Watchdog = lambda *args: types.SimpleNamespace(stop=lambda: None)
     originals = train_step.TrainStep._forward_backward, GPT.forward
     build, models = composition.build_model_and_optimizer, []
 
-    def keep_model(*words):
-        model, optimizer = build(*words)
+    def keep_model(*args):
+        model, optimizer = build(*args)
         models.append(model)
         return model, optimizer
 
@@ -109,9 +109,9 @@ def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str,
     for job, (name, values) in enumerate(configs.items()):
         if anomalies[name]:
             inject_anomaly(**anomalies[name])
-        # It waits for a second so that its event files have another name; these are too many, and nobody reads them.
-        impatient = types.SimpleNamespace(sleep=lambda _: None)
-        tensorboard.time = impatient if name == "rollback, all bad" else time
+        # The TensorBoard writer sleeps for a second so that event files get distinct names: too slow for so many.
+        no_sleep = types.SimpleNamespace(sleep=lambda _: None)
+        tensorboard.time = no_sleep if name == "rollback, all bad" else time
         config = from_mapping(values)
         logs.to_console(read_env())
         runtime = Runtime(config, read_env(), job)
@@ -123,12 +123,12 @@ def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str,
         runtime.close()
         del runtime
         train_step.TrainStep._forward_backward, GPT.forward = originals
-    return {**outcomes, "parameter": poisoned_parameter(models[-1])}
+    return {**outcomes, "parameter": anomalous_parameter(models[-1])}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """For a number of ranks: what came of all runs on every rank, and the directory that they are in."""
+    """Return, for a number of ranks, the outcomes of all runs by rank, and the directory of the runs."""
     top = tmp_path_factory.mktemp("anomaly")
 
     @functools.cache
@@ -150,12 +150,12 @@ def ranks(request) -> int:
     return request.param
 
 
-def errors(trained, ranks: int, name: str) -> str:
-    """The error, which is the same on all ranks."""
-    told = [outcomes[name].get("error") for outcomes in trained(ranks)[0]]
-    assert told == [told[0]] * ranks
-    assert told[0] is not None, "there was none"
-    return told[0]
+def error_on_all_ranks(trained, ranks: int, name: str) -> str:
+    """Return the error of a run, which has to be the same on all ranks."""
+    reported = [outcomes[name].get("error") for outcomes in trained(ranks)[0]]
+    assert reported == [reported[0]] * ranks
+    assert reported[0] is not None, "the run did not fail"
+    return reported[0]
 
 
 def weights(trained, ranks: int, name: str, step: int = 14) -> dict[str, torch.Tensor]:
@@ -173,7 +173,7 @@ def check_equal_on_all_ranks(trained, ranks: int, name: str) -> None:
     assert "weights" in outcomes[0], outcomes
 
 
-def farthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
@@ -181,48 +181,48 @@ def curve(trained, ranks: int, name: str) -> dict[int, float]:
     directory = trained(ranks)[1] / slug(name) / "tensorboard" / "rank0"
     events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
     steps = [event.step for event in events]
-    assert steps == sorted(set(steps)), "a step is doubled"
+    assert steps == sorted(set(steps)), "a step is duplicated"
     return {event.step: event.value for event in events}
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks(trained, ranks):
-    error = errors(trained, ranks, "stop")
+def test_a_nonfinite_loss_stops_all_ranks(trained, ranks):
+    error = error_on_all_ranks(trained, ranks, "stop")
     assert error.startswith("TrainingError: training error: step 6 has loss nan and gradient norm nan ")
     assert f"(rank {ranks - 1}: the loss of micro-batch 1)" in error
     assert committed(trained(ranks)[1] / "stop") == [4]
-    assert farthest(weights(trained, ranks, "stop", 4), weights(trained, ranks, "undisturbed", 4)) == 0
+    assert max_difference(weights(trained, ranks, "stop", 4), weights(trained, ranks, "uninterrupted", 4)) == 0
 
 
-def test_a_gradient_that_is_not_finite_is_blamed_on_its_parameter(trained, ranks):
-    error, parameter = errors(trained, ranks, "gradient"), trained(ranks)[0][0]["parameter"]
+def test_a_nonfinite_gradient_is_attributed_to_its_parameter(trained, ranks):
+    error, parameter = error_on_all_ranks(trained, ranks, "gradient"), trained(ranks)[0][0]["parameter"]
     assert "gradient norm nan" in error
     assert "loss nan" not in error
     assert f"(rank {ranks - 1}: the gradient of {parameter} in micro-batch 1)" in error
     assert committed(trained(ranks)[1] / "gradient") == [4]
 
 
-def test_what_does_not_come_again_is_blamed_on_the_hardware(trained, ranks):
-    error = errors(trained, ranks, "once")
+def test_an_anomaly_that_does_not_recur_is_attributed_to_the_hardware(trained, ranks):
+    error = error_on_all_ranks(trained, ranks, "once")
     assert "step 6 has loss nan" in error
     assert "suspect the hardware" in error
 
 
 @pytest.mark.parametrize("name", ["skip", "skip gradient", "spike", "rollback", "rollback without a snapshot"])
-def test_a_step_that_is_left_out_leaves_all_ranks_equal(trained, name):
+def test_a_skipped_step_keeps_all_ranks_equal(trained, name):
     for ranks in (1, 2):
         check_equal_on_all_ranks(trained, ranks, name)
-    assert farthest(weights(trained, 1, name), weights(trained, 2, name)) < 1e-6
-    assert farthest(weights(trained, 1, name), weights(trained, 1, "undisturbed")) > 1e-5, "it was taken"
+    assert max_difference(weights(trained, 1, name), weights(trained, 2, name)) < 1e-6
+    assert max_difference(weights(trained, 1, name), weights(trained, 1, "uninterrupted")) > 1e-5, "the step was taken"
     assert all(tensor.isfinite().all() for tensor in weights(trained, 2, name).values())
 
 
-def test_whatever_leaves_a_step_out_leaves_the_same_weights(trained, ranks):
-    """Going back and over the same steps again is the same as not to take the one."""
+def test_skip_and_rollback_give_the_same_weights(trained, ranks):
+    """Rolling back and repeating the steps before the anomaly equals skipping it."""
     for name in ("skip gradient", "spike", "rollback"):
-        assert farthest(weights(trained, ranks, name), weights(trained, ranks, "skip")) == 0, name
+        assert max_difference(weights(trained, ranks, name), weights(trained, ranks, "skip")) == 0, name
 
 
-def test_going_back(trained, ranks):
+def test_rollback(trained, ranks):
     log = log_of(trained, ranks, "rollback")
     assert "rolled back to the snapshot of step 4, to skip step 6" in log
     assert "step 6 is skipped after the rollback" in log
@@ -234,29 +234,29 @@ def test_going_back(trained, ranks):
 
 @pytest.mark.parametrize("name", ["skip", "rollback"])
 def test_the_curve_has_every_step_once(trained, ranks, name):
-    """But for the one that was not taken, which has no loss: certainly not 0."""
+    """Except the skipped step, which has no loss, not a loss of 0."""
     points = curve(trained, ranks, name)
     assert [step for step in range(1, 15) if step not in points] in ([], [6])
     assert 0.0 not in points.values()
-    undisturbed = curve(trained, ranks, "undisturbed")
-    assert all(points[step] == undisturbed[step] for step in range(1, 6))
+    uninterrupted = curve(trained, ranks, "uninterrupted")
+    assert all(points[step] == uninterrupted[step] for step in range(1, 6))
     history = read_history(trained(ranks)[1] / name / METRICS)
     assert history.series("train_loss") == [(step, pytest.approx(value)) for step, value in points.items()]
     assert (history.faults, history.rollbacks) == (0, int(name == "rollback"))
 
 
-def test_a_finite_spike_is_caught(trained, ranks):
+def test_a_finite_loss_spike_is_skipped(trained, ranks):
     assert "more than 3 times the average of" in log_of(trained, ranks, "spike")
 
 
-def test_more_than_ten_in_a_row_stop(trained, ranks):
-    error = errors(trained, ranks, "skip, all bad")
+def test_more_than_ten_anomalies_in_a_row_stop_the_run(trained, ranks):
+    error = error_on_all_ranks(trained, ranks, "skip, all bad")
     assert "step 16 has loss nan" in error
     assert "as did the 10 before it" in error
     assert committed(trained(ranks)[1] / "skip-all_bad")[-1] < 16
     check_equal_on_all_ranks(trained, ranks, "skip, ten bad")
 
 
-def test_more_than_ten_in_a_row_stop_a_run_that_goes_back(trained, ranks):
-    error = errors(trained, ranks, "rollback, all bad")
+def test_more_than_ten_anomalies_in_a_row_stop_a_run_under_rollback(trained, ranks):
+    error = error_on_all_ranks(trained, ranks, "rollback, all bad")
     assert "step 16 has loss nan" in error

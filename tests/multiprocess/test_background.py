@@ -1,4 +1,4 @@
-"""Snapshots that are written beside training, divided over the ranks: what is in them, and what goes wrong."""
+"""Asynchronous snapshots, sharded over the ranks: their contents, and failures while they are written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from multiprocess.ranks import Ranks, configure, run_ranks
 STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=2", f"trainer.max_steps={STEPS}"]
 SETTINGS += ["trainer.eval_every=null", "snapshot.keep_last=100", "snapshot.keep_best=false"]
-PART = 1000  # bytes: so small a part is worth a file of its own here
+PART = 1000  # bytes: here even so small a shard gets its own file
 
 
 def settings(root: Path, name: str, *overrides: str) -> dict[str, Any]:
@@ -53,29 +53,29 @@ def train(
     lag: int = 0,
     fail: dict[str, list[int]] | None = None,
     hang: tuple[int, int, str] | None = None,
-    ruin: int | None = None,
+    replace_at: int | None = None,
 ) -> dict[str, Any]:
-    """One run, with a storage as misfortune has it.
+    """Train with faulty storage.
 
     Args:
-        part: bytes below which the tensors are not divided.
-        lag: a file is written only when training is so many steps ahead of it; copies are slow as well.
+        part: bytes below which the tensors are not sharded.
+        lag: a file is written only when training is this many steps ahead; copies to the staging buffer are slow too.
         fail: by rank, the steps whose files cannot be written.
-        hang: rank, step and a file: in its first snapshot from that step on, the rank writes one file and no other, and
-            then the step of the snapshot into the file.
-        ruin: at this step a file takes the place of the directory of the snapshots.
+        hang: rank, step and file: in its first snapshot from this step on, the rank writes one file, writes the step
+            of the snapshot to `file`, and hangs.
+        replace_at: at this step, a file replaces the directory of the snapshots.
     """
     format.MIN_SHARD_BYTES = part
-    manager.QUICK_S = 0.0 if lag else 60.0  # how busy the machine is decides nothing
-    rank, now = int(os.environ["RANK"]), {"step": 0}
-    moved = threading.Condition()
-    told: dict[str, Any] = {"overtaken": [], "images": 0, "restored": None, "error": None}
+    manager.QUICK_S = 0.0 if lag else 60.0  # independent of the load of the machine
+    rank, current = int(os.environ["RANK"]), {"step": 0}
+    step_changed = threading.Condition()
+    report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}
 
     def step(self: Trainer, number: int) -> None:
-        with moved:
-            now["step"] = number
-            moved.notify_all()
-        if number == ruin:
+        with step_changed:
+            current["step"] = number
+            step_changed.notify_all()
+        if number == replace_at:
             directory = Path(values["run"]["root"]) / values["run"]["name"] / "snapshots"
             wait_for(lambda: committed(directory.parent), what="a snapshot")
             directory.rename(directory.with_name("moved"))
@@ -85,8 +85,8 @@ def train(
     def write_files(self: SnapshotStore, number: int, contents: Any) -> Any:
         if contents.keys() <= {"manifest.json"}:
             return original_write_files(self, number, contents)
-        with moved:
-            moved.wait_for(lambda: now["step"] >= min(number + lag, STEPS))
+        with step_changed:
+            step_changed.wait_for(lambda: current["step"] >= min(number + lag, STEPS))
         if number in (fail or {}).get(str(rank), []):
             raise OSError(errno.ENOSPC, "no space is left")
         if hang and hang[0] == rank and hang[1] <= number:
@@ -95,38 +95,38 @@ def train(
             Path(hang[2]).write_text(str(number))
             time.sleep(1000)
         files = original_write_files(self, number, contents)
-        told["overtaken"].append([number, now["step"]])
+        report["writes"].append([number, current["step"]])
         return files
 
     def restore(found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
         state = original_restore(found, model, optimizer, scaler)
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
-        told["restored"] = [found.step, digest(tensors)]
+        report["restored"] = [found.step, digest(tensors)]
         return state
 
-    class CountedImage(SafetensorsBuffer):
+    class CountedBuffer(SafetensorsBuffer):
         def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
             super().__init__(tensors)
-            told["images"] += 1
+            report["buffers"] += 1
 
         def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
             if lag:
-                time.sleep(0.015)  # for each of two files; training wants to go on
+                time.sleep(0.015)  # for each of two files, while training continues
             super().fill(tensors)
 
     original_step, original_write_files = Trainer._step, SnapshotStore.write_files
     original_restore = composition.restore
     Trainer._step, SnapshotStore.write_files = step, write_files
-    composition.restore, background.SafetensorsBuffer = restore, CountedImage
+    composition.restore, background.SafetensorsBuffer = restore, CountedBuffer
     logs.to_console(read_env())
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     try:
         composition.run(config, runtime, {})
     except Exception as error:
-        told["error"] = f"{type(error).__name__}: {error}"
+        report["error"] = f"{type(error).__name__}: {error}"
     runtime.close()
-    return told
+    return report
 
 
 def files(run: Path, step: int) -> dict[str, bytes]:
@@ -144,7 +144,7 @@ def root(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def synchronous(root):
-    """For a number of ranks: the run that saves every step, and goes on only when it is saved."""
+    """Return, for a number of ranks, a run that saves every step synchronously."""
     done: dict[int, Path] = {}
 
     def get(ranks: int) -> Path:
@@ -160,7 +160,7 @@ def synchronous(root):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_rank_writes_a_part(ranks, root, synchronous):
+def test_every_rank_writes_a_shard(ranks, root, synchronous):
     names = {f"{kind}-{i + 1:05d}-of-{ranks:05d}.safetensors" for kind in ("model", "optimizer") for i in range(ranks)}
     found = files(synchronous(ranks), 4)
     assert found.keys() == {*names, "state.json", "manifest.json"}
@@ -169,8 +169,8 @@ def test_every_rank_writes_a_part(ranks, root, synchronous):
 
 
 @pytest.mark.parametrize(("written", "read"), [(2, 1), (2, 3), (3, 2)])
-def test_any_number_of_ranks_reads_the_parts(written, read, root, synchronous):
-    """Weights and optimizer state arrive as they were, on every rank."""
+def test_any_number_of_ranks_reads_the_shards(written, read, root, synchronous):
+    """Every rank restores the weights and the optimizer state that were saved."""
     source = synchronous(written) / "snapshots"
     snapshot = SnapshotStore(str(source)).read(12)
     expected = digest({"model": snapshot.model, "optimizer": snapshot.optimizer})
@@ -181,8 +181,8 @@ def test_any_number_of_ranks_reads_the_parts(written, read, root, synchronous):
     assert [outcome["restored"] for outcome in outcomes] == [[12, expected]] * read
 
 
-def test_what_is_small_is_not_divided(root, synchronous):
-    """It is in one file what it would be in parts."""
+def test_small_tensors_are_not_sharded(root, synchronous):
+    """A single file holds the same tensors as the shards."""
     values = settings(root, "whole", "trainer.max_steps=4", f"optimizer.schedule_steps={STEPS}")
     run_ranks(2, train, root / "ranks" / "whole", values=values, part=1 << 24)
     assert tensor_files(root / "whole", 4).keys() == {"model.safetensors", "optimizer.safetensors"}
@@ -191,13 +191,13 @@ def test_what_is_small_is_not_divided(root, synchronous):
 
 
 @pytest.fixture(scope="module")
-def overtaken(root):
-    """The storage is so slow that training is seven steps ahead whenever a file is written."""
+def slow_storage(root):
+    """Return, for a number of ranks, a run and its reports; training is seven steps ahead of every write."""
     done: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
 
     def get(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if ranks not in done:
-            name = f"overtaken{ranks}"
+            name = f"slow{ranks}"
             values = settings(root, name, "snapshot.every_steps=3")
             done[ranks] = root / name, run_ranks(ranks, train, root / "ranks" / name, values=values, lag=7)
         return done[ranks]
@@ -206,9 +206,9 @@ def overtaken(root):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_snapshot_is_the_state_of_its_step(ranks, overtaken, synchronous):
-    """Not that of a later one, though training goes on while it is copied and written."""
-    run, outcomes = overtaken(ranks)
+def test_a_snapshot_is_the_state_of_its_step(ranks, slow_storage, synchronous):
+    """Not that of a later one, although training continues while it is staged and written."""
+    run, outcomes = slow_storage(ranks)
     assert [outcome["error"] for outcome in outcomes] == [None] * ranks
     steps = committed(run)
     assert steps[0] == 3
@@ -218,25 +218,25 @@ def test_a_snapshot_is_the_state_of_its_step(ranks, overtaken, synchronous):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_training_does_not_wait_for_a_slow_storage(ranks, overtaken):
-    """What is due meanwhile is put off, and the newest state is saved as soon as that can be."""
-    run, outcomes = overtaken(ranks)
+def test_training_does_not_wait_for_slow_storage(ranks, slow_storage):
+    """Snapshots that are due meanwhile are postponed, and the newest state is saved as soon as possible."""
+    run, outcomes = slow_storage(ranks)
     for outcome in outcomes:
-        late = [ahead - step for step, ahead in outcome["overtaken"] if step + 7 <= STEPS]
-        assert len(late) >= 2
-        assert min(late) >= 7
+        lags = [ahead - step for step, ahead in outcome["writes"] if step + 7 <= STEPS]
+        assert len(lags) >= 2
+        assert min(lags) >= 7
     first, second = committed(run)[:2]
-    assert second >= first + 7, "two at a time"
+    assert second >= first + 7, "two snapshots were written at a time"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_memory_of_one_copy_is_used_again(ranks, overtaken):
-    run, outcomes = overtaken(ranks)
+def test_staging_buffers_are_reused(ranks, slow_storage):
+    run, outcomes = slow_storage(ranks)
     assert len(committed(run)) > 2
-    assert [outcome["images"] for outcome in outcomes] == [2] * ranks, "model and optimizer, once each"
+    assert [outcome["buffers"] for outcome in outcomes] == [2] * ranks, "one buffer each for model and optimizer"
 
 
-# What goes wrong.
+# Failures
 
 
 def warnings(run: Path, rank: int = 0) -> list[str]:
@@ -244,48 +244,48 @@ def warnings(run: Path, rank: int = 0) -> list[str]:
     return [line.partition(" WARNING ")[2] for line in lines if " WARNING " in line]
 
 
-def test_one_failure_is_told_and_training_goes_on(root, synchronous):
+def test_one_failure_is_reported_and_training_continues(root, synchronous):
     values = settings(root, "once", "snapshot.every_steps=4")
     outcomes = run_ranks(2, train, root / "ranks" / "once", values=values, fail={"1": [8]})
     run = root / "once"
     assert [outcome["error"] for outcome in outcomes] == [None, None]
     assert committed(run) == [4, *range(12, STEPS + 1, 4)]
     for rank in (0, 1):
-        (told,) = warnings(run, rank)
-        assert "cannot write the snapshot of step 8" in told
-        assert "rank 1: no space is left; training continues (failure 1 of 3 allowed)" in told
+        (warning,) = warnings(run, rank)
+        assert "cannot write the snapshot of step 8" in warning
+        assert "rank 1: no space is left; training continues (failure 1 of 3 allowed)" in warning
     assert tensor_files(run, STEPS) == tensor_files(synchronous(2), STEPS)
 
 
 def test_failures_in_a_row_end_the_run_on_all_ranks(root):
     values = settings(root, "always", "snapshot.every_steps=4", "snapshot.max_failures=1")
     fail = {"1": list(range(8, STEPS + 1))}
-    told = [outcome["error"] for outcome in run_ranks(2, train, root / "ranks" / "always", values=values, fail=fail)]
-    assert told[0] == told[1]
-    assert "StorageUnavailableError" in told[0]
-    assert "cannot write the snapshot of step 12" in told[0]
-    assert "rank 1: no space is left, 2 times in a row" in told[0]
+    errors = [outcome["error"] for outcome in run_ranks(2, train, root / "ranks" / "always", values=values, fail=fail)]
+    assert errors[0] == errors[1]
+    assert "StorageUnavailableError" in errors[0]
+    assert "cannot write the snapshot of step 12" in errors[0]
+    assert "rank 1: no space is left, 2 times in a row" in errors[0]
     assert committed(root / "always") == [4]
     assert SnapshotStore(str(root / "always" / "snapshots")).read_latest().step == 4
 
 
-def test_a_place_that_is_gone(root):
-    """A file stands where the directory of the snapshots was."""
+def test_a_snapshot_directory_that_disappears(root):
+    """A file replaces the directory of the snapshots."""
     values = settings(root, "gone", "snapshot.every_steps=4", "snapshot.max_failures=2")
-    (told,) = run_ranks(1, train, root / "ranks" / "gone", values=values, ruin=6)
-    assert "cannot write the snapshot of step 16" in told["error"]
-    assert "Not a directory, 3 times in a row" in told["error"]
+    (outcome,) = run_ranks(1, train, root / "ranks" / "gone", values=values, replace_at=6)
+    assert "cannot write the snapshot of step 16" in outcome["error"]
+    assert "Not a directory, 3 times in a row" in outcome["error"]
     run = root / "gone"
     assert len(warnings(run)) == 2
     assert sorted(path.parent.name for path in run.glob("moved/*/manifest.json")) == ["step_00000004"]
 
 
-def test_a_kill_in_the_middle_of_a_write_leaves_the_older_snapshot(root, synchronous):
+def test_a_kill_during_a_write_keeps_the_older_snapshot(root, synchronous):
     run, marker = root / "killed", root / "half"
     values = settings(root, "killed", "snapshot.every_steps=4")
     with Ranks(2, train, root / "ranks" / "killed", values=values, hang=[1, 8, str(marker)]):
-        wait_for(lambda: marker.exists() and marker.read_text(), what="half a snapshot")
-        step = int(marker.read_text())  # names alone: the other rank may be renaming a file that it has written
+        wait_for(lambda: marker.exists() and marker.read_text(), what="a partial snapshot")
+        step = int(marker.read_text())  # only names: the other rank may be renaming a file
         assert any((run / "snapshots" / f"step_{step:08d}").iterdir())
     assert committed(run) == [4]
     outcomes = run_ranks(2, train, root / "ranks" / "resumed", values=values)

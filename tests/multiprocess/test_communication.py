@@ -1,4 +1,4 @@
-"""How gradients travel: every way gives the right mean, and each resumes byte for byte."""
+"""Gradient communication: every transport gives the correct mean, and resumes byte for byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 8
 SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=2", f"optimizer.schedule_steps={STEPS}"]
 SETTINGS += ["trainer.eval_every=3", "snapshot.every_steps=null", "snapshot.keep_last=100"]
 GLOO = "ddp=gloo"
-# Ways to train: their settings, the steps at which they are stopped and started again, and on how many ranks.
+# Overrides, the steps at which the job ends (and is resumed), and the world sizes, by name.
 JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "shared": ([], [STEPS], (2, 3)),
     "shared, parts": ([], [5, STEPS], (3,)),
@@ -47,42 +47,42 @@ JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "unused": (["ddp.find_unused_parameters=true"], [STEPS], (2,)),
     "fp16": (["ddp.comm_hook=fp16"], [STEPS], (2,)),
     "bf16": (["ddp.comm_hook=bf16"], [STEPS], (2,)),
-    "sick": (["trainer.on_nonfinite=skip"], [STEPS], (2,)),
-    "sick, parts": (["trainer.on_nonfinite=skip"], [3, STEPS], (2,)),
+    "nonfinite": (["trainer.on_nonfinite=skip"], [STEPS], (2,)),
+    "nonfinite, parts": (["trainer.on_nonfinite=skip"], [3, STEPS], (2,)),
     "small buckets": ([GLOO, "ddp.bucket_cap_mb=0.001"], [STEPS], (2, 3)),
     "small buckets, parts": ([GLOO, "ddp.bucket_cap_mb=0.001"], [5, STEPS], (3,)),
 }
 
 
-class Changed:
-    """What a job meets that others do not; undone afterwards."""
+class JobPatch:
+    """The patches of a job, which are undone after it."""
 
     def __init__(self, name: str, limit: int) -> None:
         self.patch = pytest.MonkeyPatch()
         if "later not" in name and limit == STEPS:
-            self.patch.setattr(shared_memory, "SOCKET_DIRECTORY", "/nowhere")  # as where /dev/shm cannot be written
-        if "sick" in name:
-            self.patch.setattr(GPT, "forward", self.sick(GPT.forward, sick_step=3))
+            self.patch.setattr(shared_memory, "SOCKET_DIRECTORY", "/nowhere")  # as if /dev/shm were read-only
+        if "nonfinite" in name:
+            self.patch.setattr(GPT, "forward", self.inject_nonfinite_loss(GPT.forward, nonfinite_step=3))
 
     @staticmethod
-    def sick(forward: Any, sick_step: int) -> Any:
-        """One of the losses that a rank computes in a step is not a number, whenever it is computed."""
+    def inject_nonfinite_loss(forward: Any, nonfinite_step: int) -> Any:
+        """Make the loss of one step non-finite, every time it is computed."""
         from mingpt_ddp.training import train_step as train_step
 
         at = {"step": 0}
         original = train_step.seed_everything
 
-        def note(*keys: Any) -> None:
+        def record_step(*keys: Any) -> None:
             at["step"] = keys[2] if keys[0] == "dropout" else 0
             original(*keys)
 
-        train_step.seed_everything = note
+        train_step.seed_everything = record_step
 
-        def sometimes(self, x, y=None):
+        def forward_with_nonfinite_loss(self, x, y=None):
             loss = forward(self, x, y)
-            return loss * torch.nan if self.training and at["step"] == sick_step else loss
+            return loss * torch.nan if self.training and at["step"] == nonfinite_step else loss
 
-        return sometimes
+        return forward_with_nonfinite_loss
 
 
 def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     job = 0
     for name, values in configs.items():
         for limit in JOBS[name][1]:
-            changed = Changed(name, limit)
-            logs.to_console(read_env())  # and no more to the file of the job before
+            patches = JobPatch(name, limit)
+            logs.to_console(read_env())  # and no longer to the file of the previous job
             values["trainer"]["max_steps"] = limit
             config = from_mapping(values)
             runtime = Runtime(config, read_env(), job)
@@ -104,11 +104,11 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             }
             runtime.close()
             del runtime
-            changed.patch.undo()
+            patches.patch.undo()
     return outcomes
 
 
-Trained: TypeAlias = tuple[int, list[dict[str, Any]], Path]  # how many ranks, what each returned, and the runs
+Trained: TypeAlias = tuple[int, list[dict[str, Any]], Path]  # world size, results by rank, directory of the runs
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +156,16 @@ def weights(trained, name: str) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(snapshot(trained[2], name) / "model.safetensors")
 
 
-def farthest(trained, one: str, other: str) -> float:
+def max_difference(trained, one: str, other: str) -> float:
     first, second = weights(trained, one), weights(trained, other)
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-def same(trained, one: str, other: str) -> bool:
+def same_bytes(trained, one: str, other: str) -> bool:
     return digest(trained, one) == digest(trained, other)
 
 
-def test_all_ranks_come_to_the_same_loss(trained):
+def test_all_ranks_return_the_same_loss(trained):
     losses = [{name: outcome["loss"] for name, outcome in outcomes.items()} for outcomes in trained[1]]
     assert losses == [losses[0]] * trained[0]
 
@@ -177,23 +177,23 @@ def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
         assert not outcomes["gloo"]["shared"]
 
 
-@pytest.mark.parametrize("way", ["gloo", "static", "static, shared", "unused", "small buckets"])
-def test_with_two_ranks_every_exact_way_gives_the_same_bits(two, way):
-    """Two numbers have one sum. The steps have micro-batches to add up, and evaluations between them."""
-    assert same(two, "shared", way)
+@pytest.mark.parametrize("job_name", ["gloo", "static", "static, shared", "unused", "small buckets"])
+def test_every_exact_transport_gives_the_same_bits_on_two_ranks(two, job_name):
+    """A sum of two does not depend on the order. The steps accumulate micro-batches, with evaluations in between."""
+    assert same_bytes(two, "shared", job_name)
 
 
-def test_with_three_ranks_shared_memory_gives_the_same_steps(three):
-    assert farthest(three, "shared", "gloo") < 1e-5
+def test_shared_memory_matches_gloo_on_three_ranks(three):
+    assert max_difference(three, "shared", "gloo") < 1e-5
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
-def test_16_bits_are_used_and_enough(two, hook):
-    assert 0 < farthest(two, "shared", hook) < 2e-3
+def test_16_bit_hooks_are_used_and_accurate(two, hook):
+    assert 0 < max_difference(two, "shared", hook) < 2e-3
 
 
-def test_another_transport_is_named_when_the_run_resumes(three):
-    """Once, by rank zero, and not where nothing has changed."""
+def test_a_change_of_transport_is_logged_on_resume(three):
+    """Once, by rank zero, and only if it has changed."""
 
     def lines(name: str, rank: int) -> list[str]:
         log = (three[2] / slug(name) / f"main.rank{rank}.log").read_text()
@@ -207,33 +207,33 @@ def test_another_transport_is_named_when_the_run_resumes(three):
     assert lines("shared, later not", rank=1) == lines("shared, parts", rank=0) == []
 
 
-@pytest.mark.parametrize("way", ["shared", "small buckets"])
-def test_a_run_in_parts_equals_the_whole_on_three_ranks(three, way):
-    assert same(three, way, f"{way}, parts")
+@pytest.mark.parametrize("job_name", ["shared", "small buckets"])
+def test_a_resumed_run_equals_an_uninterrupted_one_on_three_ranks(three, job_name):
+    assert same_bytes(three, job_name, f"{job_name}, parts")
 
 
-def test_a_static_graph_settles_like_any_other(three):
-    assert same(three, "gloo", "static, parts")
+def test_a_static_graph_resumes_exactly(three):
+    assert same_bytes(three, "gloo", "static, parts")
 
 
-def test_a_run_in_parts_equals_the_whole_behind_a_step_that_was_left_out(two):
-    """Nothing of it is left, in the run that goes on as in the one that starts there."""
-    assert same(two, "sick", "sick, parts")
-    assert all(tensor.isfinite().all() for tensor in weights(two, "sick").values())
+def test_a_resumed_run_equals_an_uninterrupted_one_after_a_skipped_step(two):
+    """The skipped step leaves no trace, neither in the uninterrupted run nor in the resumed one."""
+    assert same_bytes(two, "nonfinite", "nonfinite, parts")
+    assert all(tensor.isfinite().all() for tensor in weights(two, "nonfinite").values())
 
 
-def test_the_size_of_buckets_decides_the_order_of_additions(three):
-    assert not same(three, "small buckets", "gloo")
+def test_the_bucket_size_determines_the_order_of_additions(three):
+    assert not same_bytes(three, "small buckets", "gloo")
 
 
 def destroy_group_before_model(config: dict[str, Any]) -> int:
-    """Drop the last reference to DDP while gloo's threads wait for the GIL to free the tensors of collectives."""
+    """Drop the last reference to DDP while gloo threads wait for the GIL to free the tensors of collectives."""
     rounds = 5
     for job in range(rounds):
         runtime = Runtime(from_mapping(config), read_env(), job)
         model = runtime.strategy.wrap(torch.nn.Linear(4, 4))
         model(torch.ones(1, 4)).sum().backward()
-        sys.setswitchinterval(100)  # this thread gives the GIL away only where it blocks
+        sys.setswitchinterval(100)  # this thread releases the GIL only when it blocks
         for _ in range(50):
             dist.all_gather([torch.zeros(1) for _ in range(2)], torch.zeros(1), async_op=True)
         dist.destroy_process_group()
@@ -245,14 +245,14 @@ def destroy_group_before_model(config: dict[str, Any]) -> int:
 
 
 def test_a_process_group_may_be_destroyed_before_the_model(tmp_path):
-    """As after an error that all ranks of a sweep have met: the traceback keeps the model."""
+    """As after an error on all ranks of a sweep, whose traceback keeps the model alive."""
     assert run_ranks(2, destroy_group_before_model, tmp_path, config=configure()) == [5, 5]
 
 
-# SharedMemoryGroup.
+# SharedMemoryGroup
 
 
-def lose_a_rank(config: dict[str, Any]) -> str:
+def wait_for_lost_peer(config: dict[str, Any]) -> str:
     runtime = Runtime(from_mapping(config), read_env())
     shared_memory = connect_local_ranks(runtime.group.rank, runtime.group.all_gather, timeout_s=1.0)
     assert shared_memory is not None
@@ -263,7 +263,7 @@ def lose_a_rank(config: dict[str, Any]) -> str:
     memory[runtime.group.rank][:] = runtime.group.rank + 1
     runtime.group.barrier()
     assert [part.tolist() for part in memory] == [[1] * 100, [2] * 100, [3] * 100]
-    told = []
+    errors = []
     for close in (False, True):
         if runtime.group.rank == 2 and close:
             shared_memory.close()
@@ -272,15 +272,15 @@ def lose_a_rank(config: dict[str, Any]) -> str:
             try:
                 shared_memory._recv(2, 1)
             except dist.DistNetworkError as error:
-                told.append(str(error))
+                errors.append(str(error))
         runtime.group.barrier()
     runtime.close()
-    return "; ".join(told)
+    return "; ".join(errors)
 
 
-def test_a_rank_that_is_silent_or_gone_is_named(tmp_path):
-    told = run_ranks(3, lose_a_rank, tmp_path, config=configure())
-    assert told == ["rank 2 has sent nothing for 1 s; rank 2 has closed its connection"] * 2 + [""]
+def test_a_silent_or_disconnected_peer_is_named(tmp_path):
+    results = run_ranks(3, wait_for_lost_peer, tmp_path, config=configure())
+    assert results == ["rank 2 has sent nothing for 1 s; rank 2 has closed its connection"] * 2 + [""]
 
 
 def test_ranks_on_different_machines_are_not_connected():
@@ -292,10 +292,10 @@ def test_ranks_on_different_machines_are_not_connected():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_take_the_place_of_a_rank():
-    """Every user of the machine sees the names of the sockets."""
-    names, everybody = {}, threading.Barrier(2)
-    stranger = (
+def test_another_user_cannot_impersonate_a_rank():
+    """Every user of the machine can list the names of the sockets."""
+    names, barrier = {}, threading.Barrier(2)
+    script = (
         "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1]);"
         "s.sendall((1).to_bytes(4, 'little'))"
     )
@@ -303,9 +303,9 @@ def test_another_user_cannot_take_the_place_of_a_rank():
     def connect(rank: int) -> SharedMemoryGroup | None:
         def all_gather(value: Any) -> list[Any]:
             names[rank] = value
-            everybody.wait()
+            barrier.wait()
             if rank == 1:
-                subprocess.run([sys.executable, "-c", stranger, names[0][1].removeprefix("\0")], check=True)
+                subprocess.run([sys.executable, "-c", script, names[0][1].removeprefix("\0")], check=True)
             return [names[0], names[1]]
 
         return connect_local_ranks(rank, all_gather, timeout_s=30)
@@ -326,7 +326,7 @@ def test_another_user_cannot_take_the_place_of_a_rank():
         (["ddp.bucket_cap_mb=auto"], "ddp.bucket_cap_mb='auto' must be a finite number"),
     ],
 )
-def test_what_cannot_work_is_refused(options, error):
+def test_invalid_settings_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         config = from_mapping(configure(*options))
         choose_device(config.trainer, config.ddp, DistEnv())

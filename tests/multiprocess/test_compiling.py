@@ -1,4 +1,4 @@
-"""torch.compile around the training step: nothing is compiled in the middle of a run, and resuming is exact."""
+"""torch.compile of the training step: no recompilation during a run, and exact resumption."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
-    """Validation loss and number of graphs of each run. What is compiled after the first step is an error.
+    """Return validation loss and number of graphs of each run; compilation after the warm-up is an error.
 
-    The backend makes graphs as the real one does, but no machine code of them, which takes half a minute.
+    The backend captures graphs like inductor, but generates no code, which would take half a minute.
     """
     from torch._dynamo.utils import counters
 
@@ -54,14 +54,14 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
 
 @pytest.mark.parametrize(("world_size", "recomputed"), [(1, False), (2, True)])
 def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
-    """With dropout, accumulation, evaluation whose last window is short, and samples."""
+    """With dropout, gradient accumulation, evaluation with a short last window, and samples."""
 
     def settings(name: str, steps: int, *overrides: str) -> dict[str, Any]:
-        places = [f"run.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", f"run.name={name}"]
-        often = ["trainer.eval_every=2", "trainer.sample_every=2", "optimizer.schedule_steps=6"]
+        paths = [f"run.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", f"run.name={name}"]
+        intervals = ["trainer.eval_every=2", "trainer.sample_every=2", "optimizer.schedule_steps=6"]
         small = ["model.n_layer=1", "model.dropout=0.1", "trainer.micro_batch_size=3", f"trainer.max_steps={steps}"]
-        more = [f"trainer.activation_checkpointing={recomputed}", "trainer.compile=true"]
-        return configure(*TINY, *often, *small, *more, *places, *overrides)
+        compiled = [f"trainer.activation_checkpointing={recomputed}", "trainer.compile=true"]
+        return configure(*TINY, *intervals, *small, *compiled, *paths, *overrides)
 
     eager = settings("eager", 6, "trainer.compile=false", "trainer.activation_checkpointing=false")
     configs = [settings("whole", 6), settings("parts", 3), settings("parts", 6), eager]
@@ -82,11 +82,11 @@ def config(*overrides: str) -> Config:
     return from_mapping(configure(*overrides))
 
 
-def test_auto_means_our_models_on_a_gpu(monkeypatch):
+def test_auto_compiles_built_in_models_on_a_gpu(monkeypatch):
     monkeypatch.setattr(ddp, "_missing_requirement", lambda device: None)
-    own = config("+model.code=mine.py")
+    user_model = config("+model.code=mine.py")
     assert ddp.should_compile(config(), GPU)
-    assert not ddp.should_compile(own, GPU)
+    assert not ddp.should_compile(user_model, GPU)
     assert not ddp.should_compile(config(), CPU)
     assert ddp.should_compile(config("trainer.compile=true"), CPU)
     assert ddp.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
@@ -104,20 +104,20 @@ def test_without_a_compiler(monkeypatch, tmp_path):
         ddp.should_compile(config("trainer.compile=true"), CPU)
 
 
-def test_cuda_graphs_take_a_step_in_one_pass():
+def test_cuda_graphs_need_one_micro_batch_per_step():
     trainer = config("trainer.compile=cuda_graphs", "trainer.batch_size=12").trainer
     assert plan_batches(trainer, 1).n_micro == 1
     with pytest.raises(ConfigError, match="makes 2 of 6 sequences"):
         plan_batches(trainer, 2)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_compiler_is_deterministic_where_the_run_is(wanted):
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_deterministic_run_makes_the_compiler_deterministic(deterministic):
     from torch._inductor import config as inductor
 
-    settings = config("trainer.compile=true", f"trainer.deterministic={wanted}")
+    settings = config("trainer.compile=true", f"trainer.deterministic={deterministic}")
     DDPStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(nn.Linear(1, 1))
-    assert inductor.deterministic is wanted
+    assert inductor.deterministic is deterministic
 
 
 class Printing(nn.Module):
@@ -126,7 +126,7 @@ class Printing(nn.Module):
         return (x - y).float().mean()
 
 
-def test_what_is_not_one_graph_is_one_line():
+def test_a_graph_break_is_a_one_line_error():
     ones = torch.ones(2, 3)
     with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
         ddp.check_compiles(Printing(), config("trainer.compile=true"), ones, ones)

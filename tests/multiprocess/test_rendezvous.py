@@ -1,4 +1,4 @@
-"""Ranks that are killed and started again find each other in a store that still remembers the dead."""
+"""Rendezvous of restarted ranks in a store that still has the keys of killed ones."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ WORLD = 3
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """The key-value store of an elastic agent: it lives in this process, and so outlives every rank."""
+    """The key-value store of an elastic agent: in this process, so that it outlives every rank."""
     yield TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
 
 
 def wait_for(condition, timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, "the ranks did not come that far"
+        assert time.monotonic() < deadline, f"timed out after {timeout} s"
         time.sleep(0.005)
 
 
-def add_up(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
-    """The sum over the ranks, left in a file; if need be, again and again until somebody kills this rank."""
+def sum_over_ranks(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
+    """All-reduce over the ranks, and write the sum to a file, once or `forever`, until this rank is killed."""
     runtime = Runtime(from_mapping(config), read_env())
     while True:
         total: list[float] = runtime.group.all_reduce(
@@ -47,45 +47,45 @@ def add_up(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> l
             return total
 
 
-def everybody_sums(marks: Path, attempt: int):
-    """Whether each rank of this attempt has added up the ranks of this attempt and no other."""
+def all_ranks_summed(marks: Path, attempt: int):
+    """Whether each rank has summed over the ranks of this attempt and no other."""
     expected = str([6.0, 300.0 * attempt])
     paths = [marks / f"{attempt}-{rank}" for rank in range(WORLD)]
     return lambda: all(path.exists() and path.read_text() == expected for path in paths)
 
 
-def test_six_restarts_after_a_kill_in_the_middle(tmp_path, store):
-    """Each attempt is killed while it sums, another rank first each time, as an agent finds and stops the rest."""
+def test_six_restarts_after_a_kill_during_a_collective(tmp_path, store):
+    """Each attempt is killed in an all-reduce: another rank first each time, then the others, as an agent does."""
     arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
     for attempt in range(1, 7):
-        with Ranks(WORLD, add_up, tmp_path / f"{attempt}", attempt=attempt, forever=True, **arguments) as ranks:
-            wait_for(everybody_sums(tmp_path, attempt))
+        with Ranks(WORLD, sum_over_ranks, tmp_path / f"{attempt}", attempt=attempt, forever=True, **arguments) as ranks:
+            wait_for(all_ranks_summed(tmp_path, attempt))
             ranks.kill(attempt % WORLD)
-    with Ranks(WORLD, add_up, tmp_path / "last", attempt=7, forever=False, **arguments) as ranks:
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "last", attempt=7, forever=False, **arguments) as ranks:
         assert ranks.results() == [[6.0, 2100.0]] * WORLD
 
 
-@pytest.mark.parametrize("dead", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
-def test_a_start_after_some_ranks_died_while_they_waited(tmp_path, store, dead):
-    """They have said hello, or made or confirmed a proposal, and were killed before the others came."""
+@pytest.mark.parametrize("killed", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
+def test_a_restart_after_ranks_were_killed_in_the_rendezvous(tmp_path, store, killed):
+    """They had set their hello key, or made or confirmed a proposal, and were killed before the others joined."""
     arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
-    with Ranks(WORLD, add_up, tmp_path / "dead", only=dead, attempt=1, forever=False, **arguments) as ranks:
-        said = [f"mingpt_ddp/0/hello/{rank}" for rank in dead if rank > 0]
-        wait_for(lambda: store.check(said) if said else True)
-        time.sleep(0.2)  # enough for the next move of the handshake
-        ranks.kill(*dead)
-    with Ranks(WORLD, add_up, tmp_path / "new", attempt=2, forever=False, **arguments) as ranks:
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "killed", only=killed, attempt=1, forever=False, **arguments) as ranks:
+        keys = [f"mingpt_ddp/0/hello/{rank}" for rank in killed if rank > 0]
+        wait_for(lambda: store.check(keys) if keys else True)
+        time.sleep(0.2)  # enough for the next step of the handshake
+        ranks.kill(*killed)
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "new", attempt=2, forever=False, **arguments) as ranks:
         assert ranks.results() == [[6.0, 600.0]] * WORLD
 
 
 @pytest.mark.parametrize("last", [0, 2])
-def test_a_rank_may_come_late(tmp_path, last):
-    """Also the one that hosts the store where no agent does."""
+def test_a_rank_may_join_late(tmp_path, last):
+    """Also the one that hosts the store if there is no agent."""
     port, marks = free_port(), {"config": configure(), "marks": str(tmp_path), "attempt": 1, "forever": False}
     early = [rank for rank in range(WORLD) if rank != last]
-    with Ranks(WORLD, add_up, tmp_path / "early", port=port, only=early, **marks) as first:
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "early", port=port, only=early, **marks) as first:
         time.sleep(0.5)
-        with Ranks(WORLD, add_up, tmp_path / "late", port=port, only=[last], **marks) as second:
+        with Ranks(WORLD, sum_over_ranks, tmp_path / "late", port=port, only=[last], **marks) as second:
             assert second.results() == [[6.0, 300.0]]
         assert first.results() == [[6.0, 300.0]] * 2
 
@@ -98,8 +98,8 @@ def try_to_join(config: dict[str, Any]) -> str:
     return "joined"
 
 
-def test_a_rank_that_never_comes_is_named(tmp_path, store):
-    """Rank 0 knows that rank 1 is there: it must not send the user to look for it."""
+def test_a_missing_rank_is_named(tmp_path, store):
+    """Rank 0 knows that rank 1 has joined, and must not report it as missing."""
     config = configure("ddp.timeout_s=1")
     with Ranks(WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config) as ranks:
         rank_0, rank_1 = ranks.results()
@@ -107,20 +107,20 @@ def test_a_rank_that_never_comes_is_named(tmp_path, store):
     assert rank_1.startswith("run error: ")
 
 
-@pytest.mark.parametrize("twice", [0, 1])
-def test_a_rank_given_to_two_processes_is_named(tmp_path, store, twice):
-    """As on two machines with the same RANK; the one that came last cannot tell."""
+@pytest.mark.parametrize("duplicate", [0, 1])
+def test_a_duplicate_rank_is_named(tmp_path, store, duplicate):
+    """As on two machines with the same RANK; the process that joins last cannot detect it."""
     config = configure("ddp.timeout_s=1")
-    same = {"port": store.port, "agent": True, "only": [twice], "config": config}
-    with Ranks(WORLD, try_to_join, tmp_path / "one", **same) as one:
-        wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{twice}"]))
-        with Ranks(WORLD, try_to_join, tmp_path / "other", **same) as other:
+    options = {"port": store.port, "agent": True, "only": [duplicate], "config": config}
+    with Ranks(WORLD, try_to_join, tmp_path / "one", **options) as one:
+        wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{duplicate}"]))
+        with Ranks(WORLD, try_to_join, tmp_path / "other", **options) as other:
             (first,), (second,) = one.results(), other.results()
-    assert first == f"run error: another process also has RANK={twice}; give every process its own rank"
+    assert first == f"run error: another process also has RANK={duplicate}; give every process its own rank"
     assert second.startswith("run error: rank ")
 
 
-def test_an_address_where_nobody_answers_is_named(tmp_path):
+def test_an_unreachable_address_is_named(tmp_path):
     config = configure("ddp.timeout_s=1")
     port = free_port()
     with Ranks(WORLD, try_to_join, tmp_path, port=port, agent=True, only=[1], config=config) as ranks:

@@ -1,4 +1,4 @@
-"""A step of the optimizer does not depend on how many ranks share it, nor on how the batch is cut."""
+"""An optimizer step depends neither on the world size nor on the micro-batch size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from multiprocess.ranks import configure, run_ranks
 STEPS = 3
 SGD = ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=null"]
 ADAMW = ["optimizer=adamw", "optimizer.lr=3e-3", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=0.5"]
-# Each kind of run, and the numbers of ranks that it can have with its 12 sequences a step.
+# Overrides by kind of run, and the world sizes that its 12 sequences a step allow.
 KINDS: dict[str, tuple[list[str], list[int]]] = {
     "sgd, dropout, micro 1": ([*SGD, "model.dropout=0.1", "trainer.micro_batch_size=1"], [1, 2, 3, 4, 7]),
     "adamw, dropout, micro 3": ([*ADAMW, "model.dropout=0.1", "trainer.micro_batch_size=3"], [1, 2, 3, 4]),
@@ -54,7 +54,7 @@ def slug(kind: str) -> str:
 
 
 def train_all(configs: list[dict[str, Any]]) -> list[float]:
-    """One run after the other, as in a sweep; the validation loss of each, and of a model that never trained."""
+    """Train one run after the other, as in a sweep; return their validation losses, and that of an untrained model."""
     losses = []
     for job, values in enumerate(configs):
         config = from_mapping(values)
@@ -66,7 +66,7 @@ def train_all(configs: list[dict[str, Any]]) -> list[float]:
 
 
 def untrained_loss(values: dict[str, Any], job: int) -> float:
-    """With so small batches that every rank evaluates several of them."""
+    """Evaluate an untrained model, in batches so small that every rank evaluates several."""
     config = from_mapping(values)
     runtime = Runtime(config, read_env(), job)
     corpus = TextDataset(prepare(config.data), config.data)
@@ -80,7 +80,7 @@ def untrained_loss(values: dict[str, Any], job: int) -> float:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Callable[[int], dict[str, Any]]:
-    """For a number of ranks: the validation losses of all kinds of runs by rank, and their directories."""
+    """Return, for a number of ranks, the validation losses of all kinds of runs by rank, and their root directory."""
     top = tmp_path_factory.mktemp("training")
 
     @functools.cache
@@ -98,14 +98,14 @@ def weights(root: Path, kind: str, step: int = STEPS) -> dict[str, Tensor]:
     return safetensors.torch.load_file(root / slug(kind) / "snapshots" / f"step_{step:08d}" / "model.safetensors")
 
 
-def farthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def max_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.fixture(scope="module")
 def initial(trained) -> dict[str, Tensor]:
-    """The weights before the first step, which all these runs have in common."""
+    """The initial weights, which all these runs share."""
     config = from_mapping(settings(trained(1)["root"]))
     corpus = TextDataset(prepare(config.data), config.data)
     seed_everything(config.run.seed)
@@ -117,22 +117,22 @@ def initial(trained) -> dict[str, Tensor]:
     [(kind, world) for kind in list(KINDS)[:2] for world in KINDS[kind][1] if world > 1],
 )
 def test_the_same_steps_on_any_number_of_ranks(trained, initial, kind, world_size):
-    """With dropout: it is drawn for the micro-batch, not for the rank."""
+    """With dropout, which is drawn per micro-batch, not per rank."""
     one, many = weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)
-    assert farthest(one, initial) > 1e-3, "nothing was trained"
+    assert max_difference(one, initial) > 1e-3, "nothing was trained"
     for name in one:
         torch.testing.assert_close(many[name], one[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["sgd, micro 1", "sgd, micro 2", "sgd, micro 3", "sgd, micro 4"])
-def test_the_same_steps_however_the_batch_is_cut(trained, initial, kind, world_size):
-    """Without dropout, gradients that are accumulated are those of the whole batch at once."""
+def test_the_same_steps_for_every_micro_batch_size(trained, initial, kind, world_size):
+    """Without dropout, accumulated gradients equal those of the whole batch."""
     whole = weights(trained(1)["root"], "sgd, micro null")
-    cut = weights(trained(world_size)["root"], kind)
-    assert farthest(whole, initial) > 1e-3, "nothing was trained"
+    split = weights(trained(world_size)["root"], kind)
+    assert max_difference(whole, initial) > 1e-3, "nothing was trained"
     for name in whole:
-        torch.testing.assert_close(cut[name], whole[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
@@ -140,17 +140,17 @@ def test_without_a_micro_batch_size_every_number_of_ranks_works(trained, world_s
     state = trained(world_size)["root"] / slug("sgd, micro null") / "snapshots" / f"step_{STEPS:08d}" / "state.json"
     assert json.loads(state.read_text())["micro_batch_size"] == {1: 12, 2: 6, 3: 4, 4: 3, 7: 1}[world_size]
     kind = "sgd, micro null"
-    assert farthest(weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)) < 1e-5
+    assert max_difference(weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)) < 1e-5
 
 
-def test_dropout_was_at_work(trained):
+def test_dropout_is_active(trained):
     root = trained(1)["root"]
-    assert farthest(weights(root, "sgd, dropout, micro 1"), weights(root, "sgd, micro 1")) > 1e-3
+    assert max_difference(weights(root, "sgd, dropout, micro 1"), weights(root, "sgd, micro 1")) > 1e-3
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 7])
 def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_size):
-    """Of the same weights to the last digits, and on all ranks the same number."""
+    """The same on all ranks, and to the last digits for the same weights."""
     by_rank = trained(world_size)["losses"]
     assert by_rank == [by_rank[0]] * world_size
     assert by_rank[0][-1] == pytest.approx(trained(1)["losses"][0][-1], rel=1e-9)
@@ -160,12 +160,12 @@ def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_s
         assert loss == pytest.approx(alone[kind], rel=1e-5), kind
 
 
-# Lower precisions.
+# Lower precisions
 
 
 @pytest.fixture(scope="module")
-def lower(tmp_path_factory) -> Path:
-    """The same 60 steps on two ranks in every precision; the directory of the three runs."""
+def runs(tmp_path_factory) -> Path:
+    """The directory of three runs of 60 steps on two ranks, one per precision."""
     root = tmp_path_factory.mktemp("precision") / "outputs"
     options = ["trainer.max_steps=60", "optimizer.lr=1e-2", "optimizer.warmup_steps=5", "trainer.micro_batch_size=3"]
     configs = [settings(root, *options, f"trainer.precision={p}", f"run.name={p}") for p in PRECISIONS]
@@ -180,18 +180,18 @@ def logged(run_directory: Path, tag: str) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_every_precision_learns(lower, precision):
-    losses = logged(lower / precision, "train/loss")
+def test_every_precision_learns(runs, precision):
+    losses = logged(runs / precision, "train/loss")
     assert len(losses) == 60
     assert losses[-1] < losses[0] - 0.7
-    assert losses[-1] == pytest.approx(logged(lower / "fp32", "train/loss")[-1], abs=0.1)
-    weight = safetensors.torch.load_file(lower / precision / "snapshots" / "step_00000060" / "model.safetensors")
+    assert losses[-1] == pytest.approx(logged(runs / "fp32", "train/loss")[-1], abs=0.1)
+    weight = safetensors.torch.load_file(runs / precision / "snapshots" / "step_00000060" / "model.safetensors")
     assert {tensor.dtype for tensor in weight.values()} == {torch.float32}
 
 
-def test_the_hparams_tab_shows_every_run_once(lower):
-    """As TensorBoard's plugin reads the directory of a sweep: settings and objective, from rank 0 alone."""
-    events = EventMultiplexer().AddRunsFromDirectory(str(lower)).Reload()
+def test_the_hparams_tab_shows_every_run_once(runs):
+    """As the TensorBoard plugin reads the directory of a sweep: settings and objective, from rank zero only."""
+    events = EventMultiplexer().AddRunsFromDirectory(str(runs)).Reload()
     found = events.PluginRunToTagToContent(hparams.PLUGIN_NAME)
     assert sorted(found) == sorted(f"{precision}/tensorboard/rank0" for precision in PRECISIONS)
     for precision in PRECISIONS:
@@ -202,26 +202,29 @@ def test_the_hparams_tab_shows_every_run_once(lower):
         experiment = hparams.parse_experiment_plugin_data(found[board][hparams.EXPERIMENT_TAG])
         assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
         assert start.group_name == precision
-        result = json.loads((lower / precision / "result.json").read_text())
-        assert logged(lower / precision, "val/loss")[-1] == pytest.approx(result["val_loss"])
+        result = json.loads((runs / precision / "result.json").read_text())
+        assert logged(runs / precision, "val/loss")[-1] == pytest.approx(result["val_loss"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_lower_precision_was_used(lower, precision):
-    assert logged(lower / precision, "train/loss") != logged(lower / "fp32", "train/loss")
+def test_a_lower_precision_is_used(runs, precision):
+    assert logged(runs / precision, "train/loss") != logged(runs / "fp32", "train/loss")
 
 
-def test_gradients_are_unscaled_before_they_are_measured_and_clipped(lower):
-    """The norm that is logged, and with which they are clipped, is that of fp32 and not 65,536 times as large."""
-    norms, expected = logged(lower / "fp16", "train/grad_norm"), logged(lower / "fp32", "train/grad_norm")
+def test_gradients_are_unscaled_before_they_are_measured_and_clipped(runs):
+    """The norm that is logged and used for clipping is that of fp32, not 65,536 times as large."""
+    norms, expected = (
+        logged(runs / "fp16", "train/grad_norm"),
+        logged(runs / "fp32", "train/grad_norm"),
+    )
     ratios = np.array(norms) / np.array(expected)
     assert 0.8 < float(np.median(ratios)) < 1.25
 
 
-def test_the_scale_is_in_the_snapshot(lower):
-    """Without it, a resumed run would begin with the largest scale and skip its first steps."""
+def test_the_gradient_scale_is_in_the_snapshot(runs):
+    """Without it, a resumed run would start with the initial scale, and skip its first steps."""
     states = {
-        precision: json.loads((lower / precision / "snapshots" / "step_00000060" / "state.json").read_text())
+        precision: json.loads((runs / precision / "snapshots" / "step_00000060" / "state.json").read_text())
         for precision in PRECISIONS
     }
     assert states["fp16"]["scaler"]["scale"] >= 1

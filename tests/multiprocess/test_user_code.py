@@ -1,4 +1,4 @@
-"""A model of the user's own on two ranks: what its forward passes leave in its buffers."""
+"""A user's model on two ranks, whose forward passes update its buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 class Mean(nn.Module):
-    """Scores less their running mean, which each rank takes of its own micro-batches."""
+    """Logits minus their running mean, which each rank computes from its own micro-batches."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Mean(nn.Module):
 
 
 def train(configs: list[dict[str, Any]]) -> list[float]:
-    """One run after the other; each rank writes its share of the snapshots, however small that is."""
+    """Train one run after the other; each rank writes its shard of the snapshots, however small."""
     register("model", "mean", ModelConfig)(Mean)
     snapshot_format.MIN_SHARD_BYTES = 1
     losses = []
@@ -60,16 +60,16 @@ def state(run: Path) -> dict[str, Tensor]:
 
 def test_buffers_that_ranks_fill_differently_resume_byte_for_byte(tmp_path):
     def settings(name: str, steps: int) -> dict[str, Any]:
-        words = ["optimizer.schedule=constant", "trainer.micro_batch_size=2", "trainer.eval_every=null"]
-        values = configure(*TINY, *words, f"run.root={tmp_path}", f"run.name={name}", f"trainer.max_steps={steps}")
+        overrides = ["optimizer.schedule=constant", "trainer.micro_batch_size=2", "trainer.eval_every=null"]
+        values = configure(*TINY, *overrides, f"run.root={tmp_path}", f"run.name={name}", f"trainer.max_steps={steps}")
         model = {"name": "mean", "architecture": "mean"}
         return {**values, "model": model, "data": {**values["data"], "cache_dir": str(tmp_path / "cache")}}
 
     configs = [settings("whole", STEPS), settings("halves", STEPS // 2), settings("halves", STEPS)]
     losses = run_ranks(2, train, tmp_path / "ranks", configs=configs)
-    assert losses[0] == losses[1], "the ranks evaluated the same model"
+    assert losses[0] == losses[1], "the ranks evaluated different models"
     assert losses[0][0] == losses[0][2] != losses[0][1]
-    whole, halves = state(tmp_path / "whole"), state(tmp_path / "halves")
-    assert whole.keys() == halves.keys() == {"scores.weight", "mean", "known"}
-    assert all(torch.equal(whole[name], halves[name]) for name in whole)
+    whole, resumed = state(tmp_path / "whole"), state(tmp_path / "halves")
+    assert whole.keys() == resumed.keys() == {"scores.weight", "mean", "known"}
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert whole["mean"].abs().max() > 0
