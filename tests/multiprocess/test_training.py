@@ -213,10 +213,7 @@ def test_a_lower_precision_is_used(runs, precision):
 
 def test_gradients_are_unscaled_before_they_are_measured_and_clipped(runs):
     """The norm that is logged and used for clipping is that of fp32, not 65,536 times as large."""
-    norms, expected = (
-        logged(runs / "fp16", "train/grad_norm"),
-        logged(runs / "fp32", "train/grad_norm"),
-    )
+    norms, expected = logged(runs / "fp16", "train/grad_norm"), logged(runs / "fp32", "train/grad_norm")
     ratios = np.array(norms) / np.array(expected)
     assert 0.8 < float(np.median(ratios)) < 1.25
 

@@ -1,4 +1,4 @@
-"""The laws of the package, read from its syntax trees: who imports whom, sizes, words, rank conditions."""
+"""Laws of the package, checked on its syntax trees: imports, sizes, vocabulary, rank conditions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from count_lines import code_lines  # noqa: E402
 
 PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# From the top down: a room imports itself and rooms further down, never one further up.
+# From top to bottom: a layer imports itself and lower layers, never a higher one.
 ROOMS = (
     *("cli", "sweeps", "training", "snapshots", "metrics", "inference", "distributed", "optim", "data", "models"),
     *("storage", "config", "torch_internals", "errors"),
 )
-# What `python -m mingpt_ddp...` and users' own Python files name: a few lines that import the room behind.
+# Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind them.
 DOORS = ("__init__.py", "__main__.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
-# What one reads to understand a run.
+# The modules to read in order to understand a run.
 READING_PATH = (
     *("training", "config", "data", "models", "optim"),
     *("distributed/process_group.py", "distributed/runtime.py", "distributed/ddp.py"),
@@ -48,7 +48,7 @@ every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Dotted names below the package that a module imports, inside of functions and for type checking too."""
+    """Yield the modules of the package that a module imports, also in functions and for type checking."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "mingpt_ddp")
@@ -140,8 +140,8 @@ def test_no_stand_in_for_torch(path):
                 assert ast.unparse(target.slice) == "module.__name__", f"line {node.lineno}"  # of a user's file
 
 
-def spoken(path: Path) -> Iterator[tuple[int, str]]:
-    """Names, strings and docstrings, but no comments."""
+def identifiers_and_strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield identifiers, strings and docstrings with their lines, without comments."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
         if token.type in (tokenize.NAME, tokenize.STRING) or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):
             yield token.start[0], token.string
@@ -150,7 +150,7 @@ def spoken(path: Path) -> Iterator[tuple[int, str]]:
 @every_module
 def test_words(path):
     tree = tree_of(path)
-    for line, text in spoken(path):
+    for line, text in identifiers_and_strings(path):
         found = [w for w in WORDS if re.search(rf"(?<![a-zA-Z]){w}(?![a-zA-Z])", text.lower())]
         assert not found, f"line {line}: {found}"
     for node in ast.walk(tree):

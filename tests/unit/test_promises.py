@@ -1,4 +1,4 @@
-"""What the documents promise names tests that exist."""
+"""The tests named in the tables of promises of the documents exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLES = (
 
 
 def named_tests() -> list[tuple[str, str]]:
-    """Documents with the paths and the test functions that they name in code quotes."""
+    """Return pairs of a document and a test path or function that it names in code quotes."""
     found = []
     for document in TABLES:
         text = (ROOT / document).read_text()

@@ -1,4 +1,4 @@
-"""What torch does not promise: it is there today, nobody else touches it, and without it a run goes on."""
+"""Private API of torch: it exists in this version, no other module uses it, and runs work without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mingpt_ddp import torch_internals as internals
 PACKAGE = Path(mingpt_ddp.__file__).parent
 MODULE = "torch_internals.py"
 FILES = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
-# By function: the names of torch's that it uses, and where they are found.
+# By function: the private names of torch that it uses, and their modules.
 NAMES = {
     "cpu_is_fast_at_bf16": (torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
     "for_each": (torch, "_foreach_mul_", "_foreach_add_", "_foreach_lerp_", "_foreach_lerp"),
@@ -66,13 +66,13 @@ def test_the_compiler_has_what_is_used():
     assert issubclass(exc.BackendCompilerFailed, exc.TorchDynamoException)
 
 
-def test_every_function_is_named_here():
+def test_every_function_is_listed_here():
     defined = {n.name for n in ast.parse(FILES[MODULE].read_text()).body if isinstance(n, ast.FunctionDef)}
     others = {"can_pack", "compile_deterministically", "compile_error", "cut_graph_at_buckets", "keep_process_group"}
     assert defined == {*NAMES, *others}
 
 
-# Nobody else touches it.
+# No other module uses it
 
 
 def private_uses(source: str) -> Iterator[str]:
@@ -119,14 +119,14 @@ def test_private_uses_are_found(source, found):
 
 
 @pytest.mark.parametrize("module", sorted(FILES.keys() - {MODULE}))
-def test_no_other_module_touches_it(module):
+def test_no_other_module_uses_private_names(module):
     source = FILES[module].read_text()
     assert not list(private_uses(source))
     names = [name for _, *names in NAMES.values() for name in names if name != "clone"]
     assert not [name for name in [*names, "bucket_bytes_cap", "optimize_ddp"] if re.search(rf"\b{name}\b", source)]
 
 
-# With it and without it.
+# With it and without it
 
 
 @pytest.fixture(params=[True, False], ids=["there", "gone"])
@@ -152,7 +152,7 @@ def test_for_each(there, monkeypatch):
         torch.testing.assert_close(b[x], 1.625 * plain)
 
 
-def test_a_cpu_of_which_nothing_is_known_is_not_fast(monkeypatch):
+def test_an_unknown_cpu_is_not_fast(monkeypatch):
     for name in NAMES["cpu_is_fast_at_bf16"][1:]:
         monkeypatch.delattr(torch.cpu, name)
     assert internals.cpu_is_fast_at_bf16() is False
@@ -182,7 +182,7 @@ def test_hooks():
     handle.remove()
     module.register_forward_hook(lambda module, inputs, y: None)
     assert internals.has_hooks(module)
-    assert internals.has_hooks(object()), "nothing is known of it"
+    assert internals.has_hooks(object()), "an unknown object may have hooks"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -203,7 +203,7 @@ def test_a_layer_packed_in_fp16_computes_nearly_the_same():
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
-def test_what_fails_once_cannot_pack(error, monkeypatch):
+def test_packing_is_disabled_after_a_failure(error, monkeypatch):
     def fail(*arguments):
         raise error("not on this CPU")
 
@@ -235,7 +235,7 @@ def test_the_process_group_outlives_ddp(wrapped):
     internals.keep_process_group(wrapped)
     group = weakref.ref(wrapped.process_group)
     reducer, logger = wrapped.__dict__.pop("reducer"), wrapped.__dict__.pop("logger")
-    internals.keep_process_group(wrapped)  # now there is nothing to keep it for
+    internals.keep_process_group(wrapped)  # no model is left that needs it
     del wrapped.process_group
     dist.destroy_process_group()
     del reducer

@@ -1,4 +1,4 @@
-"""The share of the time that lasts: by hand, and by a literal simulation, in which no interval beats Daly's."""
+"""Goodput: by hand, and against a simulation in which no interval beats Daly's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def goodput():
 
 
 def simulate(interval: float, cost: float, durable: float, restart: float, mtbf: float, failures: int) -> float:
-    """One life after another, snapshot by snapshot."""
+    """Simulate one attempt after another, snapshot by snapshot."""
     random_times = random.Random(0)
     lasting = total = 0.0
     for _ in range(failures):
@@ -45,7 +45,7 @@ def test_no_interval_is_better_than_the_formula(goodput, cost, mtbf, factor):
 
 @pytest.mark.parametrize(("cost", "durable"), [(20, 20), (2, 30), (100, 100)])
 def test_no_interval_is_better_in_a_simulation(cost, durable):
-    """From a fifth to five times the formula's interval, all against the same failures."""
+    """From a fifth to five times the interval of the formula, all with the same failures."""
     case = {"cost": cost, "durable": durable, "restart": 60, "mtbf": 2000, "failures": 4000}
     best = best_interval(cost, 2000, durable)
     reached = simulate(best, **case)
@@ -65,11 +65,11 @@ def test_goodput_without_failures_or_without_time_between_them(goodput):
 
 
 def test_goodput_to_first_order(goodput):
-    """Of what the stalls leave, rare failures take half a period each, the time to be durable after it, the restart."""
+    """Besides the stalls, each rare failure costs half a period, the time until durable, and the restart."""
     interval, cost, durable, restart, mtbf = 1000, 10, 50, 60, 1e8
-    left = interval / (interval + cost)
+    remaining = interval / (interval + cost)
     lost = ((interval + cost) / 2 + durable - cost + restart) / mtbf
-    assert 1 - goodput(interval, cost, durable, restart, mtbf) / left == pytest.approx(lost, rel=1e-5)
+    assert 1 - goodput(interval, cost, durable, restart, mtbf) / remaining == pytest.approx(lost, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,17 @@ def test_goodput_to_first_order(goodput):
         (300, 20, 20, 60, 2000),  # synchronous
         (100, 2, 30, 60, 2000),  # in the background
         (30, 2, 30, 60, 2000),  # one snapshot after another
-        (400, 50, 300, 500, 1000),  # failures in most lives' restarts and stalls
+        (400, 50, 300, 500, 1000),  # failures during most restarts and stalls
         (100, 0, 0, 0, 1000),
     ],
 )
-def test_goodput_is_what_a_simulation_finds(goodput, interval, cost, durable, restart, mtbf):
+def test_goodput_equals_that_of_a_simulation(goodput, interval, cost, durable, restart, mtbf):
     found = simulate(interval, cost, durable, restart, mtbf, failures=40_000)
     assert found == pytest.approx(goodput(interval, cost, durable, restart, mtbf), abs=0.005)
 
 
 @given(cost=costs, mtbf=mtbfs, factor=factors, delay=st.floats(0, 1e3), restart=st.floats(0, 1e3))
-def test_whatever_costs_more_leaves_less(goodput, cost, mtbf, factor, delay, restart):
+def test_goodput_falls_with_every_cost(goodput, cost, mtbf, factor, delay, restart):
     interval = best_interval(cost, mtbf, least_s=cost + delay)
     share = goodput(interval, cost, cost + delay, restart, mtbf)
     assert 0 <= share < 1

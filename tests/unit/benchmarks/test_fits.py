@@ -13,7 +13,7 @@ def benchmarks():
 
 
 @pytest.mark.parametrize(("constant", "factor", "exponent"), [(0.02, 0.003, 1.0), (5.0, 0.01, 2.0), (0.0, 3.0, 0.5)])
-def test_a_law_is_found_again(benchmarks, constant, factor, exponent):
+def test_a_power_law_is_recovered(benchmarks, constant, factor, exponent):
     xs = [1, 2, 4, 8, 16, 32]
     law = benchmarks.fits.fit(xs, [constant + factor * x**exponent for x in xs])
     assert law.exponent == pytest.approx(exponent)
@@ -26,7 +26,7 @@ def test_moving_memory_takes_time(benchmarks):
     assert 1e7 < benchmarks.limits.memory_rate(torch.device("cpu")) < 1e13
 
 
-def test_nothing_below_zero_and_what_does_not_grow_is_a_constant(benchmarks):
+def test_coefficients_are_not_negative_and_flat_data_is_a_constant(benchmarks):
     falling = benchmarks.fits.fit([1, 2, 4], [5.0, 4.0, 3.0], exponent=1.0)
     assert falling.factor == 0 and 3 < falling.constant < 5
     steep = benchmarks.fits.fit([1, 2, 4], [1.0, 4.0, 16.0], exponent=1.0)
@@ -46,7 +46,7 @@ def test_too_few_points_are_refused(benchmarks):
             benchmarks.fits.fit(xs, [1.0] * len(xs), exponent)
 
 
-def test_the_steps_that_fit_leave_room_for_what_a_run_takes_anyway(benchmarks):
+def test_the_steps_that_fit_leave_time_for_fixed_costs(benchmarks):
     run = lambda steps, cpu: benchmarks.time_to_loss.Run(steps, 2.0, 99.0, cpu)  # noqa: E731
     assert benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 11.0), 101.0) == 40 + int(96 / 0.05)
     with pytest.raises(SystemExit, match="--long-steps"):
@@ -55,7 +55,7 @@ def test_the_steps_that_fit_leave_room_for_what_a_run_takes_anyway(benchmarks):
         benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 11.0), 1.0)
 
 
-def test_the_least_of_a_step_is_what_one_counts_by_hand(benchmarks):
+def test_the_lower_bound_of_a_step_by_hand(benchmarks):
     limits = benchmarks.limits
     weights = 2 * 12 * 64**2 + (65 + 32) * 64 + 5 * 64  # matrices, embeddings, layer norms
     characters, activations = 3 * 32, 4 * 10 * 2 * 64

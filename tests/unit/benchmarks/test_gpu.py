@@ -1,4 +1,4 @@
-"""The script for a GPU where there is none: what it refuses, how it keeps its time, and what it makes of failures."""
+"""The GPU script without a GPU: what it refuses, how it keeps to its time, and how it handles failures."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def test_missing_packages_are_one_line(benchmarks, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--nanogpt", "."], "--nanogpt . is not a checkout of nanoGPT"),
         ([], "torch sees no GPU here; use device=cpu; --dry-run needs no GPU"),
     ],
 )
-def test_what_cannot_work_is_one_line(words, message, tmp_path):
+def test_invalid_arguments_are_one_line(args, message, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--part", "3", "--out", str(tmp_path / "out")]
-    done = call([*command, *words], tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = call([*command, *args], tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert message in done.stdout.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
-def test_rounds_end_with_the_time(part):
-    """The first round is done, the second would take too long; what was left out is said."""
+def test_repetitions_end_with_the_time(part):
+    """The first repetition is run, the second would take too long; omitted measurements are noted."""
     part.ends_at = time.monotonic() + 8  # of which 5 s are for the report
     measured = part.alternate("speed", {"slow": lambda: time.sleep(1.6) or 1.0, "quick": lambda: 2.0})
     assert measured == {"slow": [1.0], "quick": [2.0, 2.0, 2.0]} or measured == {"slow": [1.0], "quick": [2.0]}
@@ -62,7 +62,7 @@ def test_a_share_of_the_time(part):
     assert 90 < part.left_s() < 95
 
 
-def test_a_failure_does_not_cost_the_other_figures(part):
+def test_a_failure_keeps_the_other_figures(part):
     def fail() -> float:
         raise RuntimeError("out of memory")
 
@@ -70,15 +70,15 @@ def test_a_failure_does_not_cost_the_other_figures(part):
     assert part.failures == ["speed, large, repetition 1: out of memory"]
 
 
-def test_pairs_are_compared_as_far_as_they_go(benchmarks):
+def test_only_complete_pairs_are_compared(benchmarks):
     assert benchmarks.gpu_runs.ratios([2.0, 3.0, 4.0], [1.0, 2.0])["all"] == [2.0, 1.5]
     assert benchmarks.gpu_runs.ratios(None, [1.0]) is None
 
 
 @pytest.mark.parametrize(("digests", "failed"), [(["a", "a"], False), (["a", "b"], True)])
-def test_other_bytes_after_a_kill_fail_the_part(benchmarks, part, monkeypatch, digests, failed):
-    told = iter(digests)
-    monkeypatch.setattr(benchmarks.gpu_parts, "in_parts", lambda *arguments: next(told))
+def test_different_bytes_after_a_kill_fail_the_part(benchmarks, part, monkeypatch, digests, failed):
+    results = iter(digests)
+    monkeypatch.setattr(benchmarks.gpu_parts, "in_parts", lambda *arguments: next(results))
     monkeypatch.setattr(benchmarks.gpu_training, "tokens_per_s", lambda *arguments: 10.0)
     figures, _, rows = benchmarks.gpu_parts.exactness(part)
     assert figures["identical"] == {"modern": not failed}
@@ -89,7 +89,7 @@ def test_other_bytes_after_a_kill_fail_the_part(benchmarks, part, monkeypatch, d
 
 def test_a_failed_test_fails_the_part(benchmarks, part, monkeypatch):
     output = "tests/e2e/test_gpu.py::test_a[x-1] PASSED [ 3%]\ntests/e2e/test_gpu.py::test_b FAILED [ 6%]\n"
-    monkeypatch.setattr(benchmarks.gpu_parts, "pytest", lambda part, words: "" if words == "two_parts" else output)
+    monkeypatch.setattr(benchmarks.gpu_parts, "pytest", lambda part, args: "" if args == "two_parts" else output)
     figures, _, rows = benchmarks.gpu_parts.run_tests(part)
     assert figures["outcomes"] == {"PASSED": 1, "FAILED": 1}
     assert part.failures == ["test test_b"]

@@ -1,4 +1,4 @@
-"""The stopwatch of the benchmarks: which steps it times, whose time and memory it counts, what it leaves running."""
+"""The stopwatch of the benchmarks: which steps it times, whose time and memory it counts, what it kills."""
 
 import sys
 import time
@@ -20,7 +20,7 @@ def trainer(code: str) -> list[str]:
     return [sys.executable, "-c", f"import os, subprocess, sys, time\n{code}"]
 
 
-def test_the_span_begins_behind_the_warm_up_and_ends_the_trainer(stopwatch, tmp_path):
+def test_the_span_starts_after_the_warm_up_and_ends_the_trainer(stopwatch, tmp_path):
     code = f"for step in range(0, 10**9, 5):\n {BUSY}\n time.sleep(0.5 if step < 5 else 0.01)\n print('step', step)"
     begun = time.monotonic()
     pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (7, 200))
@@ -29,7 +29,7 @@ def test_the_span_begins_behind_the_warm_up_and_ends_the_trainer(stopwatch, tmp_
     assert 5 < pace.peak_mb < 100
 
 
-def test_workers_count_and_do_not_outlive_it(stopwatch, tmp_path):
+def test_workers_are_counted_and_killed(stopwatch, tmp_path):
     worker = f"held = bytearray(b'x') * 50_000_000\nwhile True:\n {BUSY}"
     code = f"child = subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True)\n"
     code += "open('pid', 'w').write(str(child.pid))\n"
@@ -41,7 +41,7 @@ def test_workers_count_and_do_not_outlive_it(stopwatch, tmp_path):
     wait_for(lambda: not is_running(worker_id), 20, "the worker's end")
 
 
-def test_a_trainer_that_ends_early_is_quoted(stopwatch, tmp_path):
+def test_the_output_of_a_trainer_that_ends_early_is_reported(stopwatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"before its step 30(.|\n)*out of cheese"):
         stopwatch.pace(trainer("print('step 3')\nsys.exit('out of cheese')"), tmp_path, r"^step (\d+)", (10, 20))
 

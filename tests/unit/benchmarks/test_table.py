@@ -17,11 +17,11 @@ def result(script, *rows, **machine):
     return {"machine": MACHINE | machine, "script": script, "readme": [list(row) for row in rows]}
 
 
-def test_the_page_shows_what_the_results_say(table):
+def test_the_page_agrees_with_the_results(table):
     assert table.PAGE.read_text() == table.current(), "run: python benchmarks/table.py"
 
 
-def test_rows_come_in_the_order_of_the_index_and_a_result_without_rows_is_left_out(table):
+def test_rows_are_in_index_order_without_results_that_have_none(table):
     results = {
         "a.json": result("a.py", ("speed", "2 times")),
         "b.json": result("b.py", ("memory", "3 MB"), ("x | y", "1"), date="2026-02-01"),
@@ -51,7 +51,7 @@ def test_each_machine_has_a_table_of_its_own(table):
     assert "Some GPU, 2 cores of Some CPU, torch 2.13.0:\n\n" in text.partition("2 times")[2]
 
 
-def test_only_what_stands_between_the_marks_is_replaced(table):
+def test_only_text_between_the_markers_is_replaced(table):
     readme = f"above\n{table.BEGIN}\nold\n{table.END}\nbelow\n"
     once = table.filled(readme, "new")
     assert once == f"above\n{table.BEGIN}\n\nnew\n\n{table.END}\nbelow\n"

@@ -1,4 +1,4 @@
-"""The commands with which the benchmarks start this project name keys and presets that exist, and what they should."""
+"""The commands with which the benchmarks start this project name existing keys and presets, and the right ones."""
 
 import sys
 

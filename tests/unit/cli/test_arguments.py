@@ -1,4 +1,4 @@
-"""One grammar for all commands: URLs by position, then key=value, --key value or --key=value."""
+"""The arguments of all commands: positional URLs, then key=value, --key value or --key=value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Several:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["a"], Config("a")),
         (["url=a"], Config("a")),
@@ -53,16 +53,16 @@ class Several:
         (["memory://runs/lr=1"], Config("memory://runs/lr=1")),
     ],
 )
-def test_words(words, expected):
-    assert parse_arguments(Config, words) == expected
+def test_arguments(args, expected):
+    assert parse_arguments(Config, args) == expected
 
 
-def test_a_list_takes_all_words_without_a_key():
+def test_a_list_takes_all_arguments_without_a_key():
     assert parse_arguments(Several, ["a", "follow=true", "b/c=1", "runs=d"]) == Several(["a", "b/c=1", "d"], True)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         ([], "url is missing; give it a value"),
         (["keep_last=2"], "url is missing; give it a value"),
@@ -81,9 +81,9 @@ def test_a_list_takes_all_words_without_a_key():
         (["nosuch://a"], "url=nosuch://a: no such protocol as nosuch://"),
     ],
 )
-def test_a_mistake_is_one_line(words, expected):
+def test_an_error_is_one_line(args, expected):
     with pytest.raises(ConfigError) as error:
-        parse_arguments(Config, words)
+        parse_arguments(Config, args)
     assert str(error.value) == f"config error: {expected}"
 
 
@@ -103,20 +103,20 @@ def test_no_credentials(url):
 
 @pytest.mark.parametrize("config", [Config, Several])
 @pytest.mark.parametrize(
-    "words", [["{}"], ["--step", "{}"], ["a", "step={}"], ["a", "b", "{}"], ["a", "to={}"], ["a", "--follow={}"]]
+    "args", [["{}"], ["--step", "{}"], ["a", "step={}"], ["a", "b", "{}"], ["a", "to={}"], ["a", "--follow={}"]]
 )
 @pytest.mark.parametrize("url", URLS_WITH_SECRETS)
-def test_credentials_are_refused_and_not_repeated(words, url, config):
+def test_credentials_are_refused_and_not_printed(args, url, config):
     with pytest.raises(ConfigError) as error:
-        parse_arguments(config, [word.format(url) for word in words])
+        parse_arguments(config, [arg.format(url) for arg in args])
     assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize("words", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"], ["mingpt_ddp.snapshots"]])
-def test_a_reader_that_is_gone(words, tmp_path):
-    """`... | head -1` may end before the first line is printed."""
+@pytest.mark.parametrize("args", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"], ["mingpt_ddp.snapshots"]])
+def test_a_reader_that_closed_the_pipe(args, tmp_path):
+    """`... | head -1` may close the pipe before the first line is printed."""
     command = [sys.executable, "-c", "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv("]
-    command[2] += f"sys.executable, [sys.executable, '-m', *{words!r}])"
+    command[2] += f"sys.executable, [sys.executable, '-m', *{args!r}])"
     done = subprocess.run(
         command, cwd=ROOT, env=environment(tmp_path, PYTHONUNBUFFERED=""), capture_output=True, text=True, timeout=60
     )

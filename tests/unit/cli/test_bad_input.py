@@ -1,7 +1,7 @@
-"""Bad input gives one line that says what to mend, exit code 2, no stack trace, and nothing is written.
+"""Bad input gives one line that says what to fix, exit code 2, no traceback, and nothing is written.
 
-The program itself runs, from its entry point to `os._exit`, once per case, in a child forked from one process that has
-the heavy modules loaded already. A few cases are started the way users do, alone and under torchrun.
+The program runs from its entry point to `os._exit`, once per case, in a child forked from one process that has already
+imported the heavy modules. A few cases are launched the way users do, alone and under torchrun.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ for line in sys.stdin:
         os.dup2(output, 2)
         os.chdir(case["cwd"])
         os.environ.update(case["env"])
-        sys.argv = ["main.py", *case["words"]]
+        sys.argv = ["main.py", *case["args"]]
         code = 0
         try:
             mingpt_ddp.cli.train.main()
@@ -58,7 +58,7 @@ for line in sys.stdin:
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 os._exit(0)
 """
-# Files of a user's own, each named by a model of the same name.
+# Files with user code, each named by a model of the same name.
 CODE = {
     "good": """from dataclasses import dataclass
 import torch
@@ -111,15 +111,15 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def program():
-    """Calls the program with words of a command line in a directory: `program(words, cwd)`."""
+    """Return a function that runs the program with arguments in a directory: `program(args, cwd)`."""
     env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, "-c", SERVER]
     server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(words: list[str], cwd: Path, **env: str) -> Outcome:
+    def run(args: list[str], cwd: Path, **env: str) -> Outcome:
         before = set(os.listdir(cwd))
         output = cwd.parent / f"{cwd.name}.output"
-        case = {"words": words, "cwd": str(cwd), "env": env, "output": str(output)}
+        case = {"args": args, "cwd": str(cwd), "env": env, "output": str(output)}
         server.stdin.write(json.dumps(case) + "\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
@@ -133,7 +133,7 @@ def program():
 
 @pytest.fixture
 def cwd(tmp_path):
-    """A working directory with texts, good and bad."""
+    """A working directory with valid and invalid texts."""
     directory = tmp_path / "cwd"
     (directory / "extra" / "experiment").mkdir(parents=True)
     (directory / "extra" / "experiment" / "broken.yaml").write_text("trainer: [1\n")
@@ -171,16 +171,16 @@ def own(name: str) -> str:
 needs_no_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
 needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI")
 
-# The command line, and how the one line begins.
+# Command line, and the start of the error line.
 CASES = [
-    # Keys that do not exist, with the one that was meant
+    # Unknown keys, with the intended one
     ("trainer.max_epoch=5", "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
     ("modle.n_head=3", "config error: modle.n_head is not a key; did you mean model.n_head?"),
     ("seed=1", "config error: seed is not a key; did you mean run.seed?"),
     ("+trainer.epochs=1", "config error: trainer.epochs is not a key; did you mean trainer.max_epochs?"),
     ("optimizer=sgd optimizer.betas=[0.9,0.95]", "config error: optimizer.betas is not a key of the chosen optimizer"),
     ("+nosuch=1", "config error: nosuch is not a key"),
-    # What other programs call it
+    # Names of the keys in other programs
     ("learning_rate=1e-3", "config error: learning_rate is not a key; did you mean optimizer.lr (learning rate at the"),
     ("trainer.eval_interval=9", "config error: trainer.eval_interval is not a key; did you mean trainer.eval_every ("),
     ("+model.hidden_size=9", "config error: model.hidden_size is not a key; did you mean model.n_embd (features:"),
@@ -213,7 +213,7 @@ CASES = [
     ("snapshot.keep_last=0", "config error: snapshot.keep_last=0 must be at least 1"),
     ("snapshot.every_minutes=0", "config error: snapshot.every_minutes=0.0 must be greater than 0"),
     ("ddp.nproc_per_node=-1", "config error: ddp.nproc_per_node=-1 must be at least 0"),
-    # Combinations that cannot work
+    # Invalid combinations
     ("model.n_embd=64 model.n_head=5", "config error: model.n_embd=64 must be divisible by model.n_head=5"),
     (
         "trainer.batch_size=12 trainer.micro_batch_size=5",
@@ -225,7 +225,7 @@ CASES = [
         "ddp.static_graph=true ddp.find_unused_parameters=true",
         "config error: ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
     ),
-    # What this machine does not have
+    # Hardware and software that this machine lacks
     ("trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
     ("ddp.nproc_per_node=2 trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
     ("ddp=nccl", "config error: ddp.backend=nccl needs a GPU and there is none"),
@@ -235,7 +235,7 @@ CASES = [
         "config error: data.path=s3://bucket/text.txt: s3:// is not installed; pip install 'mingpt_ddp[s3]'",
         marks=needs_no_s3fs,
     ),
-    # Places
+    # Paths
     ("run.name=../elsewhere", "config error: run.name=../elsewhere must be a directory name"),
     ("run.name=.hidden", "config error: run.name=.hidden must be a directory name"),
     ("run.name=''", "config error: run.name= must be a directory name"),
@@ -270,15 +270,24 @@ CASES = [
         text_file("good.txt") + " trainer.batch_size=60",
         "data error: the training text has 59 windows of data.block_size=64, fewer than trainer.batch_size=60",
     ),
-    # Code of the user's own
+    # User code
     (own("name"), "code error: own/name.py:2: AttributeError: module 'os' has no attribute 'nowhere'"),
     (own("syntax"), "code error: own/syntax.py:3: SyntaxError: expected ':'"),
     (own("taken"), "code error: own/taken.py:2: ValueError: @register('model', 'gpt', ...): the name is taken"),
-    (own("plain"), "code error: own/plain.py:3: TypeError: Mine must be a subclass of ModelConfig with @dataclass"),
+    (
+        own("plain"),
+        "code error: own/plain.py:3: TypeError: Mine must be a subclass of ModelConfig with @dataclass",
+    ),
     (own("hint"), "code error: own/hint.py:6: TypeError: Mine.widths has a type that YAML cannot represent"),
     (own("good") + " model.code=nowhere.py", "config error: model.code=nowhere.py was not found in /"),
-    (own("good") + " model.code=good", "config error: model.code=good must be a local Python file, as in mine.py"),
-    (own("good") + " model.code=https://x.org/a.py", "config error: model.code=https://x.org/a.py must be a local"),
+    (
+        own("good") + " model.code=good",
+        "config error: model.code=good must be a local Python file, as in mine.py",
+    ),
+    (
+        own("good") + " model.code=https://x.org/a.py",
+        "config error: model.code=https://x.org/a.py must be a local",
+    ),
     (own("good") + f" +model.code_sha256={OTHER_SHA}", "config error: model.code=/"),
     (own("good") + " model.widht=2", "config error: model.widht is not a key; did you mean model.width?"),
     (own("good") + " model.width=wide", "config error: model.width='wide' must be a whole number"),
@@ -291,12 +300,15 @@ CASES = [
     (own("good"), "code error: own/good.py:19: TypeError: 'Embedding' object is not subscriptable"),
     (own("good") + " +data.reader=words", "config error: data.reader=words must be one of null, lines"),
     (own("good") + " +data.reader=lines data.path=0", "code error: own/good.py:24: ZeroDivisionError"),
-    (own("good") + " +data.reader=lines data.path=7", "data error: data.reader=lines must yield text: 'int' object"),
+    (
+        own("good") + " +data.reader=lines data.path=7",
+        "data error: data.reader=lines must yield text: 'int' object",
+    ),
     (
         own("good") + " +data.reader=lines data.path=nowhere",
         "data error: data.reader=lines cannot read data.path=nowhere",
     ),
-    # Hydra's own keys and errors
+    # Keys and errors of Hydra
     (
         "hydra.run.dir=/nowhere/x",
         "config error: hydra.run.dir=/nowhere/x has no effect here: run.root and run.name set",
@@ -355,9 +367,9 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "expected"), CASES)
-def test_one_line(words, expected, program, cwd):
-    check(program(shlex.split(words), cwd), expected)
+@pytest.mark.parametrize(("args", "expected"), CASES)
+def test_an_error_is_one_line(args, expected, program, cwd):
+    check(program(shlex.split(args), cwd), expected)
 
 
 URLS_WITH_SECRETS = [
@@ -371,13 +383,13 @@ URLS_WITH_SECRETS = [
 
 
 @pytest.mark.parametrize(("key", "url"), URLS_WITH_SECRETS)
-def test_credentials_are_refused_and_not_repeated(key, url, program, cwd):
+def test_credentials_are_refused_and_not_printed(key, url, program, cwd):
     outcome = program([f"{key}={url}"], cwd)
     check(outcome, f"config error: {key} holds credentials")
     assert "hunter2" not in outcome.text
 
 
-# The variables that a launcher sets.
+# The environment variables of a launcher
 PLACES = [
     ({"RANK": "0"}, "config error: "),
     ({"WORLD_SIZE": "1"}, "config error: RANK is not set"),
@@ -388,37 +400,37 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("variables", "expected"), PLACES)
-def test_ranks_that_contradict_each_other(variables, expected, program, cwd):
+def test_contradictory_ranks(variables, expected, program, cwd):
     check(program(["trainer.max_steps=1"], cwd, **variables), expected)
 
 
-def test_more_workers_than_ranks_are_left(program, cwd):
+def test_more_workers_than_remaining_ranks(program, cwd):
     variables = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     expected = "config error: RANK=0 and ddp.nproc_per_node=4 need WORLD_SIZE=4 or more"
     check(program(["ddp.nproc_per_node=4"], cwd, **variables), expected)
 
 
-def test_a_sweep_whose_jobs_start_workers_where_ranks_are_there_already(program, cwd):
-    """One of its jobs would: none begins."""
+def test_a_sweep_whose_jobs_start_workers_under_torchrun(program, cwd):
+    """One of its jobs would start workers: no job starts."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     expected = "config error: ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ..."
     check(program(["-m", "ddp.nproc_per_node=null,2"], cwd, **variables), expected)
 
 
-@pytest.mark.parametrize("words", [["model=gpt_nano", "--info"], ["--info", "model=gpt_nano"], ["--info=config"]])
-def test_what_hydra_can_tell_of_the_configuration(words, program, cwd):
-    outcome = program(words, cwd)
+@pytest.mark.parametrize("args", [["model=gpt_nano", "--info"], ["--info", "model=gpt_nano"], ["--info=config"]])
+def test_hydra_info_prints_the_configuration(args, program, cwd):
+    outcome = program(args, cwd)
     assert outcome.code == 0, outcome.text
     assert "Config search path" in outcome.text or "Provider" in outcome.text
     assert not outcome.written
 
 
-# Files that cannot be written, in a directory that is there already.
+# Files that cannot be written, in an existing directory
 
 
 @pytest.mark.parametrize("name", ["main.rank0.log", "config.yaml", "result.json", ".hydra"])
 @pytest.mark.parametrize("kind", ["pipe", "other"])
-def test_something_else_in_the_place_of_a_file(name, kind, program, cwd):
+def test_a_path_of_another_kind_instead_of_a_file(name, kind, program, cwd):
     run = cwd / "outputs" / "x"
     run.mkdir(parents=True)
     if kind == "pipe":
@@ -427,8 +439,8 @@ def test_something_else_in_the_place_of_a_file(name, kind, program, cwd):
         (run / name).write_text("a file")
     else:
         (run / name).mkdir()
-    words = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
-    outcome = program(shlex.split(words), cwd)
+    args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
+    outcome = program(shlex.split(args), cwd)
     if kind == "pipe" and name in ("config.yaml", "result.json"):  # it is replaced
         assert outcome.code == 0, outcome.text
     else:
@@ -437,19 +449,19 @@ def test_something_else_in_the_place_of_a_file(name, kind, program, cwd):
         assert "Traceback" not in outcome.text
 
 
-def test_the_cases_can_tell_a_run_that_works(program, cwd):
-    """The same call with good input trains and leaves a run: the checks above do not pass for want of a program."""
-    words = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
-    outcome = program(shlex.split(words), cwd)
+def test_a_valid_run_is_distinguished(program, cwd):
+    """The same call with valid input trains and writes a run, so the checks above can fail."""
+    args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
+    outcome = program(shlex.split(args), cwd)
     assert outcome.code == 0, outcome.text
     assert outcome.written == {"outputs"}
 
 
-# Started as users do.
+# Launched as users do
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["trainer.max_epoch=5"], "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
         (["optimizer=adamm"], "config error: Could not find 'optimizer/adamm'"),
@@ -457,14 +469,14 @@ def test_the_cases_can_tell_a_run_that_works(program, cwd):
         (["data=text_file", "data.path=empty.txt"], "data error: data.path=empty.txt is empty"),
     ],
 )
-def test_python_main(words, expected, cwd):
+def test_python_main(args, expected, cwd):
     before = set(os.listdir(cwd))
-    done = call([*python_main(), *words], cwd)
+    done = call([*python_main(), *args], cwd)
     check(Outcome(done.returncode, done.stdout.splitlines(), done.stdout, set(os.listdir(cwd)) - before), expected)
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["trainer.max_epoch=5"], "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
         (
@@ -473,9 +485,9 @@ def test_python_main(words, expected, cwd):
         ),
     ],
 )
-def test_torchrun(words, expected, cwd):
-    """Both ranks have the same error: rank zero reports it once, and the agent's exit code is 1."""
-    done = call([*torchrun(2), *words], cwd)
+def test_torchrun(args, expected, cwd):
+    """Both ranks have the same error; rank zero reports it once, and the agent exits with 1."""
+    done = call([*torchrun(2), *args], cwd)
     errors = [line for line in done.stdout.splitlines() if re.search(r"\w error: ", line)]
     assert len(errors) == 1, done.stdout
     assert errors[0].startswith(expected)
@@ -483,12 +495,12 @@ def test_torchrun(words, expected, cwd):
     assert not (cwd / "outputs").exists()
 
 
-@pytest.mark.parametrize(("words", "expected"), SWEEPS)
-def test_a_sweep_with_a_value_that_cannot_work_does_not_begin(program, cwd, words, expected):
-    check(program(shlex.split(words), cwd), expected)
+@pytest.mark.parametrize(("args", "expected"), SWEEPS)
+def test_a_sweep_with_an_invalid_value_does_not_start(program, cwd, args, expected):
+    check(program(shlex.split(args), cwd), expected)
 
 
-@pytest.mark.parametrize(("words", "expected"), SEARCHES)
-def test_a_search_that_cannot_work_does_not_begin(program, cwd, words, expected):
+@pytest.mark.parametrize(("args", "expected"), SEARCHES)
+def test_an_invalid_search_does_not_start(program, cwd, args, expected):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    check(program(["-m", "sweep=optuna_lr", *shlex.split(words)], cwd), expected)
+    check(program(["-m", "sweep=optuna_lr", *shlex.split(args)], cwd), expected)

@@ -26,11 +26,11 @@ def run(monkeypatch, capsys):
     return call_tool(main, monkeypatch, capsys)
 
 
-def python_m(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+def python_m(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_no_other_module_runs():
+def test_no_other_module_is_runnable():
     """Every module, by `python -m`: one line, exit code 2."""
     assert {"mingpt_ddp.training.run", "mingpt_ddp.registry", "mingpt_ddp.cli.sample"} < set(OTHERS)
     for name in [*OTHERS, "mingpt_ddp.training", "mingpt_ddp.nowhere"]:
@@ -42,13 +42,13 @@ def test_no_other_module_runs():
 @pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
 def test_commands_run(name):
     spelled = [["-m", name, "--help"], [f"-m{name}"], ["-Wignore", "-m", name]]
-    for words in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
-        done = python_m(*words)
+    for args in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
+        done = python_m(*args)
         assert (done.returncode, done.stderr) == (0, "") and f"python -m {name} " in done.stdout
 
 
-def test_a_module_of_the_package_as_a_word(tmp_path):
-    """Only what `python -m` runs counts: not its words, and not what another program imports while it is found."""
+def test_a_module_name_as_an_argument(tmp_path):
+    """Only the module that `python -m` runs counts: not its arguments, and not imports while it is located."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import mingpt_ddp.registry")
     (tmp_path / "mine" / "__main__.py").write_text("print('it runs')")
@@ -59,15 +59,15 @@ def test_a_module_of_the_package_as_a_word(tmp_path):
 def test_train_is_main_py(monkeypatch):
     seen = []
     monkeypatch.setattr("mingpt_ddp.cli.train.main", lambda: seen.append(sys.argv[1:]))
-    for words in (["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], []):
-        monkeypatch.setattr(sys, "argv", ["mingpt-ddp", "train", *words])
+    for args in (["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], []):
+        monkeypatch.setattr(sys, "argv", ["mingpt-ddp", "train", *args])
         main.main()
     runpy.run_path(str(ROOT / "main.py"), run_name="__main__")
     assert seen == [["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], [], []]
 
 
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train"}))
-def test_a_command_gets_its_words(name, run):
+def test_a_command_gets_its_arguments(name, run):
     code, out, _ = run(name, "--help")
     assert (code, out) == (0, import_module(f"mingpt_ddp.cli.{name}").__doc__ + "\n")
     code, out, err = run(name, "list" if name == "snapshots" else "nowhere", "stepp=1")
@@ -75,8 +75,8 @@ def test_a_command_gets_its_words(name, run):
 
 
 def test_help_lists_the_commands(run):
-    for words in ([], ["--help"], ["-h"]):
-        code, out, err = run(*words)
+    for args in ([], ["--help"], ["-h"]):
+        code, out, err = run(*args)
         assert (code, err) == (0, "") and len(out.splitlines()) < 15
         assert [line.split()[0] for line in out.splitlines() if line[:1].islower()] == list(COMMANDS)
 

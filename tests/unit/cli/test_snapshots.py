@@ -32,9 +32,9 @@ VOCABULARY = "\n abc"
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    words = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    overrides = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_mapping(to_plain(compose("config", words)))
+        return from_mapping(to_plain(compose("config", overrides)))
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -63,7 +63,7 @@ def filled(run: str, config: Config, *steps: int) -> SnapshotStore:
     return store
 
 
-def spoil(store: SnapshotStore, step: int, name: str = MODEL) -> None:
+def flip_bit(store: SnapshotStore, step: int, name: str = MODEL) -> None:
     """Flip a bit at the end of a file."""
     path = f"{directory_name(step)}/{name}"
     content = store.storage.read(path)
@@ -71,14 +71,14 @@ def spoil(store: SnapshotStore, step: int, name: str = MODEL) -> None:
 
 
 def cells(out: str) -> dict[int, list[str]]:
-    """The rows of the table, by step."""
-    return {int(words[0]): words[1:] for line in out.splitlines()[2:] if (words := line.split())}
+    """Return the rows of the table, by step."""
+    return {int(row[0]): row[1:] for line in out.splitlines()[2:] if (row := line.split())}
 
 
 # list
 
 
-def test_list_shows_what_is_there(run, config, call):
+def test_list_shows_all_snapshots(run, config, call):
     store = filled(run, config, 4, 8, 12, 16)
     store.storage.delete(f"{directory_name(8)}/{MANIFEST}")
     store.storage.delete(f"{directory_name(12)}/{MODEL}")
@@ -103,7 +103,7 @@ def test_list_reads_no_tensors(run, config, call, monkeypatch):
     assert {name.rsplit("/")[-1] for name in read} <= {MANIFEST, STATE, "config.yaml"}
 
 
-def test_a_stranger_cannot_write_to_the_terminal(run, config, call):
+def test_control_characters_are_not_printed(run, config, call):
     store = SnapshotStore(f"{run}/snapshots")
     honest = snapshot(config, 4)
     forged = {"train_loss": "\x1b[2J", "val_loss": 10**400, "best_step": [4], "world_size": {}, "saved_at": 1e14}
@@ -114,7 +114,7 @@ def test_a_stranger_cannot_write_to_the_terminal(run, config, call):
 
 
 @pytest.mark.parametrize("command", [["list"], ["verify"], ["prune", "keep_last=1"], ["export", "to=x", "step=4"]])
-def test_nothing_there(command, run, call, tmp_path, monkeypatch):
+def test_no_snapshots(command, run, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for url in (run, f"{run}/snapshots/step_00000004"):
         if command[0] == "prune" and "step_" in url:
@@ -134,7 +134,7 @@ def test_verify_reads_every_byte(run, config, call):
     assert (code, err) == (0, "")
     expected = [("4", "whole"), ("8", "whole"), ("9", "it was never finished")]
     assert out.splitlines() == [f"{run}/snapshots/step_0000000{step}: {word}" for step, word in expected]
-    spoil(store, 8)
+    flip_bit(store, 8)
     assert cells(call("list", run)[1])[8][0] == "whole"  # its size is right
     code, out, err = call("verify", run)
     assert code == 1 and "step_00000008: damaged: model.safetensors has other content" in out
@@ -142,13 +142,13 @@ def test_verify_reads_every_byte(run, config, call):
     assert call("verify", f"{run}/snapshots/step_00000008")[0] == 1
 
 
-def test_verify_of_a_divided_snapshot(run, config, call, monkeypatch):
+def test_verify_of_a_sharded_snapshot(run, config, call, monkeypatch):
     monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
     store = SnapshotStore(f"{run}/snapshots")
     commit(store, snapshot(config, 4), writers=3)
     assert call("verify", run)[0] == 0
     assert cells(call("list", run)[1])[4][3] == "8"
-    spoil(store, 4, "model-00002-of-00003.safetensors")
+    flip_bit(store, 4, "model-00002-of-00003.safetensors")
     assert call("verify", run)[0] == 1
 
 
@@ -181,8 +181,8 @@ def test_prune_keeps_the_last_and_the_best(run, config, call):
 
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 @pytest.mark.parametrize("kind", ["path", "link"])
-def test_nothing_is_done_elsewhere_unless_told(kind, run, config, call, tmp_path):
-    """The directory of a run may come from a stranger, and with it what its config.yaml names or a link leads to."""
+def test_other_directories_are_untouched_unless_named(kind, run, config, call, tmp_path):
+    """A run directory may be untrusted, and so may the paths in its config.yaml and the targets of its links."""
     victim = SnapshotStore(f"{tmp_path}/victim/run" if kind == "path" else f"{tmp_path}/victim")
     for step in (4, 8):
         commit(victim, snapshot(config, step))
@@ -207,14 +207,14 @@ def test_nothing_is_done_elsewhere_unless_told(kind, run, config, call, tmp_path
     assert victim.steps() == [8]
 
 
-def test_prune_never_deletes_the_newest_whole_one(run, config, call):
-    """What is damaged does not count as kept, whatever its size says."""
+def test_prune_never_deletes_the_newest_valid_snapshot(run, config, call):
+    """A damaged snapshot does not count as kept, even if its sizes are right."""
     store = filled(run, config, 2, 6, 8, 10)
     for step in (8, 10):
-        spoil(store, step)
+        flip_bit(store, step)
     assert call("prune", run, "keep_last=1", "keep_best=false")[0] == 0
     assert 6 in store.steps() and 2 not in store.steps()
-    spoil(store, 6)
+    flip_bit(store, 6)
     before = store.steps()
     code, out, err = call("prune", run, "keep_last=1")
     assert (code, out) == (2, "") and "there is no whole snapshot" in err
@@ -254,7 +254,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
     code, out, err = call("prune", run, "keep_last=1", "keep_best=false")
     assert (code, out) == (2, "") and "still running" in err
     assert store.steps() == [4, 8]
-    owner._stopped.set()  # killed: its object stays
+    owner._stopped.set()  # killed: its lease object remains
     assert OWNER in store.storage.list()
     assert call("prune", run, "keep_last=1", "keep_best=false")[0] == 0
     assert store.steps() == [8] and OWNER not in store.storage.list()
@@ -263,7 +263,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
 # export
 
 
-def test_export_joins_the_parts(run, config, call, tmp_path, monkeypatch):
+def test_export_joins_the_shards(run, config, call, tmp_path, monkeypatch):
     monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
     store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
     commit(store, whole, writers=2)
@@ -285,7 +285,7 @@ def test_export_of_a_step(run, config, call, tmp_path):
     assert call("export", run, f"to={tmp_path}/c")[0] == 0
     a, b, c = ((tmp_path / name / MODEL).read_bytes() for name in "abc")
     assert a == b != c
-    spoil(store, 4)
+    flip_bit(store, 4)
     code, _, err = call("export", run, f"to={tmp_path}/d", "step=4")
     assert code == 2 and "cannot be used: model.safetensors has other content" in err
     assert "no snapshot of step 5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
@@ -293,7 +293,7 @@ def test_export_of_a_step(run, config, call, tmp_path):
 
 
 def test_export_of_the_best(run, config, call, tmp_path):
-    """That is step 4 in all of them."""
+    """It is step 4 in all of them."""
     store = filled(run, config, 2, 4, 8)
     assert call("export", run, f"to={tmp_path}/a", "step=best")[1].startswith("step 4 is in")
     assert call("export", run, f"to={tmp_path}/b", "--step", "newest")[1].startswith("step 8 is in")
@@ -303,7 +303,7 @@ def test_export_of_the_best(run, config, call, tmp_path):
     assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
 
 
-def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_path, monkeypatch):
+def test_export_overwrites_nothing_and_leaves_no_partial_file(run, config, call, tmp_path, monkeypatch):
     filled(run, config, 4)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -322,11 +322,11 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
     assert sorted(tmp_path.iterdir()) == before
 
 
-# Words
+# Arguments
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["lst", "x"], "config error: lst is not a command; did you mean list?"),
         (["list"], "config error: url is missing; give it a value"),
@@ -349,17 +349,17 @@ def test_export_overwrites_nothing_and_leaves_no_half(run, config, call, tmp_pat
         (["export", "\x1b[2J", "to=y"], r"snapshot error: there is no whole snapshot at \x1b[2J;"),
     ],
 )
-def test_a_mistake_is_one_line(words, expected, call, tmp_path, monkeypatch):
+def test_an_error_is_one_line(args, expected, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = call(*words)
+    code, out, err = call(*args)
     assert (code, out) == (2, "")
     assert err.startswith(expected) and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_help(call):
-    for words in ([], ["--help"], ["list", "-h"]):
-        code, out, _ = call(*words)
+    for args in ([], ["--help"], ["list", "-h"]):
+        code, out, _ = call(*args)
         assert code == 0 and "prune  URL keep_last=2" in out
 
 

@@ -25,13 +25,13 @@ from mingpt_ddp.errors import ConfigError
 CONF = config_directory()
 
 
-def typed(*overrides: str) -> Config:
+def composed(*overrides: str) -> Config:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return from_mapping(to_plain(compose("config", list(overrides))))
 
 
 def started(*overrides: str) -> Config:
-    """As a start of main.py makes it."""
+    """Compose a configuration as main.py does."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         node = SimpleNamespace(runtime=SimpleNamespace(config_sources=[]))
         return to_config(compose("config", list(overrides)), node, overrides)
@@ -42,7 +42,7 @@ def choices(group: str) -> list[str]:
 
 
 def changed(config: Config, key: str, value: object) -> Config:
-    """The configuration with one value changed, checked again."""
+    """Return the configuration with one value changed, validated again."""
     group, name = key.split(".")
     values = config.to_dict()
     values[group][name] = value
@@ -51,7 +51,7 @@ def changed(config: Config, key: str, value: object) -> Config:
 
 @pytest.fixture(scope="module")
 def default() -> Config:
-    return typed()
+    return composed()
 
 
 # Composition
@@ -68,7 +68,7 @@ def default() -> Config:
         (["trainer.max_steps=null"], (4, None)),
     ],
 )
-def test_a_limit_that_is_typed_is_the_only_one(overrides, limits):
+def test_a_limit_on_the_command_line_is_the_only_one(overrides, limits):
     trainer = started(*overrides).trainer
     assert (trainer.max_epochs, trainer.max_steps) == limits
 
@@ -76,13 +76,13 @@ def test_a_limit_that_is_typed_is_the_only_one(overrides, limits):
 def test_every_folder_of_conf_is_a_known_group():
     """The tests below compose every file; a new folder needs a test of its own."""
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
-    composed = {"model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
-    assert folders - {"sweep", "hydra"} == composed
+    composed_config = {"model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
+    assert folders - {"sweep", "hydra"} == composed_config
 
 
 @pytest.mark.integration
 def test_sweep_in_slurm():
-    """The launcher is a plugin; the preset only uses options that it has."""
+    """The launcher is a plugin; the preset uses only its options."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     with initialize_config_dir(str(CONF), version_base="1.3"):
         launcher = compose("config", ["sweep=slurm"], return_hydra_config=True).hydra.launcher
@@ -92,7 +92,7 @@ def test_sweep_in_slurm():
 
 @pytest.mark.parametrize(("model", "optimizer"), list(itertools.product(choices("model"), choices("optimizer"))))
 def test_model_with_optimizer(model, optimizer):
-    config = typed(f"model={model}", f"optimizer={optimizer}")
+    config = composed(f"model={model}", f"optimizer={optimizer}")
     assert config.model.name == model
     assert config.optimizer.name == optimizer
     assert type(config.optimizer) is GROUPS["optimizer"][1][optimizer]
@@ -101,36 +101,36 @@ def test_model_with_optimizer(model, optimizer):
 
 @pytest.mark.parametrize("name", choices("data"))
 def test_data(name):
-    config = typed(f"data={name}", *(["data.path=x.txt"] if name == "text_file" else []))
+    config = composed(f"data={name}", *(["data.path=x.txt"] if name == "text_file" else []))
     assert config.data.label == name
     assert type(config.data) is DataConfig
 
 
 @pytest.mark.parametrize("backend", choices("ddp"))
 def test_ddp(backend):
-    config = typed(f"ddp={backend}")
+    config = composed(f"ddp={backend}")
     assert config.ddp.backend == backend
-    assert dataclasses.replace(config.ddp, backend="auto") == typed("ddp=auto").ddp
+    assert dataclasses.replace(config.ddp, backend="auto") == composed("ddp=auto").ddp
 
 
 @pytest.mark.parametrize("name", choices("trainer"))
 def test_trainer(name):
-    assert type(typed(f"trainer={name}").trainer) is TrainerConfig
+    assert type(composed(f"trainer={name}").trainer) is TrainerConfig
 
 
 @pytest.mark.parametrize("name", choices("snapshot"))
 def test_snapshot(name):
-    assert type(typed(f"snapshot={name}").snapshot) is SnapshotConfig
+    assert type(composed(f"snapshot={name}").snapshot) is SnapshotConfig
 
 
 @pytest.mark.parametrize("name", choices("experiment"))
 def test_experiment(name):
-    assert type(typed(f"experiment={name}")) is Config
+    assert type(composed(f"experiment={name}")) is Config
 
 
 @pytest.mark.parametrize("name", choices("experiment"))
 def test_the_command_line_wins_over_an_experiment(name):
-    assert typed(f"experiment={name}", "trainer.max_steps=7").trainer.max_steps == 7
+    assert composed(f"experiment={name}", "trainer.max_steps=7").trainer.max_steps == 7
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
@@ -146,7 +146,7 @@ def picked(config: Config, *keys: str) -> dict[str, object]:
 
 def test_demo():
     expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 600, "data.label": "python_docs"}
-    assert picked(typed("experiment=demo"), *expected) == expected
+    assert picked(composed("experiment=demo"), *expected) == expected
 
 
 def test_shakespeare_char_has_the_gpu_settings_of_nanogpt():
@@ -172,7 +172,7 @@ def test_shakespeare_char_has_the_gpu_settings_of_nanogpt():
         "optimizer.schedule": "cosine",
         "optimizer.warmup_steps": 100,
     }
-    assert picked(typed("experiment=shakespeare_char"), *expected) == expected
+    assert picked(composed("experiment=shakespeare_char"), *expected) == expected
 
 
 def test_shakespeare_char_cpu_has_the_cpu_settings_of_nanogpt():
@@ -188,7 +188,7 @@ def test_shakespeare_char_cpu_has_the_cpu_settings_of_nanogpt():
         "model.dropout": 0.0,
         "model.bias": False,
     }
-    assert picked(typed("experiment=shakespeare_char_cpu"), *expected) == expected
+    assert picked(composed("experiment=shakespeare_char_cpu"), *expected) == expected
 
 
 # The run's name
@@ -205,9 +205,9 @@ def test_the_name_is_data_model_and_8_hex_digits(default):
 
 
 def test_the_name_is_stable(default):
-    """Another process, a resumed run and the order of the keys give the same name."""
+    """Another process, a resumed run and another order of the keys give the same name."""
     backwards = {group: dict(reversed(keys.items())) for group, keys in reversed(default.to_dict().items())}
-    assert typed().run_name() == default.run_name() == from_mapping(backwards).run_name()
+    assert composed().run_name() == default.run_name() == from_mapping(backwards).run_name()
 
 
 IN_THE_NAME = {
@@ -256,11 +256,11 @@ NOT_IN_THE_NAME = {
     ],
 )
 def test_a_text_is_labelled_by_its_file(overrides, label):
-    assert typed(*overrides).data.label == label
+    assert composed(*overrides).data.label == label
 
 
-def test_a_path_alone_is_not_labelled_as_the_preset():
-    assert typed("data.path=my.txt").run_name().startswith("my-gpt_micro-")
+def test_a_path_without_a_preset_is_not_labelled_as_the_preset():
+    assert composed("data.path=my.txt").run_name().startswith("my-gpt_micro-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +281,7 @@ def test_a_key_at_its_default_or_added_later_renames_no_run(default, monkeypatch
 
 
 def test_each_key_says_whether_it_changes_the_numbers(default):
-    """Apart from a user's own keys, which do."""
+    """Except the keys of users, which always change them."""
     assert {*IN_THE_NAME} <= numeric_keys(default.to_dict()).keys()
     assert not {*NOT_IN_THE_NAME} & numeric_keys(default.to_dict()).keys()
     for _, classes in GROUPS.values():
@@ -303,7 +303,7 @@ def test_location_limits_display_ddp_and_snapshots_do_not_change_the_name(key, v
     assert changed(default, key, value).run_name() == default.run_name()
 
 
-def test_a_name_is_one_harmless_directory_whatever_the_label(default):
+def test_a_name_is_one_safe_directory_for_any_label(default):
     for label in ("../../etc", "a/b", "-rf", "ä ö", "x" * 200):
         name = changed(default, "data.name", label).run_name()
         assert Path(name).parts == (name,)
@@ -315,8 +315,8 @@ def test_a_name_is_one_harmless_directory_whatever_the_label(default):
 
 
 @pytest.mark.parametrize("overrides", [(), ("optimizer=sgd",), ("experiment=shakespeare_char", "ddp=gloo")])
-def test_plain_values_give_the_same_configuration_back(overrides):
-    config = typed(*overrides)
+def test_plain_values_round_trip(overrides):
+    config = composed(*overrides)
     assert from_mapping(config.to_dict()) == config
     assert from_mapping(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
 
@@ -326,21 +326,21 @@ def test_a_configuration_cannot_be_changed(default):
         default.trainer.max_steps = 1
 
 
-@pytest.mark.parametrize("word", ["~trainer", "trainer=[]", "~trainer.batch_size"])
-def test_what_the_configuration_leaves_out_has_its_default(word):
-    assert typed(word) == typed()
+@pytest.mark.parametrize("override", ["~trainer", "trainer=[]", "~trainer.batch_size"])
+def test_omitted_keys_have_their_defaults(override):
+    assert composed(override) == composed()
 
 
-def composed(*overrides: str) -> dict:
+def composed_config(*overrides: str) -> dict:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return to_plain(compose("config", list(overrides)))
 
 
 @pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
-def test_every_key_stands_in_the_composed_configuration(group):
-    """A preset says what differs; Hydra has the rest from the schema, so that the command line can change every key."""
+def test_every_key_is_in_the_composed_configuration(group):
+    """A preset has what differs; Hydra adds the rest from the schema, so that every key can be overridden."""
     for preset in choices(group):
-        values = composed(f"{group}={preset}", "data.path=x.txt")[group]
+        values = composed_config(f"{group}={preset}", "data.path=x.txt")[group]
         selector, classes = GROUPS[group]
         cls = classes[values.get(selector)]
         assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OMITTED_IF_NULL}, preset
@@ -361,21 +361,21 @@ def test_no_preset_repeats_a_default(group):
         assert not repeated, path
 
 
-def test_a_preset_of_ones_own_that_builds_on_ours(tmp_path):
+def test_a_user_preset_based_on_a_built_in_one(tmp_path):
     for group, base in (("optimizer", "muon"), ("model", "gpt_mini"), ("trainer", "default")):
         (tmp_path / group).mkdir()
         (tmp_path / group / "mine.yaml").write_text(f"defaults: [{base}]\n")
     (tmp_path / "trainer" / "mine.yaml").write_text("batch_size: 24\n")
     search = f"hydra.searchpath=[{tmp_path}]"
-    mine = typed(search, "optimizer=mine", "model=mine", "trainer=mine", "optimizer.eps=1e-9", "trainer.log_every=7")
-    ours = typed(
+    mine = composed(search, "optimizer=mine", "model=mine", "trainer=mine", "optimizer.eps=1e-9", "trainer.log_every=7")
+    ours = composed(
         "optimizer=muon", "model=gpt_mini", "trainer.batch_size=24", "optimizer.eps=1e-9", "trainer.log_every=7"
     )
     assert mine == ours
 
 
 def test_interpolation_is_resolved():
-    assert typed("run.name=x", "optimizer.warmup_steps=${trainer.batch_size}").optimizer.warmup_steps == 12
+    assert composed("run.name=x", "optimizer.warmup_steps=${trainer.batch_size}").optimizer.warmup_steps == 12
 
 
 # Secrets
@@ -396,7 +396,7 @@ def test_interpolation_is_resolved():
         "filecache::simplecache::s3://key:hunter2@bucket/text.txt",
     ],
 )
-def test_credentials_are_refused_and_not_repeated(key, url, default):
+def test_credentials_are_refused_and_not_printed(key, url, default):
     with pytest.raises(ConfigError) as refused:
         changed(default, key, url)
     assert key in str(refused.value)

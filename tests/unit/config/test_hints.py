@@ -1,4 +1,4 @@
-"""Which key was meant by one that there is not."""
+"""Suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mingpt_ddp.config.hints import other_names, suggest
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
 
-NAMES = [(theirs, ours) for ours, words in other_names().items() for theirs in words.split()]
+NAMES = [(theirs, ours) for ours, names in other_names().items() for theirs in names.split()]
 KEYS = {
     f"{group}.{field.name}"
     for group, (_, classes) in GROUPS.items()
@@ -60,7 +60,7 @@ def test_a_group_has_the_keys_of_the_chosen_class():
 def test_a_name_of_another_program_has_one_key_of_ours(theirs, ours):
     assert ours in KEYS | GROUPS.keys()
     assert [name for name, _ in NAMES].count(theirs) == 1
-    assert theirs not in {key.split(".")[1] for key in KEYS}, "a key of ours needs no hint"
+    assert theirs not in {key.split(".")[1] for key in KEYS}, "an existing key needs no hint"
     assert f"did you mean {ours}" in suggest(theirs)
 
 

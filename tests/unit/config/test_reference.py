@@ -1,4 +1,4 @@
-"""docs/configuration.md and --help are those of the schema."""
+"""docs/configuration.md and --help agree with the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users' files: a job sees the names that its own files register, and none of the other jobs of its sweep."""
+"""User files: a job sees the names that its own files register, not those of other jobs of the sweep."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 
 def known(directory, code: str | None) -> tuple[str, list[str]] | None:
-    """Return what the model's builder returns and its keys, for a configuration that names this file."""
+    """Return the result of the model builder, and its keys, for a configuration that names this file."""
     run_code({"model": {"code": code}}, [directory])
     if "mine" not in BUILDERS["model"]:
         assert "mine" not in GROUPS["model"][1]
@@ -48,7 +48,7 @@ def test_two_files_may_register_the_same_name(directory):
 def test_names_of_another_job_are_not_registered(directory):
     assert known(directory, "one.py") is not None
     assert known(directory, None) is None
-    assert {"gpt", "modern"} <= set(BUILDERS["model"]), "the built-in models stay"
+    assert {"gpt", "modern"} <= set(BUILDERS["model"]), "the built-in models are missing"
     assert known(directory, "one.py") == ("one", ["one"])
 
 
@@ -67,7 +67,7 @@ def test_a_builder_of_another_module(directory):
 
 
 @pytest.mark.parametrize("known_before", [False, True])
-def test_a_name_that_is_taken_in_the_same_configuration(known_before, directory):
+def test_a_name_registered_twice_in_a_configuration(known_before, directory):
     if known_before:
         known(directory, "one.py")
         known(directory, "two.py")

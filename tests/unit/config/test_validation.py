@@ -1,4 +1,4 @@
-"""Validation of single values: lossless, or refused in one line that names the key."""
+"""Validation of single values: converted without loss, or refused in one line that names the key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mingpt_ddp.errors import ConfigError
 
 
 def convert(value: object, hint: Any) -> object:
-    """The value as the type of a key."""
+    """Convert a value to the type of a key."""
     return build(dataclasses.make_dataclass("Group", [("key", hint)]), {"key": value}, "").key
 
 
@@ -96,8 +96,8 @@ def test_refused(value, hint, message):
     assert refusal(value, hint) == message
 
 
-def test_what_is_not_unicode():
-    """Python's stand-in for a byte on the command line that is not UTF-8."""
+def test_invalid_unicode():
+    """The surrogate by which Python represents a non-UTF-8 byte of the command line."""
     assert refusal("caf\udce9", str) == "key holds bytes that are not UTF-8; use other characters"
     assert convert("\U0001f600", str) == "\U0001f600"
 
@@ -142,7 +142,7 @@ def test_bounds(bounds, inside, outside, message):
     ],
 )
 def test_bounds_inside_other_types(value, hint, message):
-    """The innermost bound that is violated is the one that is named."""
+    """The message names the innermost bound that is violated."""
     assert refusal(value, hint) == message
 
 
@@ -164,8 +164,8 @@ def test_a_group_has_exactly_its_keys(values, message):
 
 
 @pytest.mark.parametrize("error", [AssertionError, ValueError, KeyError])
-def test_an_exception_of_a_users_check_stays_what_it_is(error):
-    """It is told with the line that raised it."""
+def test_an_exception_in_a_user_check_is_not_converted(error):
+    """It is reported with the line that raised it."""
 
     @dataclasses.dataclass(frozen=True)
     class Mine:
@@ -193,7 +193,7 @@ def test_an_exception_of_a_users_check_stays_what_it_is(error):
         (tuple[int, ...], False),
     ],
 )
-def test_types_that_yaml_has(hint, supported):
+def test_types_of_yaml(hint, supported):
     assert is_supported(hint) == supported
 
 

@@ -1,4 +1,4 @@
-"""A data configuration for a text."""
+"""Data configurations for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mingpt_ddp.config.schema import DataConfig
 
 @pytest.fixture
 def settings(tmp_path):
-    """A data configuration for a path, or for a text that is written to a file first."""
+    """Return a function that makes a data configuration for a path, or for a text that it writes to a file."""
 
     def make(content: str | bytes | Path, **changes) -> DataConfig:
         path = content if isinstance(content, Path) else tmp_path / "text.txt"

@@ -14,7 +14,7 @@ from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.errors import ConfigError, DataError
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12
-TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: windows can be told apart
+TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: windows are distinguishable
 WINDOWS = (LENGTH - BLOCK) // BLOCK  # 124: 10 batches of 12, and 4 windows that do not fill another
 
 
@@ -28,12 +28,12 @@ def batch_of(loader: TokenLoader, step: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def starts(loader: TokenLoader, epoch: int) -> list[int]:
-    """Where the windows of an epoch (from 0) start, in their order."""
+    """Return where the windows of an epoch (from 0) start, in order."""
     first = epoch * loader.steps_per_epoch + 1
     return [int(x) for step in range(first, first + loader.steps_per_epoch) for x in batch_of(loader, step)[0][:, 0]]
 
 
-def test_y_is_x_one_character_on():
+def test_y_is_x_shifted_by_one_character():
     loader = make()
     for step in (1, 5, 17):
         x, y = batch_of(loader, step)
@@ -44,7 +44,7 @@ def test_y_is_x_one_character_on():
 
 
 def test_an_epoch_is_one_pass_over_the_text():
-    """(n - block_size) // block_size windows side by side from an offset, shuffled, the incomplete batch dropped."""
+    """(n - block_size) // block_size adjacent windows from an offset, shuffled; the incomplete batch is dropped."""
     loader = make()
     assert loader.windows_per_epoch == WINDOWS == 124
     assert loader.steps_per_epoch == 10
@@ -56,7 +56,7 @@ def test_an_epoch_is_one_pass_over_the_text():
         assert order != sorted(order)
 
 
-def test_with_a_batch_that_fits_every_window_is_trained_once():
+def test_every_window_is_trained_once_if_the_batch_size_divides_them():
     loader = make(batch=4)
     order = starts(loader, 0)
     offset = order[0] % BLOCK
@@ -70,7 +70,7 @@ def test_the_offset_takes_every_value_below_the_block_size():
     assert set(offsets) == set(range(BLOCK))
 
 
-def test_every_epoch_and_every_seed_has_an_order_of_its_own():
+def test_every_epoch_and_seed_has_its_own_order():
     orders = [starts(make(seed=seed), epoch) for seed in (1, 2) for epoch in (0, 1, 2)]
     relative = {tuple(start // BLOCK for start in order) for order in orders}
     assert len(relative) == 6
@@ -107,7 +107,7 @@ def test_the_shortest_text_that_fills_a_batch(stride):
         make(TOKENS[: enough - 1], stride, batch=2)
 
 
-def test_a_batch_depends_on_nothing_that_was_asked_before():
+def test_a_batch_does_not_depend_on_earlier_batches():
     steps = [1, 2, 10, 11, 12, 35, 100]
     fresh = {step: batch_of(make(), step)[0] for step in steps}
     loader = make()
@@ -120,8 +120,8 @@ def test_a_batch_depends_on_nothing_that_was_asked_before():
 
 
 @pytest.mark.parametrize("together", [1, 500, 1 << 16])
-def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypatch):
-    """With its number: however many steps are gathered at a time, and for whichever rank before."""
+def test_a_batch_does_not_depend_on_batches_gathered_with_it(together, monkeypatch):
+    """It depends on its step only, for any number of steps gathered at a time, and after any other rank."""
     plan, other = BatchPlan(BATCH, 3, 2), BatchPlan(BATCH, 4, 3)
     alone = make()
     monkeypatch.setattr("mingpt_ddp.data.dataloader.GATHER_TOKENS", together)
@@ -138,8 +138,8 @@ def test_a_batch_depends_on_nothing_that_is_gathered_with_it(together, monkeypat
 
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_windows_are_gathered_whatever_the_type_and_wherever_the_tokens_are(dtype, resident):
-    """Up to the largest token that a character can have; the CPU is a device too."""
+def test_windows_are_gathered_for_every_dtype_and_device(dtype, resident):
+    """Up to the largest token of a character; the CPU is a device too."""
     largest = np.iinfo(dtype).max
     tokens = np.linspace(0, min(largest, 0x110000), 300).astype(dtype)
     starts = np.array([290, 0, 7, 7])
@@ -185,7 +185,7 @@ def test_no_window_crosses_the_split(tmp_path):
     assert int(data.val[0]) == boundary
 
 
-# How a batch is cut.
+# Micro-batches
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_every_micro_batch_runs_on_one_rank(trainer, world_size):
 
 
 def test_the_snapshot_keeps_the_micro_batch_size(trainer):
-    """So that a run started on 2 ranks goes on with the same micro-batches on 1; what is configured goes first."""
+    """A run started on 2 ranks resumes with the same micro-batches on 1; a configured size has precedence."""
     assert plan_batches(trainer, 1, kept=6).micro_batch_size == 6
     assert plan_batches(replace(trainer, micro_batch_size=3), 1, kept=6).micro_batch_size == 3
 
@@ -251,7 +251,7 @@ def test_the_snapshot_keeps_the_micro_batch_size(trainer):
 @pytest.mark.parametrize(
     ("micro", "kept", "world_size", "most"), [(4, None, 4, 3), (12, None, 2, 1), (None, 6, 3, 2), (None, None, 13, 12)]
 )
-def test_more_ranks_than_micro_batches_names_what_works(trainer, micro, kept, world_size, most):
+def test_more_ranks_than_micro_batches_names_valid_world_sizes(trainer, micro, kept, world_size, most):
     config = replace(trainer, micro_batch_size=micro)
     with pytest.raises(ConfigError, match=rf"for {world_size} ranks; use at most {most} ranks"):
         plan_batches(config, world_size, kept)

@@ -34,17 +34,17 @@ def test_truncate_uses_the_first_part_of_the_text(settings):
 
 
 @pytest.mark.parametrize(
-    ("length", "split", "complaint"),
+    ("length", "split", "message"),
     [(100, 0.08, "one window needs data.block_size [+] 1 = 9"), (100, 0.995, "validation text has 1 characters")],
 )
-def test_parts_that_are_too_short_are_refused(settings, length, split, complaint):
+def test_parts_that_are_too_short_are_refused(settings, length, split, message):
     config = settings("ab" * (length // 2), train_split=split)
-    with pytest.raises(DataError, match=complaint):
+    with pytest.raises(DataError, match=message):
         TextDataset(prepare(config), config)
 
 
 def test_the_shortest_parts_that_work(settings):
-    """One window of 8 + 1 characters to train on, two to validate."""
+    """One window of 8 + 1 characters for training, two for validation."""
     config = settings("ab" * 5 + "a", train_split=0.82)
     data = TextDataset(prepare(config), config)
     assert (len(data.train), len(data.val)) == (9, 2)

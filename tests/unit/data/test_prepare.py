@@ -1,4 +1,4 @@
-"""Text in, small integers out: whatever the encoding, the chunks, the place it comes from or the state of the cache."""
+"""Encoding texts as small integers, for every text encoding, chunk size, source and state of the cache."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_cache_is_the_users_by_default(variable, expected, settings, tmp_pat
     assert os.listdir() == []
 
 
-def test_python_docs_is_there_without_a_download(settings):
+def test_python_docs_needs_no_download(settings):
     text = preparing.python_docs()
     assert 460_000 <= len(text) <= 510_000
     assert text_of(prepare(settings("", path="builtin:python_docs"))) == text
@@ -70,8 +70,8 @@ def test_utf8_is_encoded_by_code_point_order(settings):
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5, 7, 64])
 @pytest.mark.parametrize("head", [b"", BOM], ids=["plain", "bom"])
 @pytest.mark.parametrize("packed", [False, True], ids=["raw", "gzip"])
-def test_characters_cut_by_a_chunk_are_put_together(settings, monkeypatch, chunk, head, packed):
-    """The text is read in pieces; a character of several bytes may lie on the border of two."""
+def test_characters_split_by_a_chunk_are_joined(settings, monkeypatch, chunk, head, packed):
+    """The text is read in chunks; a character of several bytes may be split between two."""
     monkeypatch.setattr(preparing, "CHUNK_BYTES", chunk)
     characters = random.Random(chunk).choices("ab\n\r€é漢😀\U0010ffff\x00\ufeff", k=200)
     text = "x" + "".join(characters)
@@ -106,7 +106,7 @@ def test_invalid_utf8_is_refused_with_the_position_of_the_byte(settings, monkeyp
     assert not list(Path(config.cache_dir).glob("*/meta.json"))
 
 
-def test_gzip_is_known_by_its_content_not_its_name(settings):
+def test_gzip_is_detected_by_content_not_name(settings):
     encoded = prepare(settings(gzip.compress(LINE.encode())))
     assert text_of(encoded) == LINE
 
@@ -149,17 +149,17 @@ def test_a_token_takes_as_many_bytes_as_it_needs(settings, distinct, dtype):
     assert tokens_of(encoded).tolist() == [*range(distinct), *range(distinct)]
 
 
-# The cache.
+# The cache
 
 
 def stamp(encoded: EncodedText) -> list[tuple[int, int]]:
-    """Which files the cache holds, and since when; also the cache itself, in which an encoding is prepared."""
+    """Return names and modification times of the files in the cache, and of its directory."""
     directory = Path(encoded.directory)
     paths = [directory.parent, directory, *sorted(directory.iterdir())]
     return [((status := path.stat()).st_ino, status.st_mtime_ns) for path in paths]
 
 
-def test_the_second_time_the_cache_serves(settings, tmp_path):
+def test_the_second_run_reads_the_cache(settings, tmp_path):
     first = prepare(settings(LINE))
     before = stamp(first)
     copy = tmp_path / "the same text elsewhere.txt"
@@ -169,14 +169,14 @@ def test_the_second_time_the_cache_serves(settings, tmp_path):
     assert stamp(first) == before
 
 
-def test_the_cache_goes_by_content(settings):
+def test_the_cache_key_is_the_content(settings):
     first = prepare(settings(LINE))
     second = prepare(settings(LINE.upper()))
     assert first.directory != second.directory
     assert (text_of(first), text_of(second)) == (LINE, LINE.upper())
 
 
-def cut_tokens(directory: Path) -> None:
+def truncate_tokens(directory: Path) -> None:
     with open(directory / "tokens.bin", "r+b") as file:
         file.truncate(10)
 
@@ -188,7 +188,7 @@ def write_meta(content: bytes):
 @pytest.mark.parametrize(
     "damage",
     [
-        cut_tokens,
+        truncate_tokens,
         lambda directory: (directory / "tokens.bin").unlink(),
         lambda directory: (directory / "meta.json").unlink(),
         write_meta(b"\xff\xfe garbage"),
@@ -224,8 +224,8 @@ print(json.dumps(asdict(prepare(config))))
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["no cache yet", "damaged cache"])
-def test_several_processes_at_once(settings, damaged):
-    """All of them get a whole encoding, whoever was first, and leave nothing half-done behind."""
+def test_concurrent_processes(settings, damaged):
+    """All of them get a complete encoding, whichever was first, and leave no partial files."""
     text = LINE * 20_000
     config = settings(text)
     if damaged:
@@ -247,7 +247,7 @@ def test_several_processes_at_once(settings, damaged):
     assert not list(Path(config.cache_dir).glob(".partial-*"))
 
 
-# Other places than the local disk.
+# Remote texts
 
 
 def test_a_memory_url(settings):
@@ -295,7 +295,7 @@ SHA256 = hashlib.sha256(LINE.encode()).hexdigest()
 
 
 def test_a_remote_file_is_fetched_once(settings, server):
-    """With its SHA-256 known, neither a second run nor a server that is gone makes a difference."""
+    """With a known SHA-256, a second run does not download it again, even if the server is gone."""
     config = settings("", path=server.url, sha256=SHA256)
     encoded = prepare(config)
     assert text_of(encoded) == LINE
@@ -316,7 +316,7 @@ def test_a_remote_file_with_another_sha256_leaves_nothing(settings, server):
     assert [path for path in Path(config.cache_dir).rglob("*") if path.is_file()] == []
 
 
-def test_a_remote_file_that_is_not_there(settings, server):
+def test_a_missing_remote_file(settings, server):
     with pytest.raises(DataError, match="there is no such file"):
         prepare(settings("", path=server.url.replace("text", "nowhere")))
 
@@ -329,7 +329,7 @@ def test_a_local_file_with_another_sha256_is_refused(settings):
     assert text_of(prepare(replace(config, sha256=SHA256))) == LINE
 
 
-# Readers of users.
+# User readers
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def reader(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_pieces_are_the_text_of_a_file(settings, reader, monkeypatch, size):
+def test_pieces_are_encoded_like_a_file(settings, reader, monkeypatch, size):
     """Characters of several bytes, pieces without any, and ones that are longer than a chunk."""
     monkeypatch.setattr(preparing, "CHUNK_BYTES", 64)
     text = LINE * 50

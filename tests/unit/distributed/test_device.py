@@ -1,4 +1,4 @@
-"""How much memory there is; freed memory stays with the process: the kernel is not asked for the same pages again."""
+"""Available memory; and freed memory stays in the process, so that its pages are not faulted in again."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ print(faults() - before)
 ALL = 10 * 8192  # pages of ten steps
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
 @pytest.mark.parametrize(
     ("settings", "least", "most"),
     [({}, 0, 200), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, ALL * 0.9, ALL * 1.1)],
     ids=["kept", "a user's own settings"],
 )
-def test_which_pages_are_asked_for_again(settings, least, most):
+def test_freed_memory_is_reused(settings, least, most):
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env={"PATH": "", **settings}, text=True, capture_output=True)
     assert least <= int(done.stdout) <= most, done.stderr
 
 
-def test_a_sweep_on_a_gpu_may_come_to_a_deterministic_job(monkeypatch):
-    """torch looks at the variable at the first product of the process, whatever that job wants."""
+def test_a_sweep_on_a_gpu_may_have_a_deterministic_job_later(monkeypatch):
+    """torch reads the variable at the first matmul of the process, whichever job that is in."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -61,7 +61,7 @@ def test_deterministic_runs_do_not_fill_new_tensors():
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
-def test_a_container_has_less_than_its_machine(limit, expected, tmp_path, monkeypatch):
+def test_a_container_has_less_memory_than_its_machine(limit, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "CGROUP", tmp_path / "memory.max")
     machine = device.installed_memory()
     if limit is not None:

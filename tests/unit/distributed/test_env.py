@@ -1,4 +1,4 @@
-"""The GPU of each rank, where torch is made to report some."""
+"""The GPU of each rank, with a fake number of GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mingpt_ddp.errors import ConfigError
 
 @pytest.fixture
 def device(monkeypatch):
-    """The device of the process with these variables, where torch sees so many GPUs."""
+    """Return a function that chooses the device for environment variables and a number of visible GPUs."""
     config = from_mapping(configure("trainer.device=auto"))
 
     def choose(gpus: int, **variables: str) -> str:
@@ -35,7 +35,7 @@ MACHINE = DistEnv(rank=5, world_size=8, master_address=("127.0.0.1", 29500))  # 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "by hand", "parent by hand"])
 def test_each_local_rank_has_a_visible_gpu(launcher, device):
-    """`CUDA_VISIBLE_DEVICES` is torch's business: what it shows is numbered from 0."""
+    """`CUDA_VISIBLE_DEVICES` is left to torch, which numbers the visible devices from 0."""
 
     def variables(local_rank: int) -> dict[str, str]:
         if launcher == "parent by hand":

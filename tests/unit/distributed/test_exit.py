@@ -12,7 +12,7 @@ from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, ProcessExit, signal_exit_code
 
-EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has begun
+EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
 
 
 def test_without_slurm_the_exit_code_is_kept(monkeypatch):
@@ -22,7 +22,7 @@ def test_without_slurm_the_exit_code_is_kept(monkeypatch):
 
 @pytest.mark.parametrize(("standalone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])])
 def test_a_slurm_job_asks_for_a_requeue_but_its_workers_do_not(standalone, codes, monkeypatch):
-    """Nor does a job whose time limit was reached before training began."""
+    """Nor does a job whose time limit was reached before training started."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
     assert [signal_exit_code(DistEnv(is_standalone=standalone), code) for code in (0, *EARLY)] == codes
 

@@ -24,23 +24,23 @@ from mingpt_ddp.distributed.launcher import (
 
 @pytest.fixture
 def attempts(tmp_path):
-    """Attempts that end as given, each behind a result that the workers leave, if any."""
+    """Return a function that runs attempts which end as given, and may write a result before."""
 
     def run(*endings: tuple[WorkerExit, dict | None], before: dict | None = None) -> tuple[int, bool]:
-        waiting = iter(endings)
+        remaining = iter(endings)
 
-        def leave(result: dict | None) -> None:
+        def write_result(result: dict | None) -> None:
             if result is not None:
                 (tmp_path / "result.json").write_text(json.dumps(result))
 
         def attempt(started_at: float) -> WorkerExit:
-            ending, result = next(waiting)
-            leave(result)
+            ending, result = next(remaining)
+            write_result(result)
             return ending
 
-        leave(before)
+        write_result(before)
         done = _run_with_restarts(attempt, time.monotonic(), 1, tmp_path)
-        assert next(waiting, None) is None, "there was one attempt too few"
+        assert next(remaining, None) is None, "fewer attempts than expected"
         return done
 
     return run
@@ -57,12 +57,12 @@ def test_success(attempts):
 
 def test_a_signal(attempts):
     assert attempts((SIGNALLED, PREEMPTED)) == (0, True)
-    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), "the signal came too late for the run"
+    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), "the signal came after the last step"
 
 
-def test_a_signal_before_anything_was_done(attempts):
+def test_a_signal_before_training(attempts):
     assert attempts((SIGNALLED, None)) == (128 + signal.SIGTERM, True)
-    assert attempts((SIGNALLED, None), before=COMPLETE) == (128 + signal.SIGTERM, True), "that was another start"
+    assert attempts((SIGNALLED, None), before=COMPLETE) == (128 + signal.SIGTERM, True), "an earlier result"
 
 
 def test_a_user_error_is_not_retried(attempts):
@@ -80,7 +80,7 @@ def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
     monkeypatch.delenv(name, raising=False)
     assert _shared_environ(2, local).get(name) == (("lo0" if sys.platform == "darwin" else "lo") if local else None)
     monkeypatch.setenv(name, "eth0")
-    assert _shared_environ(2, local)[name] == "eth0", "the user has chosen another one"
+    assert _shared_environ(2, local)[name] == "eth0", "the setting of the user was overwritten"
 
 
 def test_workers_share_the_cores(monkeypatch):
@@ -92,8 +92,8 @@ def test_workers_share_the_cores(monkeypatch):
 
 
 def finish(ending: str, seconds: float) -> None:
-    """A worker: end in this way after so many seconds."""
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a fork of this process has its handlers
+    """The worker: end in this way after so many seconds."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a fork inherits the handlers of this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     if ending == "ignores SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -106,8 +106,8 @@ def finish(ending: str, seconds: float) -> None:
 
 
 @pytest.fixture
-def ends():
-    """How workers that end like this end, and the exit code of each."""
+def join_workers():
+    """Return a function that joins workers with these endings; it returns the outcome and their exit codes."""
 
     def join(*endings: tuple[str, float], timeout_s: float = 60) -> tuple[tuple[int, int], list[int | None]]:
         context = multiprocessing.get_context("fork")
@@ -120,20 +120,20 @@ def ends():
     return join
 
 
-def test_all_workers_succeed(ends):
-    assert ends(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
+def test_all_workers_succeed(join_workers):
+    assert join_workers(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
 
 
-def test_after_a_failure_the_others_are_asked_to_exit(ends):
-    assert ends(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, 1), [0, 1])
+def test_after_a_failure_the_others_get_sigterm(join_workers):
+    assert join_workers(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, 1), [0, 1])
 
 
-def test_a_worker_that_stays_is_killed(ends):
-    assert ends(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == ((2, 1), [-signal.SIGKILL, 2])
+def test_a_worker_that_does_not_exit_is_killed(join_workers):
+    assert join_workers(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == ((2, 1), [-signal.SIGKILL, 2])
 
 
-def test_after_a_death_by_a_signal_the_others_are_killed_at_once(ends):
-    assert ends(("ignores SIGTERM", 60), ("killed", 0.5)) == ((-signal.SIGKILL, 1), [-signal.SIGKILL] * 2)
+def test_after_a_worker_is_killed_the_others_are_killed_at_once(join_workers):
+    assert join_workers(("ignores SIGTERM", 60), ("killed", 0.5)) == ((-signal.SIGKILL, 1), [-signal.SIGKILL] * 2)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_after_a_death_by_a_signal_the_others_are_killed_at_once(ends):
     [(["1", "killed"], (-signal.SIGKILL, 1)), (["1", "2"], (2, 1)), (["75", "1"], (75, 0)), (["0", "1"], (1, 1))],
 )
 def test_the_root_cause_of_several_failures(endings, cause):
-    """A death by a signal; then an error that a restart would not mend, or a storage that is unavailable."""
+    """A death by a signal takes precedence, then an error that a restart cannot fix, or unavailable storage."""
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=finish, args=(ending, 0)) for ending in endings]
     with _started(workers):
@@ -150,7 +150,7 @@ def test_the_root_cause_of_several_failures(endings, cause):
         assert _join(workers, 60) == cause
 
 
-def test_signals_are_sent_on(ends):
+def test_signals_are_forwarded(join_workers):
     before = signal.getsignal(signal.SIGUSR1)
     worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
     with _started([worker]) as received:

@@ -11,7 +11,7 @@ from mingpt_ddp.distributed.signals import SIGNALS, SignalHandler
 
 
 class Exits(ProcessExit):
-    """Records the signals that would have ended the process."""
+    """Record the signals that would have ended the process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ def handler(exits):
         signal.signal(number, previous)
 
 
-def test_before_training_a_signal_ends_the_process(handler, exits):
+def test_a_signal_before_training_ends_the_process(handler, exits):
     signal.raise_signal(signal.SIGUSR1)
     assert exits.ended_by == [signal.SIGUSR1]
 
 
 def test_the_scheduler_s_signal_and_then_the_launcher_s_count_once(handler, exits):
-    """The second signal may come when the snapshot is written, but not yet the result."""
+    """The second signal may arrive after the snapshot and before the result are written."""
     handler.deferred = True
     signal.raise_signal(signal.SIGUSR1)
     handler.deferred = False

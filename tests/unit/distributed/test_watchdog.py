@@ -1,4 +1,4 @@
-"""Which rank hangs, found from the heartbeats of all."""
+"""Detecting the rank that hangs from the heartbeats of all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mingpt_ddp.distributed.watchdog import Watchdog
 
 @pytest.fixture
 def find(monkeypatch):
-    """What is found at a second, from each rank's count, beat, and whether it waits for the others."""
+    """Return a function that looks for a hang at a second, given count, beat and waiting of each rank."""
     clock = {"now": 0.0}
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
     dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None))
@@ -39,11 +39,11 @@ def test_a_straggler_is_named(find):
 
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_stopped_process_is_killed(find, waiting):
-    """Whether its training thread was seen last when its watchdog was, or some time before."""
+    """Whether its training thread made progress until its last heartbeat, or was waiting before."""
     assert find(0, (1, 1, True), (1, 1, waiting)) == (None, [])
     assert find(0.5, (1, 2, True), (1, 2, waiting)) == (None, [])
     if waiting:
-        assert find(8.25, (2, 9, True), (1, 2, waiting)) == (None, []), "its watchdog was seen 7.75 s ago"
+        assert find(8.25, (2, 9, True), (1, 2, waiting)) == (None, []), "its last heartbeat was 7.75 s ago"
     reason, killed = find(8.75 if waiting else 8.25, (3, 10, True), (1, 2, waiting))
     assert reason is not None
     assert reason.endswith("while training; its process does not respond")

@@ -1,4 +1,4 @@
-"""What is made ready for sampling computes what it computed before."""
+"""Preparing a model for sampling does not change what it computes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CONFIGS = {
 }
 
 
-def drawn(bias: bool) -> GPT:
-    """Weights that differ from zero everywhere, biases too."""
+def randomized(bias: bool) -> GPT:
+    """Randomize all parameters, biases included, so that none is zero."""
     torch.manual_seed(0)
     model = build_model(CONFIGS[bias], V, T)
     for parameter in model.parameters():
@@ -40,9 +40,9 @@ def drawn(bias: bool) -> GPT:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
-def test_the_scores_are_the_same(bias, precision, tolerance):
-    """In 16 bits they differ, but by no more than those digits."""
-    model, prepared = drawn(bias), drawn(bias)
+def test_the_logits_are_the_same(bias, precision, tolerance):
+    """In 16 bits they differ by no more than the precision."""
+    model, prepared = randomized(bias), randomized(bias)
     prepare(prepared, precision, batch=2)
     tokens = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(1))
     expected = model(tokens)
@@ -57,7 +57,7 @@ def test_the_scores_are_the_same(bias, precision, tolerance):
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_every_matrix_of_a_block_is_packed(precision):
-    model = drawn(True)
+    model = randomized(True)
     prepare(model, precision, batch=1)
     layers = [type(module) for module in model.modules() if isinstance(module, nn.Linear)]
     if can_pack(DTYPES[precision]):
@@ -69,7 +69,7 @@ def test_every_matrix_of_a_block_is_packed(precision):
 
 def test_bf16_without_packing_is_the_model_in_bf16(monkeypatch):
     monkeypatch.setattr(decoding, "can_pack", lambda dtype: False)
-    model = drawn(True)
+    model = randomized(True)
     prepare(model, "bf16", batch=1)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert (
@@ -83,10 +83,10 @@ class Doubled(nn.Linear):
 
 
 class Named(nn.Linear):
-    """What another part of a program tells by its type."""
+    """A layer that other code recognizes by its type."""
 
 
-def test_a_layer_that_computes_something_else_stays_as_it_is():
+def test_a_layer_with_another_forward_is_unchanged():
     model = nn.Sequential(Doubled(4, 4), Named(4, 4))
     x = torch.arange(4.0)
     expected = model(x)
@@ -96,7 +96,7 @@ def test_a_layer_that_computes_something_else_stays_as_it_is():
         torch.testing.assert_close(model(x), expected)
 
 
-def test_a_layer_with_a_hook_stays_as_it_is():
+def test_a_layer_with_a_hook_is_unchanged():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     for layer in model:
         layer.register_forward_hook(lambda _, inputs, y: y + 1)
@@ -106,7 +106,7 @@ def test_a_layer_with_a_hook_stays_as_it_is():
 
 
 def test_greedy_text_of_packed_matrices_is_the_same():
-    model, prepared = drawn(True), drawn(True)
+    model, prepared = randomized(True), randomized(True)
     prepare(prepared, "fp32", batch=3)
     tokens = torch.arange(6).view(3, 2)
     texts = [torch.stack(list(generate(m, tokens, 3 * T, SamplingParams(temperature=0)))) for m in (model, prepared)]
@@ -114,34 +114,34 @@ def test_greedy_text_of_packed_matrices_is_the_same():
 
 
 class Uncached(nn.Module):
-    """A user's model: a call is all it has."""
+    """A user model that can only be called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(4, V)
 
 
-def test_auto_leaves_a_model_without_a_cache_in_fp32():
+def test_auto_keeps_a_model_without_a_cache_in_fp32():
     assert choose_precision("auto", Uncached(), 1) == "fp32"
     assert choose_precision("bf16", Uncached(), 1) == "bf16"
-    assert choose_precision("fp32", drawn(True), 1) == "fp32"
+    assert choose_precision("fp32", randomized(True), 1) == "fp32"
 
 
 @pytest.mark.parametrize(
     ("bf16", "fbgemm", "few", "many"),
     [(True, True, "fp16", "bf16"), (True, False, "bf16", "bf16"), (False, True, "fp16", "fp16"), (False, False, *F32)],
 )
-def test_auto_is_what_the_processor_is_fast_at(bf16, fbgemm, few, many, monkeypatch):
+def test_auto_is_the_fastest_precision_of_the_cpu(bf16, fbgemm, few, many, monkeypatch):
     monkeypatch.setattr(torch_internals, "cpu_is_fast_at_bf16", lambda: bf16)
     monkeypatch.setattr(decoding, "can_pack", lambda dtype: fbgemm or dtype != torch.float16)
-    assert choose_precision("auto", drawn(True), 1) == few
-    assert choose_precision("auto", drawn(True), 10) == many
+    assert choose_precision("auto", randomized(True), 1) == few
+    assert choose_precision("auto", randomized(True), 10) == many
     if not fbgemm:
         with pytest.raises(ConfigError, match="precision=fp16 needs FBGEMM"):
-            prepare(drawn(True), "fp16", 1)
+            prepare(randomized(True), "fp16", 1)
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+def test_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU here"):
         choose_device("cuda", "device")
@@ -149,7 +149,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 
 
 @torch.inference_mode()
-def test_norms_are_stripped_and_a_norm_with_a_computation_of_its_own_is_not():
+def test_norms_are_stripped_except_those_with_another_forward():
     class Shifted(nn.LayerNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + 1

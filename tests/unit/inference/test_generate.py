@@ -1,4 +1,4 @@
-"""Sampling: the cache changes nothing, and nothing is drawn that the settings exclude."""
+"""Sampling: the KV cache does not change the text, and no excluded token is drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mingpt_ddp.inference import generate as module
 from mingpt_ddp.inference.generate import SamplingParams, generate, generate_text, sample_token
 from mingpt_ddp.models import GPT, build_model
 
-torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
+torch.set_num_threads(1)  # more threads only slow down tensors this small
 
 T, V = 12, 17
 TOKENIZER = CharTokenizer("\nabcdefghijklmnop")
@@ -21,7 +21,7 @@ TOKENIZER = CharTokenizer("\nabcdefghijklmnop")
 
 @pytest.fixture
 def model() -> GPT:
-    """Weights so far from zero that all tokens together decide the next one."""
+    """A model whose weights are so large that every token of the window affects the next one."""
     model = build_model(
         GPTConfig(
             name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.2, bias=True, activation="gelu"
@@ -53,7 +53,7 @@ LENGTHS = [*range(1, T + 1), *[*range(KEPT, T + 1)] * 9]
 
 @torch.no_grad()
 def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
-    """Each token from a call with the whole window that `generate` promises."""
+    """Generate each token from a call with the whole window that `generate` documents."""
     model.eval()
     lengths = LENGTHS[min(tokens.shape[1], T) - 1 :]
     for length in lengths[:count]:
@@ -63,7 +63,7 @@ def greedy_without_cache(model: GPT, tokens: Tensor, count: int) -> Tensor:
 
 
 class Uncached(nn.Module):
-    """A model without a cache, as a user may bring one: a call is all it has."""
+    """A user model without a cache, which can only be called."""
 
     def __init__(self, inner: GPT) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Uncached(nn.Module):
         return self.inner(tokens)
 
 
-def test_a_model_without_a_cache_writes_the_same(model):
+def test_a_model_without_a_cache_generates_the_same(model):
     tokens = prompt(2)
     assert torch.equal(drawn(Uncached(model), tokens, 3 * T), drawn(model, tokens, 3 * T))
 
@@ -84,12 +84,12 @@ def test_greedy_with_a_cache_is_greedy_without(model, length, batch):
     """Also past the context window, with a prompt that fills or exceeds it, and for several sequences at once."""
     tokens = prompt(batch, length)
     expected = greedy_without_cache(model, tokens, 2 * T)
-    assert len(set(expected[0].tolist())) > 3, "the model is too dull to show a difference"
+    assert len(set(expected[0].tolist())) > 3, "the text is too uniform to show a difference"
     assert torch.equal(drawn(model, tokens, 2 * T, temperature=0), expected)
 
 
-class Watched(Uncached):
-    """Keeps what it was called with."""
+class RecordingModel(Uncached):
+    """Record the arguments of every call."""
 
     def __init__(self, inner: GPT) -> None:
         super().__init__(inner)
@@ -101,9 +101,9 @@ class Watched(Uncached):
 
 
 @pytest.mark.parametrize("length", [1, 5, T, 2 * T])
-def test_every_token_is_predicted_from_the_window_that_is_promised(model, length):
+def test_every_token_is_predicted_from_the_documented_window(model, length):
     tokens = prompt(2, length)
-    watched = Watched(model)
+    watched = RecordingModel(model)
     text = torch.cat([tokens, drawn(watched, tokens, 2 * T)], dim=1)
     lengths = LENGTHS[min(length, T) - 1 :]
     for i, window in enumerate(watched.windows):
@@ -111,8 +111,8 @@ def test_every_token_is_predicted_from_the_window_that_is_promised(model, length
     assert i == 2 * T - 1
 
 
-def test_a_whole_window_is_read_only_where_it_begins(model):
-    """One position for every other token."""
+def test_a_window_is_prefilled_once(model):
+    """Every other token is decoded at one position."""
     read = []
     decode = model.decode
     model.decode = lambda tokens, cache, start: read.append(tokens.shape[1]) or decode(tokens, cache, start)
@@ -121,7 +121,7 @@ def test_a_whole_window_is_read_only_where_it_begins(model):
 
 
 def test_a_context_of_one_token(model):
-    """Its window is always the newest."""
+    """The window is always the newest token."""
     small = build_model(
         GPTConfig(
             name="test", architecture="gpt", n_layer=1, n_head=1, n_embd=4, dropout=0.0, bias=True, activation="gelu"
@@ -129,51 +129,51 @@ def test_a_context_of_one_token(model):
         V,
         1,
     )
-    watched = Watched(small)
+    watched = RecordingModel(small)
     text = torch.cat([prompt(1, 1), drawn(watched, prompt(1, 1), 5)], dim=1)
     assert torch.equal(torch.cat(watched.windows, dim=1), text[:, :-1])
     assert torch.equal(drawn(small, prompt(1, 1), 5), drawn(watched, prompt(1, 1), 5))
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}], ids=str)
-def test_what_leaves_one_choice_is_greedy(model, settings):
+def test_settings_with_one_choice_are_greedy(model, settings):
     tokens = prompt(3)
     for seed in range(3):
         assert torch.equal(drawn(model, tokens, 2 * T, seed, **settings), drawn(model, tokens, 2 * T, temperature=0))
 
 
-def test_the_start_of_a_long_prompt_is_cut_off(model):
+def test_a_long_prompt_is_truncated_at_the_start(model):
     tokens = prompt(2, 2 * T)
     assert torch.equal(drawn(model, tokens, T, 5), drawn(model, tokens[:, -T:], T, 5))
 
 
-def test_the_seed_decides(model):
+def test_the_seed_determines_the_text(model):
     assert torch.equal(drawn(model, prompt(), 50, 1), drawn(model, prompt(), 50, 1))
     assert not torch.equal(drawn(model, prompt(), 50, 1), drawn(model, prompt(), 50, 2))
 
 
-def test_the_global_generator_is_left_alone(model):
+def test_the_global_generator_is_not_used(model):
     torch.manual_seed(0)
     before = torch.get_rng_state()
     generate_text(model, TOKENIZER, "abc", 20, SamplingParams(top_k=3, top_p=0.9), seed=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_tokens_come_one_at_a_time(model):
-    """The caller can show each of them at once, and stop whenever it likes."""
+def test_tokens_are_yielded_one_at_a_time(model):
+    """The caller can print each of them immediately, and stop at any time."""
     stream = generate(model, prompt(4), 1000, SamplingParams(temperature=0))
     assert [next(stream).shape for _ in range(3)] == [(4,)] * 3
     assert list(generate(model, prompt(), 0, SamplingParams())) == []
 
 
-# The distribution.
+# The distribution
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.05, 0.3, 0.2])
 DRAWS = 20_000
 
 
 def frequencies(**settings) -> Tensor:
-    """How often each token was drawn."""
+    """Return how often each token was drawn."""
     logits = PROBABILITIES.log().expand(DRAWS, -1)
     new = sample_token(logits, SamplingParams(**settings), torch.Generator().manual_seed(0))
     return torch.bincount(new, minlength=5) / DRAWS
@@ -198,7 +198,7 @@ def frequencies(**settings) -> Tensor:
     ],
     ids=str,
 )
-def test_only_what_is_allowed_is_drawn_and_in_proportion(settings, kept):
+def test_only_allowed_tokens_are_drawn_in_proportion(settings, kept):
     expected = torch.zeros(5)
     expected[kept] = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
     found = frequencies(**settings)
@@ -212,7 +212,7 @@ def test_temperature_divides_the_logits(temperature):
     torch.testing.assert_close(frequencies(temperature=temperature), expected / expected.sum(), atol=0.015, rtol=0)
 
 
-def test_temperature_0_takes_the_likeliest():
+def test_temperature_0_takes_the_most_likely_token():
     assert frequencies(temperature=0)[1] == 1
 
 
@@ -225,7 +225,7 @@ def test_each_row_has_its_own_limits():
         assert all(character in row for character, row in zip(new, allowed, strict=True))
 
 
-# The model is handed back as it was.
+# The model is restored
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -235,7 +235,7 @@ def test_the_mode_of_the_model_is_restored(model, training):
     assert model.training is training
     stream = generate(model, prompt(), 100, SamplingParams())
     next(stream)
-    assert not model.training  # no dropout while text is made
+    assert not model.training  # no dropout while text is generated
     stream.close()
     assert model.training is training
 
@@ -248,18 +248,18 @@ def test_the_mode_is_restored_after_an_error(model, tokens):
     assert model.training
 
 
-def test_training_goes_on_after_sampling(model):
-    """No tensor made in inference mode stays behind in the model."""
+def test_training_continues_after_sampling(model):
+    """No tensor created in inference mode remains in the model."""
     model.train()
     list(generate(model, prompt(), T + 3, SamplingParams()))
     model(prompt(2, 5), prompt(2, 5)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-# Text.
+# Text
 
 
-def test_text_comes_without_its_prompt(model):
+def test_text_does_not_include_the_prompt(model):
     (text,) = generate_text(model, TOKENIZER, "abc", 30, SamplingParams(temperature=0), seed=0)
     expected = greedy_without_cache(model, torch.tensor([[1, 2, 3]]), 30)
     assert text == TOKENIZER.decode(expected[0].tolist())

@@ -47,8 +47,8 @@ def test_one_json_object_a_line(path):
     assert complete == {"step": 20}
 
 
-def test_steps_that_are_made_again_count_once(path):
-    """Killed behind step 10, the last snapshot was that of step 6; then a rollback from step 9 to step 8."""
+def test_repeated_steps_count_once(path):
+    """Killed after step 10, with the last snapshot at step 6; then a rollback from step 9 to step 8."""
     for begin, end, loss in ((0, 10, 1.0), (6, 9, 2.0)):
         history = JSONLLogger(path)
         history.start(begin, world_size=1)
@@ -62,7 +62,7 @@ def test_steps_that_are_made_again_count_once(path):
     assert (records.starts, records.faults, records.rollbacks) == (2, 1, 1)
 
 
-def test_a_run_that_is_continued_has_survived_no_fault(path):
+def test_a_continued_run_has_no_faults(path):
     for limit in (4, 8):
         history = JSONLLogger(path)
         history.start(limit - 4, world_size=1)
@@ -74,7 +74,7 @@ def test_a_run_that_is_continued_has_survived_no_fault(path):
 
 
 @pytest.mark.parametrize("torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12'])
-def test_a_line_that_a_dead_process_did_not_finish(path, torn):
+def test_a_line_truncated_by_a_kill(path, torn):
     JSONLLogger(path).start(0, world_size=1)
     JSONLLogger(path).log(1, {"val/loss": 3.0})
     with open(path, "a") as file:
@@ -116,7 +116,7 @@ def test_any_other_line_is_refused_by_its_number(path, line):
         read_history(path)
 
 
-def test_what_is_not_a_number_is_left_out(path):
+def test_nonfinite_values_are_omitted(path):
     history = JSONLLogger(path)
     history.log(1, {"train/loss": math.nan, "train/lr": 1e-3, "train/grad_norm": math.inf})
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["train_loss"] is None
@@ -142,14 +142,14 @@ def test_an_empty_file_is_an_empty_history(path):
     assert read_history(path).rows == []
 
 
-def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, caplog):
-    """A limit on the file's size cuts the line that is written, as a full disk does."""
+def test_a_full_disk_loses_lines_but_not_the_run(path, monkeypatch, caplog):
+    """A limit on the file size truncates the line being written, like a full disk."""
     monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
     history = JSONLLogger(path)
     history.start(0, world_size=1)
-    whole = path.read_bytes()
+    content = path.read_bytes()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) + 10, limits[1]))
     try:
         train(history, range(1, 5), 1.0)
     finally:
@@ -157,7 +157,7 @@ def test_a_disk_that_is_full_costs_lines_and_not_the_run(path, monkeypatch, capl
     warnings = [
         record for record in caplog.records if f"cannot write {path}, training continues" in record.getMessage()
     ]
-    assert len(set(map(id, warnings))) == 1  # one record, which several handlers may have got
-    assert path.read_bytes() == whole
+    assert len(set(map(id, warnings))) == 1  # one record, perhaps from several handlers
+    assert path.read_bytes() == content
     history.log(8, {"val/loss": 1.0})
     assert read_history(path).series("val_loss") == [(8, 1.0)]

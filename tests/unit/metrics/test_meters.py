@@ -59,11 +59,11 @@ def test_a_pause_does_not_count(runtime):
     assert meter.read()["speed/step_ms"] < 600
 
 
-def test_an_interval_that_a_snapshot_cuts_in_two(runtime):
-    """The mean over 5 steps is the same whether the process was replaced after 3 of them or not."""
+def test_an_interval_split_by_a_snapshot(runtime):
+    """The mean over 5 steps does not depend on whether the process was restarted after 3 of them."""
     losses = [4.1, 3.7, 3.2, 2.9, 2.5]
-    whole = Meter(runtime, tokens_per_step=1)
-    record(whole, *losses)
+    uninterrupted = Meter(runtime, tokens_per_step=1)
+    record(uninterrupted, *losses)
     before = Meter(runtime, tokens_per_step=1)
     record(before, *losses[:3])
     loss_sum, steps = before.state()
@@ -71,12 +71,12 @@ def test_an_interval_that_a_snapshot_cuts_in_two(runtime):
     after = Meter(runtime, tokens_per_step=1)
     after.load_state(loss_sum, steps)
     record(after, *losses[3:])
-    readings, expected = after.read(), whole.read()
+    readings, expected = after.read(), uninterrupted.read()
     assert readings["train/loss"] == expected["train/loss"] == pytest.approx(sum(losses) / 5)
-    assert after.state() == whole.state() == (0.0, 0)
+    assert after.state() == uninterrupted.state() == (0.0, 0)
 
 
-def test_the_state_is_taken_without_disturbing_the_interval(runtime):
+def test_reading_the_state_does_not_reset_the_interval(runtime):
     meter = Meter(runtime, tokens_per_step=1)
     record(meter, 4.0)
     assert meter.state() == meter.state() == (4.0, 1)
@@ -84,7 +84,7 @@ def test_the_state_is_taken_without_disturbing_the_interval(runtime):
     assert meter.read()["train/loss"] == 3.0
 
 
-def test_a_loss_that_is_not_a_number_is_seen(runtime):
+def test_a_nonfinite_loss_is_reported(runtime):
     meter = Meter(runtime, tokens_per_step=1)
     record(meter, 4.0, math.nan, 4.0)
     assert math.isnan(meter.read()["train/loss"])
@@ -101,10 +101,10 @@ def test_a_product_counts_two_operations_for_each_of_n_cubed(monkeypatch):
     monkeypatch.setattr(torch, "mm", mm)
     limit = 2 * 256**3 / 0.01
     assert limit / 3 < measured_matmul_flops(CPU, torch.float32) <= limit
-    assert set(sizes) == {(256, 256)}  # larger ones would only take longer
+    assert set(sizes) == {(256, 256)}  # larger ones only take longer
 
 
-def test_larger_products_follow_while_they_are_quick(monkeypatch):
+def test_matrices_grow_while_products_are_fast(monkeypatch):
     sizes = []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: sizes.append((len(a), a.dtype)))
     monkeypatch.setattr(meters, "REPETITIONS", 2)

@@ -1,4 +1,4 @@
-"""The vendor's peak: which GPUs are known, and which number belongs to which precision."""
+"""Peak FLOP/s by vendor: which GPUs are known, and the rate of each precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def peak(monkeypatch):
-    """The peak in TFLOP/s of a GPU that CUDA calls by a name."""
+    """Return a function that finds the peak in TFLOP/s by the CUDA name of a GPU."""
 
     def find(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -68,7 +68,7 @@ def test_a_cpu_has_none():
 
 
 def test_rates_are_plausible():
-    """A typing error in a digit or a column: 16 bits are the fastest, and fp32 is no faster than TF32."""
+    """Detects typos in the table: 16 bits are fastest, and fp32 is no faster than TF32."""
     for pattern, (half, tf32, fp32) in peak_flops.PEAK_TFLOPS.items():
         assert re.compile(pattern) and 60 <= half <= 2500
         assert fp32 <= (tf32 or half) <= half

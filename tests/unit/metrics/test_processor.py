@@ -52,7 +52,7 @@ TAGS = {
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_concerns_the_whole_run_is_written_by_rank_zero_alone(rank, config, runtime, tmp_path, monkeypatch):
+def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(rank, config, runtime, tmp_path, monkeypatch):
     env = replace(runtime.group.env, rank=rank)
     monkeypatch.setattr(runtime.group, "env", env)
     processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
@@ -79,7 +79,7 @@ def test_what_concerns_the_whole_run_is_written_by_rank_zero_alone(rank, config,
         assert not list(directory.glob("*.hparams"))
 
 
-def test_nothing_is_logged_where_all_steps_were_skipped(config, runtime, tmp_path):
+def test_nothing_is_logged_if_all_steps_were_skipped(config, runtime, tmp_path):
     processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
     assert processor.log_train(1, nn.Linear(1, 1), lr=1e-3, goodput=1.0) == {}
     processor.close()
@@ -87,7 +87,7 @@ def test_nothing_is_logged_where_all_steps_were_skipped(config, runtime, tmp_pat
 
 
 @pytest.mark.parametrize("count", [0, -1, None, "1", float("inf"), float("nan")])
-def test_a_count_that_is_none_is_refused(count):
+def test_an_invalid_count_is_refused(count):
     model = nn.Linear(1, 1)
     model.flops_per_token = lambda: count
     with pytest.raises(CodeError, match=r"Linear.flops_per_token\(\) must return a number above 0"):
@@ -96,9 +96,9 @@ def test_a_count_that_is_none_is_refused(count):
 
 @pytest.mark.parametrize("peak", [None, 4e9])
 def test_utilization(peak, config, runtime, tmp_path, monkeypatch, caplog):
-    """Two ranks, of which each does half of the work; a device that reaches 1 GFLOP/s and takes a second to measure.
+    """Two ranks, each with half of the work, on a device with 1 GFLOP/s that takes a second to measure.
 
-    The console shows MFU alone, and that where the vendor's peak is known.
+    The console shows MFU only, and only if the vendor's peak is known.
     """
     caplog.set_level("INFO", logger="mingpt_ddp")
     monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
@@ -113,7 +113,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, caplog):
     for step in (1, 2):
         train(processor, step)
         since = processor.meter._since - time.perf_counter()
-        assert (since > 0.5) == (step == 1), "the measurement counts as training"
+        assert (since > 0.5) == (step == 1), "the measurement counted as training time"
     processor.close()
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()][1:]
     expected = [flops_per_token(model) * line["tokens_per_s"] / 2 / 1e9 for line in lines]
@@ -131,7 +131,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, caplog):
         assert all(f"MFU {value / 4:.1%}" in line for line, value in zip(console, expected, strict=True))
 
 
-def test_no_utilization_where_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
+def test_no_utilization_if_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
     assert flops_per_token(nn.Linear(1, 1)) is None
     monkeypatch.setattr(processor_module, "measured_matmul_flops", None)  # not called
     processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)

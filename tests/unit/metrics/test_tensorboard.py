@@ -33,7 +33,7 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read_back(directory).Scalars(tag)]
 
 
-def test_scalars_and_text_arrive(tmp_path):
+def test_scalars_and_text_are_written(tmp_path):
     logger = start(tmp_path, 0)
     logger.log(1, {"train/loss": 4.5, "train/lr": 0.25})
     logger.log(2, {"train/loss": 4.0})
@@ -56,7 +56,7 @@ def test_no_file_before_the_first_value(tmp_path):
 
 
 def texts(directory: Path) -> list[tuple[int, str]]:
-    """As TensorBoard's own pages read them: the accumulator above never purges what is not a number."""
+    """Read texts as the pages of TensorBoard do: the accumulator above purges only scalars."""
     events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})
     events.Reload()
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("sample/text_summary")]
@@ -71,8 +71,8 @@ def log_steps(logger: TensorBoardLogger, steps: range, value: float) -> None:
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
-def test_a_resumed_run_leaves_no_doubled_points(tmp_path, closed):
-    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained, and logged, again."""
+def test_a_resumed_run_has_no_duplicate_points(tmp_path, closed):
+    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained and logged again."""
     first = start(tmp_path, 0)
     log_steps(first, range(1, 11), value=1.0)
     first.flush()
@@ -98,7 +98,7 @@ def test_a_run_that_is_resumed_twice(tmp_path):
     ]
 
 
-def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(tmp_path):
+def test_hparams_are_in_the_run_directory_with_the_last_result(tmp_path):
     """A directory below that of the run would show up in TensorBoard as one more run."""
     config = from_mapping(configure("run.name='sweep/lr=1e-3'"))
     logger = start(tmp_path, 0)
@@ -106,7 +106,7 @@ def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(
     logger.log(1, {"val/loss": 1.5})
     logger.complete(1, config)
     logger.close()
-    time.sleep(1.1)  # event files are read in the order of their names, which have the second in them
+    time.sleep(1.1)  # event files are read in the order of their names, which contain the time in seconds
     longer = replace(config, trainer=replace(config.trainer, max_steps=77))
     logger = start(tmp_path, 1)
     logger.log(2, {"val/loss": 1.25})
@@ -119,16 +119,16 @@ def test_hparams_stay_in_the_directory_of_the_run_and_are_those_of_its_last_end(
     assert len(list(tmp_path.glob("*.hparams"))) == 1 and len(list(tmp_path.iterdir())) == 3
     content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
     session = hparams.parse_session_start_info_plugin_data(content)
-    assert session.hparams["trainer.max_steps"].number_value == 77, "what the run was when it ended the first time"
+    assert session.hparams["trainer.max_steps"].number_value == 77, "the result of the first end of the run"
     assert {"optimizer.lr", "data.block_size"} <= set(session.hparams)
-    assert session.group_name == "sweep/lr=1e-3", "the table would show the path of the event file"
+    assert session.group_name == "sweep/lr=1e-3", "the table shows the path of the event file"
     content = events.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
     experiment = hparams.parse_experiment_plugin_data(content)
     assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
     assert {"optimizer.lr", "data.block_size"} <= {info.name for info in experiment.hparam_infos}
 
 
-def test_the_cards_are_those_that_the_run_has_logged(tmp_path):
+def test_cards_are_those_of_logged_tags(tmp_path):
     """No card of the HParams tab comes first, with a point at step 0."""
     logger = start(tmp_path / "big" / "tensorboard" / "rank0", 0)
     logger.log(10, {"val/loss": 1.5, "train/loss": 1.0})

@@ -1,4 +1,4 @@
-"""Activation checkpointing changes what is kept, and no number."""
+"""Activation checkpointing changes which activations are saved, but no result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens() -> Tensor:
 
 
 def step(made: nn.Module) -> tuple[Tensor, list[Tensor], int]:
-    """The loss, the gradients, and the bytes of activations that were kept for them."""
+    """Return the loss, the gradients, and the bytes of activations saved for backward."""
     kept: dict[int, int] = {}
     own = {parameter.data_ptr() for parameter in made.parameters()}
 
@@ -47,14 +47,14 @@ def step(made: nn.Module) -> tuple[Tensor, list[Tensor], int]:
     return loss.detach(), [parameter.grad for parameter in made.parameters()], sum(kept.values())
 
 
-def test_the_same_numbers_with_dropout():
+def test_the_same_gradients_with_dropout():
     loss, gradients, _ = step(model(recomputed=False))
     again, others, _ = step(model(recomputed=True))
     assert torch.equal(loss, again)
     assert all(map(torch.equal, gradients, others))
 
 
-def test_a_block_keeps_its_input_alone():
+def test_a_block_saves_only_its_input():
     width = 48  # of gpt_nano
     added = {on: step(model(on, n_layer=5))[2] - step(model(on, n_layer=3))[2] for on in (False, True)}
     inputs = 2 * B * T * width * 4
@@ -62,7 +62,7 @@ def test_a_block_keeps_its_input_alone():
     assert added[False] > 10 * inputs
 
 
-def test_evaluation_and_names_stay_as_they_are():
+def test_evaluation_and_names_are_unchanged():
     plain, recomputed = model(False).eval(), model(True).eval()
     assert plain.state_dict().keys() == recomputed.state_dict().keys()
     with torch.no_grad():

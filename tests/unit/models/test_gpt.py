@@ -1,4 +1,4 @@
-"""The model: causal, GPT-2 to the last bit that matters, with tied weights and the published number of parameters."""
+"""The model: causal, numerically equal to GPT-2, with tied weights and the published number of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mingpt_ddp.config.schema import GPTConfig, ModernConfig
 from mingpt_ddp.models import build_model, count_parameters
 
-torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
+torch.set_num_threads(1)  # more threads only slow down tensors this small
 
 T, V = 16, 31
 M = TypeVar("M", bound=nn.Module)
@@ -35,8 +35,8 @@ def config(n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float =
     )
 
 
-def lively(model: M, seed: int = 0) -> M:
-    """Random numbers in every parameter, large enough for each of them to matter; evaluation mode."""
+def randomized(model: M, seed: int = 0) -> M:
+    """Randomize every parameter, with values large enough to matter; evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,7 +44,7 @@ def lively(model: M, seed: int = 0) -> M:
     return model.eval()
 
 
-def some_tokens(batch: int = 2, length: int = T) -> Tensor:
+def random_tokens(batch: int = 2, length: int = T) -> Tensor:
     return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
@@ -53,34 +53,34 @@ MODERN = ModernConfig(name="test", architecture="modern", n_layer=2, n_head=2, n
 
 @pytest.fixture(params=[config(), MODERN], ids=["gpt", "modern"])
 def model(request) -> nn.Module:
-    return lively(build_model(request.param, V, T))
+    return randomized(build_model(request.param, V, T))
 
 
-# Causality.
+# Causality
 
 
 @pytest.mark.parametrize("position", range(T))
-def test_no_score_depends_on_a_later_character(model, position):
-    """Another character at a position changes the scores there, and none before."""
-    tokens = some_tokens()
+def test_no_logit_depends_on_a_later_token(model, position):
+    """Another token at a position changes the logits there, and none before."""
+    tokens = random_tokens()
     other = tokens.clone()
     other[:, position] = (tokens[:, position] + 1) % V
     with torch.no_grad():
         change = (model(tokens) - model(other)).abs().amax(dim=(0, 2))  # (T,)
     assert float(change[:position].sum()) == 0
-    assert float(change[position:].min()) > 1e-4, "a later score does not see the character"
+    assert float(change[position:].min()) > 1e-4, "a later logit does not depend on the token"
 
 
 @pytest.mark.parametrize("pieces", [[T], [1] * T, [5, 1, 1, 9], [1, 15], [8, 8]], ids=str)
-def test_with_a_cache_the_scores_are_those_without(model, pieces):
-    """Also piece by piece, and so the cached scores are as causal as the others."""
-    tokens = some_tokens()
+def test_the_logits_with_a_cache_equal_those_without(model, pieces):
+    """Also in several pieces, so the cached logits are as causal as the others."""
+    tokens = random_tokens()
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
         for layer in cache if isinstance(cache, list) else [kv_cache for kv_cache, _, _ in cache.layers]:
             for tensor in (layer.keys, layer.values):
-                tensor.fill_(torch.nan)  # what was not written must not be read
+                tensor.fill_(torch.nan)  # what has not been written must not be read
         start = 0
         for piece in pieces:
             scores = model.decode(tokens[:, start : start + piece], cache, start)
@@ -88,9 +88,9 @@ def test_with_a_cache_the_scores_are_those_without(model, pieces):
             torch.testing.assert_close(scores, expected[:, start - 1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_step_at_a_position_on_the_device_gives_the_same_scores(model):
-    """And the same again after a new start, with what the cache still has behind it."""
-    tokens = some_tokens()
+def test_a_step_at_a_position_on_the_device_gives_the_same_logits(model):
+    """And again after a restart at position 0, with stale entries in the cache."""
+    tokens = random_tokens()
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
@@ -103,9 +103,9 @@ def test_a_step_at_a_position_on_the_device_gives_the_same_scores(model):
 
 
 @pytest.mark.parametrize("position", range(1, T))
-def test_with_a_cache_no_score_depends_on_a_later_character(model, position):
-    """Several new characters at once behind cached ones: each sees those before it and no other."""
-    tokens = some_tokens()
+def test_with_a_cache_no_logit_depends_on_a_later_token(model, position):
+    """Several new tokens at once after cached ones: each attends only to those before it."""
+    tokens = random_tokens()
     other = tokens.clone()
     other[:, position] = (tokens[:, position] + 1) % V
     with torch.no_grad():
@@ -119,14 +119,14 @@ def test_with_a_cache_no_score_depends_on_a_later_character(model, position):
     assert float(change[position - 1 :].min()) > 1e-4
 
 
-def test_more_characters_than_the_context_are_refused(model):
+def test_more_tokens_than_the_context_length_are_refused(model):
     with pytest.raises(ValueError, match="17 tokens exceed the context length of 16"):
-        model(some_tokens(length=T + 1))
+        model(random_tokens(length=T + 1))
     with pytest.raises(ValueError, match="17 tokens"):
-        model.decode(some_tokens(length=1), model.new_cache(2, torch.float32), T)
+        model.decode(random_tokens(length=1), model.new_cache(2, torch.float32), T)
 
 
-# GPT-2.
+# GPT-2
 
 NAMES = {
     "token_embedding": "transformer.wte",
@@ -150,13 +150,13 @@ def gpt2_name(name: str) -> str:
 
 
 def is_transposed(name: str) -> bool:
-    """GPT-2 keeps the matrices of its linear layers the other way round."""
+    """GPT-2 stores the matrices of its linear layers transposed."""
     return name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
 
 
 @pytest.fixture(scope="module")
 def gpt2():
-    """A GPT-2 of the transformers library with random weights."""
+    """GPT-2 of the transformers library with random weights."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     settings = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=V, n_positions=T)
@@ -165,31 +165,31 @@ def gpt2():
 
 @pytest.mark.integration
 @pytest.mark.parametrize("model", [config()], indirect=True)
-def test_gpt2_with_our_weights_has_our_scores(model, gpt2):
+def test_gpt2_with_our_weights_has_our_logits(model, gpt2):
     theirs = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
     missing, unexpected = gpt2.load_state_dict(theirs, strict=False)
     assert not unexpected
     assert set(missing) <= {"lm_head.weight"}, "which is transformer.wte.weight"
     gpt2.tie_weights()
     with torch.no_grad():
-        torch.testing.assert_close(gpt2(some_tokens()).logits, model(some_tokens()), atol=1e-4, rtol=1e-5)
-        assert float(model(some_tokens()).std()) > 0.1
+        torch.testing.assert_close(gpt2(random_tokens()).logits, model(random_tokens()), atol=1e-4, rtol=1e-5)
+        assert float(model(random_tokens()).std()) > 0.1
 
 
-def test_we_with_the_weights_of_gpt2_have_its_scores_and_its_loss(gpt2):
+def test_our_model_with_gpt2_weights_has_its_logits_and_loss(gpt2):
     model = build_model(config(), V, T).eval()
     theirs = {k: v.clone() for k, v in gpt2.state_dict().items()}
     names = {name: gpt2_name(name) for name in model.state_dict()}
     assert set(theirs) - {"lm_head.weight"} == set(names.values())
     model.load_state_dict({k: theirs[n].T if is_transposed(k) else theirs[n] for k, n in names.items()})
-    tokens = some_tokens()
+    tokens = random_tokens()
     with torch.no_grad():
         expected = gpt2(tokens, labels=tokens)
         torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), expected.loss, atol=1e-5, rtol=1e-5)
 
 
-# Parameters.
+# Parameters
 
 
 @pytest.mark.parametrize("model", [config()], indirect=True)
@@ -199,7 +199,7 @@ def test_embedding_and_head_are_one_tensor(model):
     hidden = []
     model.norm.register_forward_hook(lambda _, __, output: hidden.append(output))
     with torch.no_grad():
-        scores = model(some_tokens())
+        scores = model(random_tokens())
     torch.testing.assert_close(scores, hidden[0] @ model.token_embedding.weight.T)
 
 
@@ -232,7 +232,7 @@ def test_flops_per_token_by_hand():
     assert model.flops_per_token() == 6 * weights + 12 * 3 * 8 * T == 6 * 2608 + 4608
 
 
-def test_weights_at_the_start():
+def test_initial_weights():
     """Deviation 0.02, in layers that write to the residual stream 0.02 / sqrt(2 L); biases 0, norms 1."""
     torch.manual_seed(0)
     model = build_model(config(n_layer=8, n_embd=128), 500, 64)
@@ -245,7 +245,7 @@ def test_weights_at_the_start():
             assert abs(float(parameter.mean())) < expected / 20, name
 
 
-def test_the_weights_follow_from_the_seed():
+def test_the_seed_determines_the_weights():
     def weights(seed: int) -> Tensor:
         torch.manual_seed(seed)
         return torch.cat([p.flatten() for p in build_model(config(), V, T).parameters()])
@@ -255,7 +255,7 @@ def test_the_weights_follow_from_the_seed():
 
 
 @pytest.mark.parametrize("vocabulary", [10, 65, 1000])
-def test_an_untrained_model_knows_nothing(vocabulary):
+def test_the_initial_loss_is_that_of_a_uniform_distribution(vocabulary):
     torch.manual_seed(0)
     model = build_model(config(n_layer=4, n_head=4, n_embd=64), vocabulary, 32)
     x, y = torch.randint(vocabulary, (2, 64, 32))
@@ -263,19 +263,19 @@ def test_an_untrained_model_knows_nothing(vocabulary):
 
 
 def test_the_loss_is_the_mean_cross_entropy_in_nats(model):
-    x, y = some_tokens(), some_tokens().flip(1)
+    x, y = random_tokens(), random_tokens().flip(1)
     with torch.no_grad():
         scores = model(x).double()
         by_hand = [-F.log_softmax(scores[b, t], -1)[y[b, t]] for b in range(2) for t in range(T)]
         assert float(model(x, y)) == pytest.approx(float(sum(by_hand)) / (2 * T), rel=1e-5)
 
 
-# Dropout.
+# Dropout
 
 
-def test_dropout_acts_in_training_and_only_there():
-    plain, dropped = (lively(build_model(config(dropout=p), V, T)) for p in (0.0, 0.5))
-    tokens = some_tokens()
+def test_dropout_is_active_only_in_training():
+    plain, dropped = (randomized(build_model(config(dropout=p), V, T)) for p in (0.0, 0.5))
+    tokens = random_tokens()
     with torch.no_grad():
         assert torch.equal(plain(tokens), dropped(tokens))
         dropped.train()
@@ -288,10 +288,10 @@ def test_dropout_acts_in_training_and_only_there():
 
 
 @pytest.mark.parametrize("part", ["embedding", "attention", "residual"])
-def test_dropout_stands_where_gpt2_has_it(part):
+def test_dropout_is_where_gpt2_has_it(part):
     """Behind the embeddings, on the attention weights and on what each layer adds to the residual stream."""
     rate, batch = 0.25, 500
-    model = lively(build_model(config(n_layer=1, n_embd=16, dropout=rate), V, T)).train()
+    model = randomized(build_model(config(n_layer=1, n_embd=16, dropout=rate), V, T)).train()
     seen: dict[str, Tensor] = {}
     block = model.blocks[0]
     block.norm_1.register_forward_pre_hook(lambda _, inputs: seen.update(embedding=inputs[0]))
@@ -299,8 +299,8 @@ def test_dropout_stands_where_gpt2_has_it(part):
     block.attention.proj.register_forward_pre_hook(lambda _, inputs: seen.update(attention=inputs[0]))
     torch.manual_seed(0)
     with torch.no_grad():
-        model(some_tokens(batch))
+        model(random_tokens(batch))
     zero = seen[part] == 0  # (B, T, C)
-    if part == "attention":  # the first character sees itself alone: in each head that one weight is dropped or not
+    if part == "attention":  # the first token attends only to itself: in each head, that weight is dropped or not
         zero = zero[:, 0].unflatten(-1, (2, 8)).all(dim=-1)  # (B, H)
     assert float(zero.float().mean()) == pytest.approx(rate, abs=0.05)

@@ -1,4 +1,4 @@
-"""The parts of the modern decoder against formulas written out, and how it begins."""
+"""The parts of the modern decoder against explicit formulas, and its initialization."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def test_the_root_mean_square_is_one_and_its_gradient_is_right():
+def test_rms_norm_and_its_gradient():
     x = random(3, 5, 8, dtype=torch.float32).requires_grad_()
     torch.testing.assert_close(rms_norm(x), x / x.square().mean(dim=-1, keepdim=True).sqrt(), atol=1e-5, rtol=1e-5)
     plain = random(3, 5, 8, dtype=torch.float32).requires_grad_()
@@ -32,7 +32,7 @@ def test_the_root_mean_square_is_one_and_its_gradient_is_right():
     torch.testing.assert_close(x.grad, plain.grad, atol=1e-5, rtol=1e-5)
 
 
-def test_a_vector_of_zeros_stays_one():
+def test_rms_norm_of_zeros_is_zero():
     x = torch.zeros(2, 4, requires_grad=True)
     y = rms_norm(x)
     y.sum().backward()
@@ -49,10 +49,10 @@ def test_the_squared_relu_and_its_gradient():
 
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])
 def test_16_bits_stay_16_bits_on_a_gpu(function):
-    """By the type alone, without a GPU: autocast has rules for CUDA that turn some operations into fp32."""
+    """Checked by dtype, without a GPU: the autocast rules for CUDA run some operations in fp32."""
     x = FakeTensor(FakeTensorMode(), torch.empty(2, 8, dtype=torch.bfloat16, device="meta"), torch.device("cuda", 0))
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    torch.set_autocast_enabled("cuda", True)  # torch.autocast does nothing where there is no GPU
+    torch.set_autocast_enabled("cuda", True)  # torch.autocast does nothing without a GPU
     torch.set_autocast_dtype("cuda", torch.bfloat16)
     try:
         assert function(x).dtype == torch.bfloat16
@@ -63,8 +63,8 @@ def test_16_bits_stay_16_bits_on_a_gpu(function):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 9), (64, 64), (65, 65), (150, 150), (5, 140), (130, 200)])
-def test_attention_is_causal_attention(T, S, dtype):
-    """Against the formula, the gradients too; in bf16 it is computed block by block."""
+def test_attention_is_causal(T, S, dtype):
+    """Output and gradients against the formula; in bf16, attention is computed in blocks."""
     q, k, v = (random(2, 3, n, 8, seed=i, dtype=torch.float32).to(dtype) for i, n in enumerate((T, S, S)))
     exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     scores = exact[0] @ exact[1].mT / math.sqrt(8)
@@ -81,8 +81,8 @@ def test_attention_is_causal_attention(T, S, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_drops_weights_and_keeps_their_mean(dtype):
-    q, k = torch.zeros(2, 1, 1, 100, 8, dtype=dtype)  # every key counts alike
+def test_attention_dropout_preserves_the_mean(dtype):
+    q, k = torch.zeros(2, 1, 1, 100, 8, dtype=dtype)  # uniform attention
     v = torch.ones(1, 1, 100, 8, dtype=dtype)
     torch.manual_seed(0)
     last = torch.stack([causal_attention(q, k, v, dropout=0.5)[0, 0, -1, 0] for _ in range(200)]).float()
@@ -90,29 +90,29 @@ def test_attention_drops_weights_and_keeps_their_mean(dtype):
     assert float(last.mean()) == pytest.approx(1.0, abs=0.03)
 
 
-def test_a_rotation_keeps_lengths_and_scores_depend_on_distances_alone():
+def test_rotary_embedding_preserves_norms_and_scores_depend_on_distances():
     T, D = 12, 8
     table = rotary_table(T, D, torch.device("cpu"), torch.float64)
     x = random(1, 1, 2, 1, D).expand(1, T, 2, 1, D)  # the same vectors at every position
-    turned = rotate(x, table)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(turned[:, 0], x[:, 0])
-    q, k = turned[0, :, 0, 0], turned[0, :, 1, 0]  # (T, D)
+    rotated = rotate(x, table)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotated[:, 0], x[:, 0])
+    q, k = rotated[0, :, 0, 0], rotated[0, :, 1, 0]  # (T, D)
     scores = q @ k.T
     for distance in range(-T + 1, T):
         diagonal = scores.diagonal(distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-5, rtol=1e-5)
-    assert float(scores[0].std()) > 0.01, "positions make no difference"
+    assert float(scores[0].std()) > 0.01, "the position has no effect"
 
 
-def test_it_begins_with_every_character_as_likely():
+def test_initial_logits_are_uniform():
     torch.manual_seed(0)
     model = build_model(CONFIG, 31, 16)
     x, y = torch.randint(31, (2, 4, 16))
     assert model(x, y).item() == pytest.approx(math.log(31), abs=1e-6)
 
 
-def test_every_block_begins_as_the_identity():
+def test_every_block_is_initially_the_identity():
     torch.manual_seed(0)
     model = build_model(CONFIG, 31, 16)
     seen: list[torch.Tensor] = []
@@ -122,8 +122,8 @@ def test_every_block_begins_as_the_identity():
     assert all(torch.equal(seen[0], other) for other in seen)
 
 
-def test_all_parameters_learn():
-    """After a step that moves what begins at zero, no parameter is without a gradient."""
+def test_all_parameters_get_gradients():
+    """After a step that changes the zero-initialized parameters, every parameter has a gradient."""
     torch.manual_seed(0)
     model = build_model(CONFIG, 31, 16)
     x, y = torch.randint(31, (2, 4, 16))
@@ -142,8 +142,8 @@ def test_a_head_of_odd_width_is_refused():
         ModernConfig(name="test", architecture="modern", n_layer=1, n_head=3, n_embd=15, dropout=0.0)
 
 
-def test_flops_are_those_of_the_matrices():
-    """Six for every number that multiplies, and the products of attention."""
+def test_flops_by_hand():
+    """Six per parameter of a matrix, plus the products of attention."""
     model = Modern(CONFIG, 31, 16)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - model.token_embedding.weight.numel()
     assert model.flops_per_token() == 6 * matrices + 12 * 2 * 16 * 16

@@ -1,4 +1,4 @@
-"""Muon: what an orthogonalised step is, which parameters get one, and that its state survives."""
+"""Muon: orthogonalized updates, their parameters, and the optimizer state."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def matrices(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 16, 64), (2, 64, 16), (1, 1, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
-def test_singular_values_come_near_one_and_singular_vectors_stay(shape, dtype, scale):
+def test_singular_values_become_one_and_singular_vectors_are_kept(shape, dtype, scale):
     given = matrices(*shape)
-    found = polar_express((given * scale).to(dtype)).float()
+    orthogonalized = polar_express((given * scale).to(dtype)).float()
     u, s, vh = torch.linalg.svd(given, full_matrices=False)
-    turned = u.mT @ found @ vh.mT  # diagonal where the singular vectors are the same
-    diagonal = turned.diagonal(dim1=-2, dim2=-1)
+    rotated = u.mT @ orthogonalized @ vh.mT  # diagonal where the singular vectors are the same
+    diagonal = rotated.diagonal(dim1=-2, dim2=-1)
     known = s > MIN_SINGULAR_VALUE * 1.1 * torch.linalg.matrix_norm(given)[:, None]
     assert float(known.float().mean()) > 0.8
     rounding = 0.03 if dtype == torch.bfloat16 else 1e-3
     assert float((diagonal - 1).abs()[known].max()) < 0.1 + rounding
     assert float(diagonal.max()) < 1.1 + rounding
-    assert float((turned - diagonal.diag_embed()).abs().max()) < 4 * rounding
+    assert float((rotated - diagonal.diag_embed()).abs().max()) < 4 * rounding
 
 
 def test_a_stack_is_orthogonalised_matrix_by_matrix():
     stack = matrices(4, 8, 8)
-    together = polar_express(stack)
-    for alone, among in zip(stack, together, strict=True):
-        torch.testing.assert_close(polar_express(alone[None])[0], among)
+    batched = polar_express(stack)
+    for matrix, expected in zip(stack, batched, strict=True):
+        torch.testing.assert_close(polar_express(matrix[None])[0], expected)
 
 
 def test_a_gradient_of_zeros_changes_nothing():
@@ -75,11 +75,11 @@ def trained(architecture: str, steps: int) -> tuple[nn.Module, Muon]:
     torch.manual_seed(0)
     model = build_model(MODELS[architecture], 31, 16)
     optimizer = Muon(model, MUON)
-    go_on(model, optimizer, range(steps))
+    train_steps(model, optimizer, range(steps))
     return model, optimizer
 
 
-def go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:
+def train_steps(model: nn.Module, optimizer: Muon, steps: range) -> None:
     for step in steps:
         x, y = torch.randint(31, (2, 4, 16), generator=torch.Generator().manual_seed(step))
         model(x, y).backward()
@@ -88,7 +88,7 @@ def go_on(model: nn.Module, optimizer: Muon, steps: range) -> None:
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_who_changes_which_parameter(architecture):
+def test_parameter_groups(architecture):
     model = build_model(MODELS[architecture], 31, 16)
     optimizer = build_optimizer(model, MUON)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -103,8 +103,8 @@ def test_who_changes_which_parameter(architecture):
     ]
 
 
-def test_a_step_is_a_step_of_orthogonal_matrices():
-    """Every singular value changes by the learning rate, of a matrix four times as tall as wide by twice as much."""
+def test_an_update_is_orthogonal():
+    """Every singular value changes by the learning rate, or twice that for a matrix four times as tall as wide."""
     model = nn.ModuleList([nn.Linear(8, 16, bias=False), nn.Linear(8, 32, bias=False)])
     vars(model[0])["parts"] = 2
     weights = [layer.weight for layer in model]
@@ -131,15 +131,15 @@ def test_the_learning_rate_and_the_decay_are_those_of_the_groups():
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_its_state_is_saved_and_restored_exactly(architecture):
-    whole, _ = trained(architecture, 4)
+def test_the_state_is_saved_and_restored_exactly(architecture):
+    uninterrupted, _ = trained(architecture, 4)
     model, optimizer = trained(architecture, 2)
     tensors = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
     fresh = Muon(model, MUON)
     load_optimizer_state(model, fresh, tensors)
-    go_on(model, fresh, range(2, 4))
-    for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected, found), name
+    train_steps(model, fresh, range(2, 4))
+    for (name, expected), restored in zip(uninterrupted.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, restored), name
 
 
 def lost(tensors, key):
@@ -168,7 +168,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("key", ["momentum", "exp_avg"])
-def test_a_strangers_state_that_does_not_fit_is_refused_before_a_kernel_sees_it(key, damage):
+def test_an_invalid_state_is_refused_before_a_kernel_runs(key, damage):
     model, optimizer = trained("gpt", 1)
     tensors = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
     of = next(name for name in tensors if name.endswith(f":{key}"))
@@ -184,7 +184,7 @@ def test_a_state_of_another_optimizer_is_refused():
         load_optimizer_state(model, adamw, optimizer_state(model, optimizer))
 
 
-def test_a_matrix_without_numbers_is_left_alone():
+def test_an_empty_matrix_is_unchanged():
     model = nn.Module()
     model.up, model.none = nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(0, 4))
     optimizer = Muon(model, MUON)
@@ -194,9 +194,9 @@ def test_a_matrix_without_numbers_is_left_alone():
 
 
 @pytest.mark.parametrize("architecture", MODELS)
-def test_it_learns_a_batch_by_heart(architecture):
+def test_it_overfits_a_batch(architecture):
     model, optimizer = trained(architecture, 1)
     x, y = torch.randint(31, (2, 4, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(40):
-        go_on(model, optimizer, range(1))
+        train_steps(model, optimizer, range(1))
     assert float(model(x, y).detach()) < 1.5  # of log 31 = 3.4

@@ -57,14 +57,14 @@ def test_the_warm_up_is_the_same_for_all(name):
         # cosine: 0.2 + 1.8 (1 + cos(pi progress)) / 2, at a quarter (1 + 0.70711) / 2 = 0.85355
         ("cosine", {11: 1.9995559, 35: 1.736396, 60: 1.1, 85: 0.463604, 110: 0.2, 111: 0.2, 500: 0.2}),
         ("linear", {11: 1.982, 35: 1.55, 60: 1.1, 85: 0.65, 110: 0.2, 111: 0.2, 500: 0.2}),
-        # wsd: the last fifth of 110 steps begins behind step 88
+        # wsd: the last fifth of 110 steps starts after step 88
         ("wsd", {11: 2.0, 60: 2.0, 88: 2.0, 99: 1.1, 109: 0.281818, 110: 0.2, 111: 0.2, 500: 0.2}),
         ("constant", {11: 2.0, 60: 2.0, 110: 2.0, 500: 2.0}),
     ],
 )
 def test_the_schedule_from_its_start_to_beyond_its_end(name, expected):
-    found = {step: get_lr(step, schedule(name), STEPS) for step in expected}
-    assert found == pytest.approx(expected, rel=1e-6)
+    rates = {step: get_lr(step, schedule(name), STEPS) for step in expected}
+    assert rates == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
@@ -76,13 +76,13 @@ def test_it_never_rises_after_the_warm_up_and_never_jumps(name):
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
-def test_schedule_steps_goes_before_the_length_of_the_run(name):
+def test_schedule_steps_overrides_the_length_of_the_run(name):
     config = schedule(name, schedule_steps=STEPS)
     for step in (1, 10, 60, 99, 110, 200):
         assert get_lr(step, config, 1000) == get_lr(step, schedule(name), STEPS)
 
 
-def test_without_a_warm_up_the_first_step_has_the_schedule_already():
+def test_without_a_warm_up_the_schedule_starts_at_the_first_step():
     assert get_lr(1, schedule("constant", warmup_steps=0), 10) == 2.0
     assert get_lr(1, schedule("linear", warmup_steps=0, min_lr_ratio=0.0), 10) == pytest.approx(1.8)
     assert get_lr(10, schedule("linear", warmup_steps=0, min_lr_ratio=0.0), 10) == 0.0
@@ -99,7 +99,7 @@ def test_a_ratio_of_1_keeps_the_peak():
     assert {get_lr(step, schedule("cosine", min_lr_ratio=1.0), STEPS) for step in (10, 50, 110, 200)} == {2.0}
 
 
-# Parameter groups.
+# Parameter groups
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_matrices_are_decayed_and_vectors_are_not(model, config):
 
 
 @pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])
-def test_without_a_gradient_the_decay_is_all_that_happens(model, config):
+def test_without_a_gradient_only_the_decay_is_applied(model, config):
     """AdamW takes lr * weight_decay off the weight; SGD's decay is a gradient, which Nesterov counts 1 + 0.9 times."""
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, replace(config, lr=0.1))
@@ -147,13 +147,13 @@ def test_the_settings_reach_the_optimizer(model):
         assert (group["lr"], group["momentum"], group["nesterov"]) == (2.0, 0.9, True)
 
 
-def test_frozen_parameters_are_left_out(model):
+def test_frozen_parameters_are_omitted(model):
     model.token_embedding.weight.requires_grad_(False)
     trained = [p for group in build_optimizer(model, ADAMW).param_groups for p in group["params"]]
     assert len(trained) == len(list(model.parameters())) - 1
     assert all(p is not model.token_embedding.weight for p in trained)
 
 
-def test_a_model_of_matrices_alone_has_one_group():
+def test_a_model_with_only_matrices_has_one_group():
     (group,) = build_optimizer(nn.Linear(3, 2, bias=False), ADAMW).param_groups
     assert group["weight_decay"] == 0.5

@@ -1,6 +1,6 @@
-"""Run directories that the first version with format 2 has written: this version goes on with them.
+"""Run directories written by the first version with format 2: this version resumes them.
 
-Nothing in tests/data/format2 changes, and nothing is renamed. A test that fails here means that users lose their runs.
+Files in tests/data/format2 are never changed or renamed. A test that fails here means that users lose their runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def one_thread():
 
 
 def contents() -> dict[str, bytes]:
-    """All files of the working directory, by path; the encoded text is none of the run's."""
+    """Return the contents of all files in the working directory, by path, without the cached encoded text."""
     return {str(p): p.read_bytes() for p in Path().rglob("*") if p.is_file() and p.parts[0] != "cache"}
 
 
@@ -63,7 +63,7 @@ def test_the_sample_is_complete_and_small():
     assert sum(path.stat().st_size for path in DATA.rglob("*")) < 200_000
 
 
-def test_the_tensors_are_those_that_were_written(name, expected):
+def test_the_tensors_are_the_recorded_ones(name, expected):
     snapshot = SnapshotStore("run/snapshots").read(STEPS)
     assert hashes(snapshot.model) == expected["model"]
     assert hashes(snapshot.optimizer) == expected["optimizer"]
@@ -71,8 +71,8 @@ def test_the_tensors_are_those_that_were_written(name, expected):
     SnapshotStore("run/snapshots").verify(STEPS)
 
 
-def test_saved_again_they_are_the_same_bytes(name):
-    """Through a model and an optimizer that were built with other numbers."""
+def test_saving_again_gives_the_same_bytes(name):
+    """Restored into a model and an optimizer with other initial values."""
     config = configuration(name, MORE_STEPS)
     runtime = Runtime(config, DistEnv())
     text = prepare(config.data)
@@ -93,8 +93,8 @@ def test_saved_again_they_are_the_same_bytes(name):
         assert Path("again", NEWEST.name, file).read_bytes() == (NEWEST / file).read_bytes(), file
 
 
-def test_training_goes_on(name, expected):
-    """Within 1e-4 of the losses on the machine that wrote it, whatever the processor."""
+def test_training_resumes(name, expected):
+    """Within 1e-4 of the recorded losses, on any CPU."""
     assert read_result(Path("run"))["step"] == STEPS
     assert recorded_config(Path("run"))["trainer"]["max_steps"] == STEPS
     before = read_history(Path("run", METRICS))
@@ -105,7 +105,7 @@ def test_training_goes_on(name, expected):
     assert read_result(Path("run"))["status"] == "complete"
 
 
-def test_what_a_later_version_adds_is_ignored(name, expected):
+def test_additions_of_a_later_version_are_ignored(name, expected):
     """A key in state.json, a field in manifest.json, a file."""
     store = SnapshotStore("run/snapshots")
     state = json.loads((NEWEST / STATE).read_text()) | {"added_later": [1, {"a": None}]}
@@ -117,7 +117,7 @@ def test_what_a_later_version_adds_is_ignored(name, expected):
     assert train(name, MORE_STEPS) == pytest.approx(expected["train_loss"], abs=1e-4)
 
 
-def test_the_model_alone_is_loaded(name, expected):
+def test_loading_only_the_model(name, expected):
     model, tokenizer = load_model("run")
     assert hashes(model_state(model)) == expected["model"]
     text = Path("text.txt").read_text()

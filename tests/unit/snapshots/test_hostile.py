@@ -1,4 +1,4 @@
-"""A stranger's snapshot runs no code, writes nothing outside its directory and cannot exhaust the memory."""
+"""An untrusted snapshot runs no code, writes nothing outside its directory and cannot exhaust the memory."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from mingpt_ddp.training.train_state import check_state
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"
-LIMIT = 6 << 30  # bytes of address space: torch takes some of them
-PEAK = 1500  # MiB in memory, of which torch takes some hundred
+LIMIT = 6 << 30  # bytes of address space, including those of torch
+PEAK = 1500  # MiB of resident memory, of which torch takes some hundred
 
 
 @pytest.fixture(scope="module")
-def genuine() -> dict[str, bytes]:
-    """The files of an honest snapshot, without its manifest."""
-    words = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+def valid_files() -> dict[str, bytes]:
+    """The files of a valid snapshot, without its manifest."""
+    overrides = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_mapping(to_plain(compose("config", words)))
+        config = from_mapping(to_plain(compose("config", overrides)))
     torch.manual_seed(0)
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)
     state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "train_state": {"step": 8}}
@@ -65,8 +65,8 @@ def genuine() -> dict[str, bytes]:
     }
 
 
-def lay(parent: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8) -> str:
-    """Put the files there with a manifest that fits them, or with another; the URL of the snapshot."""
+def write_snapshot(parent: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8) -> str:
+    """Write the files, with a matching manifest or another one; return the URL of the snapshot."""
     directory = parent / directory_name(step)
     directory.mkdir(parents=True)
     for name, content in files.items():
@@ -76,22 +76,22 @@ def lay(parent: Path, files: dict[str, bytes], manifest: bytes | None = None, st
     return str(directory)
 
 
-def changed(genuine: dict[str, bytes], group: str, **values: object) -> dict[str, bytes]:
-    """With other values in the configuration of its state."""
-    state = json.loads(genuine[STATE])
+def with_config(valid_files: dict[str, bytes], group: str, **values: object) -> dict[str, bytes]:
+    """Return the files with other values in the configuration of the state."""
+    state = json.loads(valid_files[STATE])
     state["config"][group].update(values)
-    return {**genuine, STATE: json.dumps(state).encode()}
+    return {**valid_files, STATE: json.dumps(state).encode()}
 
 
-def refused(url: str) -> str:
-    """The line with which sample.py refuses."""
+def refusal(url: str) -> str:
+    """Return the error of sample.py."""
     with pytest.raises(SnapshotError) as error:
         sample(SampleConfig(url, max_new_tokens=1), "a")
     return str(error.value)
 
 
-def limited(*urls: str) -> list[str]:
-    """What sample.py says of each, in one process that may not have much memory; the last line is its peak in MiB."""
+def sample_limited(*urls: str) -> list[str]:
+    """Sample from each URL in one process with limited memory, and check its peak; return the line printed for each."""
     program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
@@ -113,8 +113,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
     return lines
 
 
-def test_the_honest_one_is_accepted(tmp_path, genuine):
-    url = lay(tmp_path, genuine)
+def test_a_valid_snapshot_is_accepted(tmp_path, valid_files):
+    url = write_snapshot(tmp_path, valid_files)
     assert verify_step(SnapshotStore(str(tmp_path)), 8) is None
     assert sample(SampleConfig(url, max_new_tokens=3), "a")[0].startswith("a")
 
@@ -127,9 +127,9 @@ def test_the_honest_one_is_accepted(tmp_path, genuine):
     ["../model.safetensors", "/etc/passwd", "model.pkl", "a/b", "", ".", "..", "model-00001-of-00002.safetensors"],
 )
 @pytest.mark.parametrize("replaced", [MODEL, STATE])
-def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuine):
-    listed = {name if n == replaced else n: {"bytes": 1, "sha256": "0" * 64} for n in genuine}
-    lay(tmp_path, genuine, encode_manifest(8, listed))
+def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, valid_files):
+    listed = {name if n == replaced else n: {"bytes": 1, "sha256": "0" * 64} for n in valid_files}
+    write_snapshot(tmp_path, valid_files, encode_manifest(8, listed))
     store = SnapshotStore(str(tmp_path))
     with pytest.raises(CorruptSnapshotError, match="does not describe"):
         store.read(8)
@@ -138,9 +138,9 @@ def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, genuin
 
 
 @pytest.mark.parametrize("name", ["../../victim", "a/b.json", ".json", "a", "model.pkl", "state.pkl", "manifest.json"])
-def test_a_name_of_a_later_version_is_neither_a_path_nor_like_ours(name, tmp_path, genuine):
-    listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*genuine, name]}
-    lay(tmp_path, genuine, encode_manifest(8, listed))
+def test_a_name_of_a_later_version_is_neither_a_path_nor_reserved(name, tmp_path, valid_files):
+    listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*valid_files, name]}
+    write_snapshot(tmp_path, valid_files, encode_manifest(8, listed))
     with pytest.raises(CorruptSnapshotError, match="does not describe"):
         SnapshotStore(str(tmp_path)).read(8)
 
@@ -157,13 +157,13 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, "model.pkl", "pytorch_model.bin"])
-def test_a_pickle_is_never_run(name, tmp_path, genuine):
+def test_a_pickle_is_never_run(name, tmp_path, valid_files):
     bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
-    url = lay(tmp_path / "a", {**genuine, name: bomb} if name in genuine else genuine)
+    url = write_snapshot(tmp_path / "a", {**valid_files, name: bomb} if name in valid_files else valid_files)
     (Path(url) / name).write_bytes(bomb)
-    if name in genuine:
-        assert "cannot be parsed" in refused(url)
-    else:  # nobody looks at it
+    if name in valid_files:
+        assert "cannot be parsed" in refusal(url)
+    else:  # it is not read
         assert sample(SampleConfig(url, max_new_tokens=1), "a")
     assert not (tmp_path / "ran").exists()
 
@@ -176,7 +176,7 @@ def test_a_pickle_is_never_run(name, tmp_path, genuine):
         "a: &a {x: 1}\nrun: {name: null}\nsnapshot: {path: *a}",
     ],
 )
-def test_a_config_yaml_leads_nowhere_it_should_not(text, tmp_path):
+def test_paths_in_a_config_yaml_are_not_followed(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text.replace("RAN", str(tmp_path / "ran")))
     with pytest.raises(SnapshotError, match="there is no whole snapshot"):
         load(str(tmp_path))
@@ -187,38 +187,38 @@ def test_a_config_yaml_leads_nowhere_it_should_not(text, tmp_path):
 
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity"])
-def test_numbers_that_json_does_not_know(number, tmp_path, genuine):
-    state = genuine[STATE].replace(b'"step": 8', b'"step": ' + number)
-    assert "cannot be parsed" in refused(lay(tmp_path, {**genuine, STATE: state}))
+def test_numbers_that_json_does_not_allow(number, tmp_path, valid_files):
+    state = valid_files[STATE].replace(b'"step": 8', b'"step": ' + number)
+    assert "cannot be parsed" in refusal(write_snapshot(tmp_path, {**valid_files, STATE: state}))
 
 
 @pytest.mark.parametrize("depth", [25, 900, 100_000])
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
-def test_json_that_is_nested_deeply(opening, closing, depth, tmp_path, genuine):
+def test_deeply_nested_json(opening, closing, depth, tmp_path, valid_files):
     nested = opening * depth + b"1" + closing * depth
     with pytest.raises((ValueError, RecursionError)):
         load_json(nested)
-    assert "cannot be parsed" in refused(lay(tmp_path / "a", {**genuine, STATE: nested}))
-    assert "manifest.json is damaged" in refused(lay(tmp_path / "b", genuine, nested))
+    assert "cannot be parsed" in refusal(write_snapshot(tmp_path / "a", {**valid_files, STATE: nested}))
+    assert "manifest.json is damaged" in refusal(write_snapshot(tmp_path / "b", valid_files, nested))
 
 
-def test_a_giant_number(tmp_path, genuine):
-    state = genuine[STATE].replace(b'"step": 8', b'"step": ' + b"9" * 100_000)
-    lay(tmp_path, {**genuine, STATE: state})
+def test_a_giant_number(tmp_path, valid_files):
+    state = valid_files[STATE].replace(b'"step": 8', b'"step": ' + b"9" * 100_000)
+    write_snapshot(tmp_path, {**valid_files, STATE: state})
     assert inspect(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")  # older versions of Python read it
 
 
 @pytest.mark.parametrize("content", [b"[]", b"7", b"null", b'"text"', b"{}", b'{"config": {}, "vocabulary": "a"}'])
-def test_a_state_of_another_kind(content, tmp_path, genuine):
-    message = refused(lay(tmp_path, {**genuine, STATE: content}))
+def test_a_state_of_another_type(content, tmp_path, valid_files):
+    message = refusal(write_snapshot(tmp_path, {**valid_files, STATE: content}))
     assert "has an invalid state" in message
-    assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"  # a table can be made of it all the same
+    assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"  # it can be listed nevertheless
 
 
 @pytest.mark.parametrize("vocabulary", [["a" * 9] * 14, 7, None, {"a": 1}])
-def test_a_vocabulary_that_is_no_text(vocabulary, tmp_path, genuine):
-    state = {**json.loads(genuine[STATE]), "vocabulary": vocabulary}
-    assert "does not hold" in refused(lay(tmp_path, {**genuine, STATE: json.dumps(state).encode()}))
+def test_a_vocabulary_that_is_not_text(vocabulary, tmp_path, valid_files):
+    state = {**json.loads(valid_files[STATE]), "vocabulary": vocabulary}
+    assert "does not hold" in refusal(write_snapshot(tmp_path, {**valid_files, STATE: json.dumps(state).encode()}))
 
 
 # Tensors
@@ -246,40 +246,42 @@ def header(text: bytes, data: bytes = b"") -> bytes:
         pickle.dumps({"w": 1}),
     ],
 )
-def test_forged_tensors_are_refused(content, tmp_path, genuine):
+def test_forged_tensors_are_refused(content, tmp_path, valid_files):
     with pytest.raises(ValueError):
         decode(content)
-    message = refused(lay(tmp_path, {**genuine, MODEL: content}))
+    message = refusal(write_snapshot(tmp_path, {**valid_files, MODEL: content}))
     assert "cannot be parsed" in message
     assert printable(message) == message
 
 
-def test_weights_that_are_no_numbers(tmp_path, genuine):
-    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in decode(genuine[MODEL]).items()}
-    assert "cannot be used" in refused(lay(tmp_path, {**genuine, MODEL: bytes(encode(tensors))}))
+def test_nonfinite_weights(tmp_path, valid_files):
+    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in decode(valid_files[MODEL]).items()}
+    assert "cannot be used" in refusal(write_snapshot(tmp_path, {**valid_files, MODEL: bytes(encode(tensors))}))
 
 
-def test_a_configuration_of_another_model_is_refused(tmp_path, genuine):
+def test_a_configuration_of_another_model_is_refused(tmp_path, valid_files):
     for i, values in enumerate([{"n_layer": 1}, {"n_layer": 3}, {"n_embd": 24}, {"bias": True}]):
-        assert "not" in refused(lay(tmp_path / str(i), changed(genuine, "model", **values)))
+        assert "not" in refusal(write_snapshot(tmp_path / str(i), with_config(valid_files, "model", **values)))
     for i, size in enumerate([9, 10**9, 2**62]):
-        assert "do not fit" in refused(lay(tmp_path / f"b{i}", changed(genuine, "data", block_size=size)))
+        assert "do not fit" in refusal(
+            write_snapshot(tmp_path / f"b{i}", with_config(valid_files, "data", block_size=size))
+        )
 
 
 # Memory
 
 
-def test_no_number_makes_the_model_larger_than_its_tensors(tmp_path, genuine):
+def test_no_config_value_makes_the_model_larger_than_its_tensors(tmp_path, valid_files):
     forged = [
-        changed(genuine, "model", n_layer=10**9),
-        changed(genuine, "model", n_layer=2**62),
-        changed(genuine, "model", n_embd=12 * 10**8),
-        changed(genuine, "model", n_embd=2**62, n_head=1),
-        changed(genuine, "data", block_size=10**12),
-        changed(genuine, "model", name="x" * 10**7),
-        {**genuine, STATE: json.dumps({**json.loads(genuine[STATE]), "vocabulary": "a" * 10**7}).encode()},
+        with_config(valid_files, "model", n_layer=10**9),
+        with_config(valid_files, "model", n_layer=2**62),
+        with_config(valid_files, "model", n_embd=12 * 10**8),
+        with_config(valid_files, "model", n_embd=2**62, n_head=1),
+        with_config(valid_files, "data", block_size=10**12),
+        with_config(valid_files, "model", name="x" * 10**7),
+        {**valid_files, STATE: json.dumps({**json.loads(valid_files[STATE]), "vocabulary": "a" * 10**7}).encode()},
     ]
-    lines = limited(*(lay(tmp_path / str(i), files) for i, files in enumerate(forged)))
+    lines = sample_limited(*(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged)))
     assert len(lines) == len(forged)
     assert all(line.startswith("snapshot error: the snapshot's ") and len(line) < 1000 for line in lines), lines
 
@@ -289,9 +291,9 @@ def sparse(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def test_giant_files_are_not_read(tmp_path, genuine):
-    giant = 1 << 40  # bytes, none of which is on the disk
-    urls = [lay(tmp_path / str(i), genuine) for i in range(5)]
+def test_giant_files_are_not_read(tmp_path, valid_files):
+    giant = 1 << 40  # bytes of a sparse file
+    urls = [write_snapshot(tmp_path / str(i), valid_files) for i in range(5)]
     sparse(Path(urls[0]) / MANIFEST, giant)
     sparse(Path(urls[1]) / MODEL, giant)
     for url, name, size in ((urls[2], MODEL, giant), (urls[3], STATE, giant), (urls[4], STATE, MAX_STATE_BYTES + 1)):
@@ -309,15 +311,15 @@ def test_giant_files_are_not_read(tmp_path, genuine):
         "does not describe",
         "no whole",
     ]
-    for line, part in zip(limited(*urls, str(tmp_path / "run")), expected, strict=True):
+    for line, part in zip(sample_limited(*urls, str(tmp_path / "run")), expected, strict=True):
         assert part in line
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
 @pytest.mark.parametrize("begins", ["with zeros", "as written"])
-def test_a_giant_file_is_not_verified_to_its_end(name, begins, tmp_path, genuine):
+def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files):
     """Its size is the one in the manifest; the header has another."""
-    url = lay(tmp_path, genuine)
+    url = write_snapshot(tmp_path, valid_files)
     if begins == "with zeros":
         (Path(url) / name).write_bytes(b"")
     os.truncate(Path(url) / name, 1 << 40)
@@ -327,77 +329,80 @@ def test_a_giant_file_is_not_verified_to_its_end(name, begins, tmp_path, genuine
     assert str(verify_step(SnapshotStore(str(tmp_path)), 8)) == f"{name} has another size than its header says"
 
 
-def test_json_of_many_small_things_is_limited(tmp_path, genuine):
-    """A list of a million empty lists takes thirty times its text."""
+def test_json_of_many_small_values_is_limited(tmp_path, valid_files):
+    """A list of a million empty lists takes thirty times the memory of its text."""
     many = b"[" + b"[]," * (MAX_STATE_BYTES // 3 - 2) + b"[]]"
     assert MAX_MANIFEST_BYTES < len(many) <= MAX_STATE_BYTES
-    urls = [lay(tmp_path / "a", {**genuine, STATE: many}), lay(tmp_path / "b", genuine, many)]
-    assert all(line.startswith("snapshot error: ") for line in limited(*urls))
+    urls = [
+        write_snapshot(tmp_path / "a", {**valid_files, STATE: many}),
+        write_snapshot(tmp_path / "b", valid_files, many),
+    ]
+    assert all(line.startswith("snapshot error: ") for line in sample_limited(*urls))
 
 
-def test_a_yaml_that_grows_is_refused(tmp_path):
+def test_a_yaml_bomb_is_refused(tmp_path):
     """Ten times ten times ten ... keys from a few lines, by merging."""
     lines = ["a0: &a0 {k: 1}"]
     lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
-    assert "no whole snapshot" in limited(str(tmp_path))[0]
-    assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, "it would be read otherwise"
+    assert "no whole snapshot" in sample_limited(str(tmp_path))[0]
+    assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, "the limit is not what refuses it"
 
 
-def test_code_that_a_snapshot_names_is_never_run(tmp_path, genuine):
-    """Neither for sampling nor for export nor to go on from it; the name of the file is no more than a word."""
+def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
+    """Neither for sampling nor for export nor to resume from it; the name of the file is only data."""
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")
     for group, key in (("model", "architecture"), ("optimizer", "name"), ("data", "reader")):
         for i, values in enumerate(({"code": str(evil)}, {"code": str(evil), key: "evil"})):
-            url = lay(tmp_path / f"{group}{i}", changed(genuine, group, **values))
+            url = write_snapshot(tmp_path / f"{group}{i}", with_config(valid_files, group, **values))
             with contextlib.suppress(SnapshotError):
                 sample(SampleConfig(url, max_new_tokens=1), "a")
             export(ExportConfig(url, str(tmp_path / f"export {group}{i}")))
             state = load(url).state
             with pytest.raises(SnapshotError):
-                check_state(8, state, from_mapping(json.loads(genuine[STATE])["config"]), EncodedText(*[""] * 6))
+                check_state(8, state, from_mapping(json.loads(valid_files[STATE])["config"]), EncodedText(*[""] * 6))
     assert not (tmp_path / "was here").exists()
 
 
-# Links and things that are no files
+# Links and special files
 
 
 @pytest.mark.parametrize("name", [MODEL, STATE, MANIFEST])
 @pytest.mark.parametrize("target", ["/dev/zero", "loop", "nowhere", "/", "pipe"])
-def test_links_to_what_is_no_file(name, target, tmp_path, genuine):
-    url = lay(tmp_path, genuine)
+def test_links_to_what_is_not_a_file(name, target, tmp_path, valid_files):
+    url = write_snapshot(tmp_path, valid_files)
     path = Path(url) / name
     path.unlink()
     if target == "pipe":
         os.mkfifo(path)
     else:
         path.symlink_to(name if target == "loop" else target)
-    assert "cannot be used" in refused(url)
+    assert "cannot be used" in refusal(url)
     store = SnapshotStore(str(tmp_path))
     assert verify_step(store, 8) is not None
     assert inspect(store, 8).status == ("unfinished" if name == MANIFEST else "damaged")
 
 
-def test_a_link_shows_nothing_of_another_file(tmp_path, genuine):
-    (tmp_path / "secret").write_bytes(b"x" * len(genuine[STATE]))
-    url = lay(tmp_path, genuine)
+def test_a_link_does_not_reveal_another_file(tmp_path, valid_files):
+    (tmp_path / "secret").write_bytes(b"x" * len(valid_files[STATE]))
+    url = write_snapshot(tmp_path, valid_files)
     (Path(url) / STATE).unlink()
     (Path(url) / STATE).symlink_to(tmp_path / "secret")
-    message = refused(url)
+    message = refusal(url)
     assert "other content" in message and "xx" not in message
 
 
-def test_deleting_does_not_follow_links(tmp_path, genuine):
-    victim = Path(lay(tmp_path / "victim", genuine))
-    lay(tmp_path / "run", genuine, step=9)
+def test_deleting_does_not_follow_links(tmp_path, valid_files):
+    victim = Path(write_snapshot(tmp_path / "victim", valid_files))
+    write_snapshot(tmp_path / "run", valid_files, step=9)
     (tmp_path / "run" / directory_name(8)).symlink_to(victim)
-    inner = Path(lay(tmp_path / "run", genuine, step=7))
+    inner = Path(write_snapshot(tmp_path / "run", valid_files, step=7))
     (inner / "more").symlink_to(victim)
     store = SnapshotStore(str(tmp_path / "run"))
     store.prune(keep_last=1, best=None, newest=9)
     assert store.steps() == [9]
-    assert sorted(path.name for path in victim.iterdir()) == sorted([*genuine, MANIFEST])
+    assert sorted(path.name for path in victim.iterdir()) == sorted([*valid_files, MANIFEST])
     (tmp_path / "run" / directory_name(9) / MANIFEST).unlink()
     (tmp_path / "run" / directory_name(9) / MANIFEST).symlink_to(victim / MANIFEST)
     store.clear(9)
@@ -415,14 +420,14 @@ def test_control_characters_are_escaped():
     assert printable("ä€😀\n\t") == "ä€😀\n\t"
 
 
-def words(url: str) -> list[str]:
+def sample_command(url: str) -> list[str]:
     return [sys.executable, "-m", "mingpt_ddp.sample", f"snapshot={url}", "prompt=-", "max_new_tokens=1"]
 
 
-def test_a_terminal_gets_no_escape_sequences(tmp_path, genuine):
-    url = lay(tmp_path, genuine)
+def test_a_terminal_gets_no_escape_sequences(tmp_path, valid_files):
+    url = write_snapshot(tmp_path, valid_files)
     main, terminal = pty.openpty()
-    done = subprocess.run(words(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60)
+    done = subprocess.run(sample_command(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60)
     os.close(terminal)
     shown = os.read(main, 1000)
     os.close(main)
@@ -431,16 +436,20 @@ def test_a_terminal_gets_no_escape_sequences(tmp_path, genuine):
     assert b"\x1b" not in shown and b"\x07" not in shown
 
 
-def test_a_pipe_gets_the_text_as_it_is(tmp_path, genuine):
+def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files):
     done = subprocess.run(
-        words(lay(tmp_path, genuine)), cwd=ROOT, input=b"a\x1b]0;x\x07", capture_output=True, timeout=60
+        sample_command(write_snapshot(tmp_path, valid_files)),
+        cwd=ROOT,
+        input=b"a\x1b]0;x\x07",
+        capture_output=True,
+        timeout=60,
     )
     assert done.stdout.startswith(b"a\x1b]0;x\x07")
 
 
 @pytest.mark.parametrize("key", ["\x1b[2J", "\x9b2J", "k" * 50_000])
-def test_an_error_is_one_printable_line(key, tmp_path, genuine, monkeypatch, capsys):
-    url = lay(tmp_path, changed(genuine, "model", **{key: 1}))
+def test_an_error_is_one_printable_line(key, tmp_path, valid_files, monkeypatch, capsys):
+    url = write_snapshot(tmp_path, with_config(valid_files, "model", **{key: 1}))
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}"])
     with pytest.raises(SystemExit) as left:
         sample_module.main()
@@ -449,10 +458,10 @@ def test_an_error_is_one_printable_line(key, tmp_path, genuine, monkeypatch, cap
     assert line.isprintable() and len(line) <= 1000
 
 
-def test_half_a_character_can_be_printed(tmp_path, genuine, monkeypatch, capsys):
+def test_a_surrogate_can_be_printed(tmp_path, valid_files, monkeypatch, capsys):
     """JSON can hold a surrogate, which UTF-8 cannot."""
-    state = {**json.loads(genuine[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
-    url = lay(tmp_path, {**genuine, STATE: json.dumps(state).encode()})
+    state = {**json.loads(valid_files[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
+    url = write_snapshot(tmp_path, {**valid_files, STATE: json.dumps(state).encode()})
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}", "max_new_tokens=2"])
     with pytest.raises(SystemExit) as left:
         sample_module.main()

@@ -43,7 +43,7 @@ def test_load_in_memory(store):
     [(None, "text-gpt-01234567"), ("run", "run"), ("run", "run-2"), ("sweep/lr=1", "sweep/lr=1")],
 )
 @pytest.mark.parametrize("key", ["path", "fallback_path"])
-def test_load_finds_what_a_run_keeps_elsewhere(key, name, directory, tmp_path, monkeypatch):
+def test_load_finds_snapshots_in_the_recorded_path(key, name, directory, tmp_path, monkeypatch):
     """Below the path that its config.yaml records, under as much of the directory's name as run.name has."""
     run = tmp_path / "outputs" / directory
     run.mkdir(parents=True)
@@ -60,7 +60,7 @@ def with_best(step: int, best: object) -> Snapshot:
 
 
 def test_load_of_the_best(store, tmp_path):
-    """It is the one that the newest snapshot that can be read records, wherever it is."""
+    """The best step is recorded in the newest readable snapshot, in any of the directories."""
     for step, best in ((2, None), (4, 4), (6, 4), (8, 6)):
         commit(store, with_best(step, best))
     run = store.url.removesuffix("/snapshots")
@@ -74,7 +74,7 @@ def test_load_of_the_best(store, tmp_path):
 
 
 @pytest.mark.parametrize("best", [None, [4], 4.0, "4", {}])
-def test_load_of_the_best_where_there_is_none(best, store):
+def test_load_of_the_best_without_one(best, store):
     commit(store, with_best(4, best))
     with pytest.raises(SnapshotError, match=r"there is no snapshot of step best at .*; the newest is of step 4"):
         load(store.url, step="best")
@@ -88,7 +88,7 @@ def test_load_without_a_snapshot(store):
 
 
 def test_load_of_a_damaged_step_names_the_file(store):
-    """Asked for one step, another one is not given instead."""
+    """If a step is requested, no other one is loaded instead."""
     commit(store, small_snapshot(2))
     commit(store, small_snapshot(4))
     store.storage.write(f"{directory_name(4)}/{STATE}", b"{}")

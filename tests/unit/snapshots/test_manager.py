@@ -1,4 +1,4 @@
-"""Resuming: what a snapshot must have in common with the run, and what is put back into the live objects."""
+"""Resuming: what a snapshot must have in common with the run, and what is restored into the live objects."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ CORPUS = EncodedText(
 OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snapshot.keep_last=2"]
 
 
-def typed(*overrides: str) -> Config:
+def composed(*overrides: str) -> Config:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", [*OVERRIDES, *overrides])))
 
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return typed()
+    return composed()
 
 
-def changed(config: Config, key: str, value: object) -> Config:
+def with_value(config: Config, key: str, value: object) -> Config:
     group, name = key.split(".")
     values = config.to_dict()
     values[group][name] = value
@@ -50,14 +50,14 @@ def changed(config: Config, key: str, value: object) -> Config:
 
 
 def state_of(config: Config) -> dict:
-    """What a snapshot of this configuration holds, after its way through JSON."""
+    """Return the state in a snapshot of this configuration, after a round trip through JSON."""
     context = SimpleNamespace(config=config, runtime=Runtime(config, DistEnv()), state=TrainState(step=8))
     return json.loads(json.dumps(snapshot_state(context, CORPUS, micro_batch_size=4)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Models this small are not worth more threads."""
+    """More threads only slow down models this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -82,10 +82,10 @@ def one_thread():
         ("run.seed", 7),
     ],
 )
-def test_what_must_not_change_is_named_with_both_values(key, value, config):
+def test_a_changed_key_is_named_with_both_values(key, value, config):
     old = config.to_dict()[key.split(".")[0]][key.split(".")[1]]
     with pytest.raises(SnapshotError) as refused:
-        check_state(8, state_of(config), changed(config, key, value), CORPUS)
+        check_state(8, state_of(config), with_value(config, key, value), CORPUS)
     message = str(refused.value)
     assert message.startswith("snapshot error: the snapshot of step 8 was saved with other settings: ")
     assert f" {key} ({old} there, {value} now);" in message
@@ -93,14 +93,14 @@ def test_what_must_not_change_is_named_with_both_values(key, value, config):
 
 
 def test_every_difference_is_named(config):
-    other = changed(changed(config, "model.n_layer", 5), "run.seed", 7)
+    other = with_value(with_value(config, "model.n_layer", 5), "run.seed", 7)
     with pytest.raises(SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"):
         check_state(8, state_of(config), other, CORPUS)
 
 
 def test_another_optimizer(config):
     with pytest.raises(SnapshotError, match=r"optimizer.name \(adamw there, sgd now\)"):
-        check_state(8, state_of(config), typed("optimizer=sgd"), CORPUS)
+        check_state(8, state_of(config), composed("optimizer=sgd"), CORPUS)
 
 
 def test_another_text(config):
@@ -124,8 +124,8 @@ def test_another_text(config):
         ("run.name", "other"),
     ],
 )
-def test_what_may_change(key, value, config):
-    check_state(8, state_of(config), changed(config, key, value), CORPUS)
+def test_keys_that_may_change(key, value, config):
+    check_state(8, state_of(config), with_value(config, key, value), CORPUS)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_what_may_change(key, value, config):
         ("text", None),
     ],
 )
-def test_a_state_that_does_not_hold_what_it_should(key, value, config):
-    """Its manifest may be right and still it is none of ours."""
+def test_an_invalid_state(key, value, config):
+    """Its manifest may be valid even so."""
     with pytest.raises(SnapshotError, match="the snapshot of step 8 has an invalid state"):
         check_state(8, {**state_of(config), key: value}, config, CORPUS)
 
@@ -153,7 +153,7 @@ def test_a_state_that_does_not_hold_what_it_should(key, value, config):
 
 
 def test_the_names_in_state_json(config):
-    """A test of its own, so that a rename in the code does not become one on disk: names may be added, not changed."""
+    """Names may be added, not changed: a rename in the code must not become one on disk."""
     assert list(state_of(config)) == [
         *("train_state", "scaler", "micro_batch_size", "vocabulary", "text", "config", "environment"),
     ]
@@ -169,14 +169,14 @@ def test_the_names_in_state_json(config):
 
 
 def test_keys_of_other_versions_are_ignored(config):
-    """Those that a later one has added, and those of ddp, which change no number of a resumed run."""
+    """Those added by a later version, and those of ddp, which do not change the numbers of a resumed run."""
     state = state_of(config) | {"added_later": [1]}
     state["train_state"] |= {"added_later": 12.5, "skipped_steps": [7], "wasted_seconds": 2.5}
     state["text"] |= {"added_later": None}
     state["config"]["ddp"] |= {"powersgd_rank": 4, "bucket_cap_mb": "auto"}
     del state["environment"]
     check_state(8, state, config, CORPUS)
-    model, optim = live(config)
+    model, optim = build(config)
     snapshot = Snapshot(8, model_state(model), optimizer_state(model, optim), state)
     restored = restore(snapshot, model, optim, torch.amp.GradScaler("cpu", enabled=False))
     expected = TrainState(step=8, skipped_steps=[7], wasted_seconds=2.5, saved_at=restored.saved_at)
@@ -187,7 +187,7 @@ def test_keys_of_other_versions_are_ignored(config):
 @pytest.mark.parametrize("stall", [0.0, 70.0])
 @pytest.mark.parametrize("wasted", [-5183989.0, 0.0, 30.0])
 def test_goodput_is_a_share(wall, stall, wasted):
-    """Also where a clock went back in the middle of a run."""
+    """Also if a clock went back during a run."""
     goodput = TrainState(wall_seconds=wall, stall_seconds=stall, wasted_seconds=wasted).goodput
     assert 0 <= goodput <= 1
     assert TrainState(wall_seconds=90, stall_seconds=10, wasted_seconds=10).goodput == pytest.approx(0.8)
@@ -205,7 +205,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-def live(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)
     return model, build_optimizer(model, config.optimizer)
@@ -235,9 +235,9 @@ def load_latest(manager: SnapshotManager) -> Snapshot | None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(optimizer, tmp_path):
-    config = typed(f"optimizer={optimizer}")
-    model, optim = live(config)
+def test_a_restored_run_equals_an_uninterrupted_one(optimizer, tmp_path):
+    config = composed(f"optimizer={optimizer}")
+    model, optim = build(config)
     train(model, optim, range(3))
     train_state = TrainState(
         step=3, train_loss=1.25, val_loss=1.5, val_step=2, best_val_loss=1.5, best_step=2, loss_sum=0.1
@@ -246,7 +246,7 @@ def test_training_goes_on_from_a_snapshot_as_if_nothing_had_happened(optimizer, 
     train(model, optim, range(3, 6))
 
     manager = manager_at(tmp_path, config)
-    other, other_optim = live(changed(config, "run.seed", 7))
+    other, other_optim = build(with_value(config, "run.seed", 7))
     found = load_latest(manager)
     assert restore(found, other, other_optim, manager.runtime.scaler) == train_state
     assert found.state["micro_batch_size"] == 6
@@ -263,33 +263,33 @@ def test_a_new_run_finds_nothing(tmp_path, config):
 
 def test_last_and_best_are_kept(tmp_path, config):
     manager = manager_at(tmp_path, config)
-    model, optim = live(config)
+    model, optim = build(config)
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         save(manager, TrainState(step=step, best_step=best), model, optim)
     assert manager.stores[0].steps() == [2, 4, 5]
 
 
-def test_the_best_is_kept_only_where_wanted(tmp_path):
-    manager = manager_at(tmp_path, typed("snapshot.keep_best=false"))
-    model, optim = live(manager.config)
+def test_the_best_is_kept_only_if_configured(tmp_path):
+    manager = manager_at(tmp_path, composed("snapshot.keep_best=false"))
+    model, optim = build(manager.config)
     for step in range(1, 5):
         save(manager, TrainState(step=step, best_step=1), model, optim)
     assert manager.stores[0].steps() == [3, 4]
 
 
 def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config):
-    model, optim = live(config)
+    model, optim = build(config)
     save(manager_at(tmp_path / "old" / "snapshots", config), TrainState(step=5), model, optim)
-    follower = changed(config, "run.resume", str(tmp_path / "old"))
-    manager = manager_at(tmp_path / "new", follower)
+    resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
+    manager = manager_at(tmp_path / "new", resuming_config)
     assert load_latest(manager).step == 5
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
 
 
-def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
-    """Another snapshot.path must not mean to begin anew."""
-    model, optim = live(config)
+def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
+    """Another snapshot.path must not restart the run at step 1."""
+    model, optim = build(config)
     old = tmp_path / "run" / "snapshots"
     save(manager_at(old, config), TrainState(step=5), model, optim)
     stores = [SnapshotStore(str(tmp_path / "new"))]
@@ -301,17 +301,17 @@ def test_a_place_of_an_earlier_configuration_is_read_but_not_written(tmp_path, c
     assert load_latest(manager).step == 6
 
 
-def test_a_snapshot_of_other_settings_is_refused_when_it_is_found(tmp_path, config):
-    model, optim = live(config)
+def test_a_snapshot_of_other_settings_is_refused(tmp_path, config):
+    model, optim = build(config)
     save(manager_at(tmp_path, config), TrainState(step=5), model, optim)
     with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was saved with other settings: run.seed"):
-        load_latest(manager_at(tmp_path, changed(config, "run.seed", 7)))
+        load_latest(manager_at(tmp_path, with_value(config, "run.seed", 7)))
 
 
 def test_weights_of_another_shape_are_refused(tmp_path, config):
-    model, optim = live(config)
+    model, optim = build(config)
     manager = manager_at(tmp_path, config)
     save(manager, TrainState(step=5), model, optim)
-    wider, wider_optim = live(changed(config, "model.n_embd", 96))
+    wider, wider_optim = build(with_value(config, "model.n_embd", 96))
     with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model: "):
         restore(load_latest(manager), wider, wider_optim, manager.runtime.scaler)

@@ -1,4 +1,4 @@
-"""A safetensors file that is laid out in advance is one that the library reads."""
+"""A safetensors file with a precomputed layout can be read by the library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from mingpt_ddp.snapshots.staging_buffer import DTYPES, MAX_HEADER_BYTES, SafetensorsBuffer, decode, encode
 
 
-def some(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+def make_tensors(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return (torch.arange(1, 1 + torch.Size(shape).numel()) % 100).reshape(shape).to(dtype)
 
 
 MIXED = {
-    "bool": some(torch.bool, 3),
-    "bytes": some(torch.uint8, 5),
-    "half": some(torch.float16, 3, 3),
-    "brain": some(torch.bfloat16, 7),
-    "float": some(torch.float32, 2, 3, 4),
-    "double": some(torch.float64, 3),
-    "whole": some(torch.int64, 2),
+    "bool": make_tensors(torch.bool, 3),
+    "bytes": make_tensors(torch.uint8, 5),
+    "half": make_tensors(torch.float16, 3, 3),
+    "brain": make_tensors(torch.bfloat16, 7),
+    "float": make_tensors(torch.float32, 2, 3, 4),
+    "double": make_tensors(torch.float64, 3),
+    "whole": make_tensors(torch.int64, 2),
     "scalar": torch.tensor(1.5),
     "empty": torch.empty(0, 4),
     'name with " and ä': torch.ones(1),
@@ -43,7 +43,9 @@ def test_the_library_reads_it():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type(dtype):
-    check_equal(safetensors.torch.load(bytes(encode({"x": some(dtype, 3, 2)}))), {"x": some(dtype, 3, 2)})
+    check_equal(
+        safetensors.torch.load(bytes(encode({"x": make_tensors(dtype, 3, 2)}))), {"x": make_tensors(dtype, 3, 2)}
+    )
 
 
 def test_nothing():
@@ -51,7 +53,7 @@ def test_nothing():
 
 
 def test_every_tensor_is_aligned():
-    """Readers may map the file."""
+    """Readers may mmap the file."""
     content = bytes(encode(MIXED))
     length = int.from_bytes(content[:8], "little")
     assert length % 8 == 0
@@ -64,7 +66,7 @@ def test_the_order_of_the_names_does_not_matter():
 
 
 def test_strides_do_not_matter():
-    values = some(torch.float32, 4, 6)
+    values = make_tensors(torch.float32, 4, 6)
     check_equal(decode(bytes(encode({"x": values.T, "y": values[:, ::2]}))), {"x": values.T, "y": values[:, ::2]})
 
 
@@ -73,7 +75,7 @@ def test_parameters_with_gradients():
     check_equal(decode(bytes(encode({"p": parameter}))), {"p": torch.ones(3)})
 
 
-def test_it_is_filled_again_in_the_same_memory():
+def test_refilling_reuses_the_memory():
     buffer = SafetensorsBuffer(MIXED)
     buffer.fill(MIXED)
     first, address = bytes(buffer.content), buffer.content.obj.ctypes.data
@@ -84,7 +86,7 @@ def test_it_is_filled_again_in_the_same_memory():
     assert buffer.content.obj.ctypes.data == address
 
 
-def test_a_copy_does_not_follow_the_original():
+def test_the_buffer_is_a_copy():
     values = torch.zeros(3)
     content = encode({"x": values})
     values += 1
@@ -112,12 +114,12 @@ def test_what_fits():
         (1000).to_bytes(8, "little") + b"{}",
     ],
 )
-def test_what_is_no_such_file_is_refused(content):
+def test_invalid_files_are_refused(content):
     with pytest.raises(ValueError, match=r"."):
         decode(content)
 
 
-def test_a_tensor_that_ends_behind_the_file_is_refused():
+def test_a_tensor_beyond_the_end_of_the_file_is_refused():
     header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
     with pytest.raises(ValueError, match=r"."):
         decode(len(header).to_bytes(8, "little") + header)

@@ -1,4 +1,4 @@
-"""A snapshot is whole or it does not exist; whatever happened to the newest, the one before is used."""
+"""A snapshot is complete or does not exist; if the newest one is damaged, the previous one is used."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILES = [MODEL, OPTIMIZER, STATE, MANIFEST]
 
 @pytest.fixture
 def warnings():
-    """The messages of the package's log at level WARNING and above."""
+    """The messages logged by the package at level WARNING and above."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -63,7 +63,7 @@ def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
 # Write, read, find
 
 
-def test_what_is_written_is_read(store):
+def test_write_and_read(store):
     commit(store, small_snapshot(7))
     found = store.read(7)
     assert found.step == 7
@@ -105,7 +105,7 @@ def test_the_newest_is_found(store, warnings):
         ("step_0000000x", None),
     ],
 )
-def test_names_of_directories(name, step):
+def test_directory_names(name, step):
     assert step_of(name) == step
 
 
@@ -115,7 +115,7 @@ def test_steps_sort_by_number_beyond_eight_digits(store):
     assert store.read_latest().step == 100_000_000
 
 
-def test_other_names_are_left_alone(store):
+def test_other_names_are_ignored(store):
     store.storage.write("notes.txt", b"x")
     commit(store, small_snapshot(7))
     store.prune(1, None, 7)
@@ -145,8 +145,8 @@ def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
     assert store.steps() == [3, 5]
 
 
-def test_prune_spares_the_future(store):
-    """A run that went back to an older snapshot does not delete what lies beyond until it comes there again."""
+def test_prune_keeps_later_steps(store):
+    """A run that resumed from an older snapshot keeps later ones until it reaches their steps again."""
     for step in (1, 2, 3, 8, 9):
         commit(store, small_snapshot(step))
     store.prune(keep_last=1, best=None, newest=3)
@@ -171,7 +171,7 @@ def failing(url: str, calls: int) -> Storage:
 
 
 @pytest.mark.parametrize("calls", range(2))
-def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnings):
+def test_a_partially_deleted_snapshot_does_not_exist(calls, store, warnings):
     for step in (1, 2):
         commit(store, small_snapshot(step))
     store.storage = failing(store.url, calls)
@@ -182,12 +182,12 @@ def test_a_snapshot_that_is_deleted_half_way_does_not_exist(calls, store, warnin
     assert warnings == []
 
 
-# Writes that fail half-way
+# Failed writes
 
 
-# A write is: delete the old manifest, delete the old directory, three files, the manifest.
+# A write deletes the old manifest, deletes the old directory, and writes three files and the manifest.
 @pytest.mark.parametrize("calls", range(6))
-def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warnings):
+def test_a_failed_write_keeps_the_previous_snapshot(calls, store, warnings):
     commit(store, small_snapshot(4))
     store.storage = failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
@@ -195,14 +195,14 @@ def test_a_write_that_fails_half_way_leaves_the_one_before(calls, store, warning
     again = SnapshotStore(store.url)
     assert not again.is_committed(8)
     assert again.read_latest().step == 4
-    assert warnings == []  # an unfinished snapshot is nothing to worry about
+    assert warnings == []  # an unfinished snapshot causes no warning
     commit(again, small_snapshot(8))
     assert again.read_latest().step == 8
     assert sorted(files_of(again, 8)) == sorted(FILES)
 
 
 @pytest.mark.parametrize("calls", range(6))
-def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
+def test_a_failed_rewrite_never_mixes_old_and_new(calls, store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     store.storage = failing(store.url, calls)
@@ -217,7 +217,7 @@ def test_a_rewrite_that_fails_half_way_never_mixes_old_and_new(calls, store):
 
 @pytest.mark.parametrize("calls", range(3))
 def test_a_full_disk_leaves_no_partial_files(calls, tmp_path, monkeypatch):
-    """The system refuses the bytes of one file: its temporary file is gone, and there is no manifest."""
+    """The write of one file fails: its temporary file is deleted, and there is no manifest."""
     store = SnapshotStore(str(tmp_path))
     fsync, count = os.fsync, iter(range(99))
 
@@ -262,7 +262,7 @@ def flipped(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("damage", [truncated, emptied, lengthened, flipped])
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings):
+def test_damage_is_detected_and_the_previous_snapshot_is_used(name, damage, store, warnings):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     path = f"{directory_name(8)}/{name}"
@@ -274,11 +274,11 @@ def test_damage_is_noticed_and_the_one_before_used(name, damage, store, warnings
     assert len(warnings) == 1
     assert "\n" not in warnings[0]
     assert warnings[0].startswith(f"damaged snapshot {store.url}/step_00000008 is ignored: ")
-    assert name in warnings[0] or name == MANIFEST  # a digit of a manifest may accuse another file
+    assert name in warnings[0] or name == MANIFEST  # a flipped digit of a manifest may report another file
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings):
+def test_a_missing_file_is_detected_and_the_previous_snapshot_is_used(name, store, warnings):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     store.storage.delete(f"{directory_name(8)}/{name}")
@@ -287,7 +287,7 @@ def test_a_missing_file_is_noticed_and_the_one_before_used(name, store, warnings
 
 
 def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
-    """Change values in the manifest of step 8, as somebody who writes manifests would: its own SHA-256 fits."""
+    """Change values in the manifest of step 8, with a matching SHA-256 of the manifest itself."""
     path = f"{directory_name(8)}/{MANIFEST}"
     changed = {**json.loads(store.storage.read(path)), **values}
     changed.pop("sha256")
@@ -317,7 +317,7 @@ def test_a_manifest_that_describes_something_else(values, store, warnings):
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 2}'])
-def test_a_manifest_that_is_no_manifest(text, store, warnings):
+def test_an_invalid_manifest(text, store, warnings):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     store.storage.write(f"{directory_name(8)}/{MANIFEST}", text.encode())
@@ -326,7 +326,7 @@ def test_a_manifest_that_is_no_manifest(text, store, warnings):
 
 
 def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
-    """step_00000008, copied to step_00000009, claims to be a step that was never trained."""
+    """A copy of step_00000008 to step_00000009 is not a snapshot of step 9."""
     store = SnapshotStore(str(tmp_path))
     commit(store, small_snapshot(8))
     (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
@@ -336,7 +336,7 @@ def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
 
 
 def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
-    """Somebody made a manifest for bytes of their own: they are refused, never unpickled."""
+    """A manifest that matches forged bytes: they are refused, never unpickled."""
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     bytes_ = pickle.dumps({"weights": [1.0]})
@@ -348,8 +348,8 @@ def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
     assert len(warnings) == 1 and "\n" not in warnings[0]
 
 
-def test_all_damaged(store, warnings):
-    """To start from nothing would overwrite what might yet be mended."""
+def test_all_snapshots_are_damaged(store, warnings):
+    """Starting at step 1 would overwrite snapshots that might be repairable."""
     for step in (4, 8):
         commit(store, small_snapshot(step))
         store.storage.write(f"{directory_name(step)}/{MODEL}", b"")
@@ -358,7 +358,7 @@ def test_all_damaged(store, warnings):
     assert len(warnings) == 2
 
 
-def test_a_newer_format_is_not_damage(store):
+def test_a_newer_format_is_not_reported_as_damage(store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     rewrite_manifest(store, format=3)
@@ -368,14 +368,14 @@ def test_a_newer_format_is_not_damage(store):
 
 
 def write_manifest_of_format_1(store: SnapshotStore, step: int) -> bytes:
-    """Replace the manifest of a snapshot by what the first version wrote."""
+    """Replace the manifest of a snapshot by one of format 1."""
     path = f"{directory_name(step)}/{MANIFEST}"
     files = json.loads(store.storage.read(path))["files"]
     store.storage.write(path, json.dumps({"format": 1, "step": step, "files": files}, indent=1).encode())
     return store.storage.read(path)
 
 
-def test_an_older_format_is_refused_in_one_line_that_says_what_to_do(store):
+def test_an_older_format_is_refused_in_one_line(store):
     commit(store, small_snapshot(8))
     write_manifest_of_format_1(store, 8)
     for look in (store.read_latest, store.check_format, lambda: store.verify(8), lambda: store.read_metadata(8)):
@@ -387,7 +387,7 @@ def test_an_older_format_is_refused_in_one_line_that_says_what_to_do(store):
         )
 
 
-def test_a_damaged_manifest_of_format_1_is_damage(store):
+def test_a_damaged_manifest_of_format_1_is_reported_as_damage(store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     content = write_manifest_of_format_1(store, 8)
@@ -409,7 +409,7 @@ def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
 
 
 def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
-    """But they count in `verify`, and no bit of them may differ."""
+    """But `verify` checks every byte of them."""
     commit(store, small_snapshot(8))
     files = store.files(8) | store.write_files(8, {"loader.json": b"{}", "ema.safetensors": b"later"})
     rewrite_manifest(store, files=files, written_by={"version": "9.9"})

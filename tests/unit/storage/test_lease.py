@@ -1,4 +1,4 @@
-"""One writer at a time in an object store, for which memory:// stands in."""
+"""One writer at a time in an object store; memory:// stands in for it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def owner(storage) -> dict:
     return json.loads(storage.read(OWNER))
 
 
-def die(lease: Lease) -> None:
-    """As with kill -9: no more heartbeats, and the object stays."""
+def stop_heartbeats(lease: Lease) -> None:
+    """Stop the heartbeats and keep the object, as SIGKILL does."""
     lease._stopped.set()
     time.sleep(2 * HEARTBEAT_INTERVAL_S)
 
@@ -77,19 +77,19 @@ def test_the_owner_sends_heartbeats(storage, acquire):
     assert owner(storage)["heartbeat"] > first
 
 
-def test_a_living_owner_keeps_the_lease_and_is_named(storage, acquire):
+def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire):
     lease = acquire()
     begin = time.monotonic()
     with pytest.raises(RunError, match=r"is locked by process \d+ on .*still running.*run\.name"):
         acquire()
-    assert time.monotonic() - begin < LEASE_TTL_S, "one heartbeat is enough"
+    assert time.monotonic() - begin < LEASE_TTL_S, "one heartbeat was not enough"
     lease.check()
     assert owner(storage)["id"] == lease.id
 
 
 def test_a_stale_lease_is_taken_over(storage, acquire):
     old = acquire()
-    die(old)
+    stop_heartbeats(old)
     begin = time.monotonic()
     new = acquire()
     assert time.monotonic() - begin >= LEASE_TTL_S
@@ -99,28 +99,28 @@ def test_a_stale_lease_is_taken_over(storage, acquire):
 
 def test_an_owner_known_to_be_dead_is_not_waited_for(storage, acquire):
     old = acquire()
-    die(old)
+    stop_heartbeats(old)
     begin = time.monotonic()
     new = acquire(dead=old.id)
     assert time.monotonic() - begin < LEASE_TTL_S
     assert owner(storage)["id"] == new.id
 
 
-def test_another_owner_known_to_be_dead_makes_no_difference(storage, acquire):
+def test_another_dead_owner_is_ignored(storage, acquire):
     acquire()
     with pytest.raises(RunError, match="still running"):
         acquire(dead="somebody else")
 
 
 def test_an_owner_notices_a_takeover(storage, acquire):
-    """It was only slow or suspended, and continues."""
+    """The owner was only slow or suspended, and continues."""
     old = acquire()
-    die(old)
+    stop_heartbeats(old)
     new = acquire()
     with pytest.raises(RunError, match=r"was taken over by process \d+ on"):
         old.check()
     old.release()
-    assert owner(storage)["id"] == new.id, "it released the lease of another"
+    assert owner(storage)["id"] == new.id, "it released the lease of another process"
     new.check()
 
 
@@ -134,7 +134,7 @@ def test_no_heartbeat_after_a_takeover(storage, acquire):
             old.check()
 
 
-def test_a_takeover_is_final_after_the_other_has_released(storage, acquire):
+def test_a_takeover_is_final_after_the_new_owner_has_released(storage, acquire):
     old = acquire()
     write_record(storage, id="another", owner="process 1 on elsewhere", heartbeat=0)
     time.sleep(4 * HEARTBEAT_INTERVAL_S)
@@ -152,9 +152,9 @@ def test_a_released_lease_is_free(storage, acquire):
 
 
 def test_release_while_another_waits(storage, acquire):
-    """A process that waits for a heartbeat takes over a lease that is released in the meantime."""
+    """A process that waits for a heartbeat acquires a lease that is released meanwhile."""
     lease = acquire()
-    die(lease)
+    stop_heartbeats(lease)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(acquire)
         time.sleep(LEASE_TTL_S / 4)
@@ -168,7 +168,7 @@ def test_of_several_processes_one_acquires(storage, acquire, before):
     dead = None
     if before != "free":
         old = acquire()
-        die(old)
+        stop_heartbeats(old)
         dead = old.id if before == "dead and known" else None
     start = threading.Barrier(4)
 
@@ -198,23 +198,23 @@ def test_clocks_are_not_compared(storage, acquire, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", b'{"id": 3, "owner": ["x"]}', b"[" * 9999])
-def test_a_damaged_record_belongs_to_nobody_alive(storage, acquire, content):
+def test_a_damaged_record_has_no_live_owner(storage, acquire, content):
     storage.write(OWNER, content)
     lease = acquire()
     assert owner(storage)["id"] == lease.id
 
 
-def test_a_record_cannot_write_to_the_terminal(storage, acquire):
+def test_control_characters_of_a_record_are_not_printed(storage, acquire):
     stop = threading.Event()
 
-    def beat_on():
+    def continue_heartbeats():
         beat = 0
         while not stop.wait(HEARTBEAT_INTERVAL_S):
             beat += 1
             write_record(storage, id="x", owner="a\nb\x1b[31m" + "c" * 999, beat=beat)
 
     write_record(storage, id="x", owner="a", beat=-1)
-    thread = threading.Thread(target=beat_on)
+    thread = threading.Thread(target=continue_heartbeats)
     thread.start()
     try:
         with pytest.raises(RunError) as caught:
@@ -285,11 +285,11 @@ def test_a_slow_read_does_not_make_a_lease_stale(storage, acquire, monkeypatch):
     read = other.read
     slow = iter([0.0, 2 * LEASE_TTL_S])
 
-    def sluggish(*args, **kwargs):
+    def slow_read(*args, **kwargs):
         content = read(*args, **kwargs)  # as it is now
         time.sleep(next(slow, 0.0))
         return content
 
-    monkeypatch.setattr(other, "read", sluggish)
+    monkeypatch.setattr(other, "read", slow_read)
     with pytest.raises(RunError, match="still running"):
         acquire(other)

@@ -1,4 +1,4 @@
-"""The run directory: its lock, its name, the record of every start."""
+"""The run directory: its lock, its name, the records of its starts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ time.sleep(100)
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Another process that holds the directory `tmp_path / "run"`."""
+def lock_holder(tmp_path):
+    """Another process that holds the lock of `tmp_path / "run"`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -49,15 +49,15 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_a_directory_has_one_owner_and_the_error_names_it(holder, tmp_path):
+def test_a_directory_has_one_owner_and_the_error_names_it(lock_holder, tmp_path):
     with pytest.raises(RunError) as refused:
         RunDirectory(tmp_path / "run", wait_s=0.2)
     message = str(refused.value)
-    assert message.startswith(f"run error: {tmp_path / 'run'} is locked by process {holder.pid} on ")
+    assert message.startswith(f"run error: {tmp_path / 'run'} is locked by process {lock_holder.pid} on ")
     assert "still running" in message and "\n" not in message
 
 
-def test_a_refused_lock_does_not_disturb_the_owner(holder, tmp_path):
+def test_a_refused_lock_does_not_affect_the_owner(lock_holder, tmp_path):
     before = (tmp_path / "run" / ".lock").read_text()
     for _ in range(2):
         with pytest.raises(RunError):
@@ -65,15 +65,15 @@ def test_a_refused_lock_does_not_disturb_the_owner(holder, tmp_path):
     assert (tmp_path / "run" / ".lock").read_text() == before
 
 
-def test_kill_9_releases_the_directory(holder, tmp_path):
-    os.kill(holder.pid, signal.SIGKILL)  # not reaped yet: a zombie holds no lock
+def test_kill_9_releases_the_directory(lock_holder, tmp_path):
+    os.kill(lock_holder.pid, signal.SIGKILL)  # not reaped yet: a zombie holds no lock
     directory = RunDirectory(tmp_path / "run", wait_s=5)
     assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     directory.release()
 
 
-def test_an_owner_that_exits_within_the_wait(holder, tmp_path):
-    timer = threading.Timer(0.3, holder.kill)
+def test_an_owner_that_exits_while_waiting(lock_holder, tmp_path):
+    timer = threading.Timer(0.3, lock_holder.kill)
     timer.start()
     RunDirectory(tmp_path / "run", wait_s=10).release()
     timer.join()
@@ -121,7 +121,7 @@ def test_a_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
     RunDirectory(tmp_path / "run", wait_s=0).release()
 
 
-def test_other_directories_are_free(holder, tmp_path):
+def test_other_directories_can_be_locked(lock_holder, tmp_path):
     RunDirectory(tmp_path / "run-2", wait_s=0).release()
 
 
@@ -184,7 +184,7 @@ def test_the_first_start_is_recorded(directory):
     assert (directory.path / ".hydra" / "overrides.yaml").read_text() == "[]\n"
 
 
-def test_starts_that_change_nothing_add_nothing(directory):
+def test_starts_without_changes_add_no_record(directory):
     for _ in range(3):
         directory.record_start(CONFIG, {})
     assert list(configs(directory)) == ["config.yaml"]
@@ -233,7 +233,7 @@ def test_the_result_is_json(directory):
 
 
 @pytest.mark.parametrize("name", ["result.json", "config.yaml"])
-def test_a_pipe_is_not_a_record(tmp_path, name):
+def test_a_pipe_is_not_read_as_a_record(tmp_path, name):
     os.mkfifo(tmp_path / name)
     assert read_result(tmp_path) == {}
     assert recorded_config(tmp_path) is None

@@ -158,7 +158,7 @@ def test_names_that_leave_the_directory_are_refused(call, name, storage, tmp_pat
 # Local files are written atomically
 
 
-def test_a_failing_write_leaves_the_old_content_and_no_partial_file(tmp_path):
+def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path):
     """The file may not grow beyond a limit, as on a full disk: the kernel refuses the rest of the bytes."""
     path = tmp_path / "file"
     atomic_write(path, b"old")
@@ -220,8 +220,8 @@ def test_put_if_absent_without_hard_links(tmp_path, monkeypatch):
     assert storage.list() == ["file"]
 
 
-def test_a_reader_never_sees_a_part(tmp_path):
-    """A reader of the old file goes on reading the old content: the file is replaced, not overwritten."""
+def test_a_reader_never_sees_partial_content(tmp_path):
+    """A reader that has the old file open keeps reading the old content: the file is replaced, not overwritten."""
     path = tmp_path / "file"
     atomic_write(path, b"old" * 1000)
     with open(path, "rb") as reader:
@@ -272,8 +272,8 @@ def test_a_protocol_alone(url):
         check_url(url, "snapshot.path")
 
 
-def test_a_storage_that_does_not_answer_while_it_is_opened():
-    """FTP, for one, connects at once."""
+def test_a_storage_that_does_not_respond_when_opened():
+    """FTP, for example, connects when it is opened."""
     url = "ftp://127.0.0.1:1/x"
     check_url(url, "snapshot.path")
     with pytest.raises(StorageUnavailableError, match=rf"^storage error: cannot open {url}: Connection[^\n]*$"):
@@ -318,7 +318,7 @@ def unsteady(monkeypatch):
 
 
 def store_error(status: int, code: str) -> OSError:
-    """As an S3 client reports the answer of a server."""
+    """Make an error as an S3 client does from a response."""
     error = OSError(errno.EIO, "the store's message")
     error.__cause__ = Exception()
     error.__cause__.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
@@ -366,7 +366,7 @@ def test_an_operation_ends_at_its_deadline(unsteady, monkeypatch):
 
 
 def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
-    """A retry that would come after the process was killed comes at once."""
+    """A retry that would come after the process is killed is made at once."""
     for name in ("INITIAL_BACKOFF_S", "MAX_BACKOFF_S"):
         monkeypatch.setattr(remote, name, 50.0)
     Unsteady.faults[:] = [store_error(503, "SlowDown")]
@@ -382,17 +382,17 @@ def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "made"), [(b"mine", True), (b"theirs", False)], ids=["the answer was lost", "another process was faster"]
 )
-def test_put_if_absent_whose_first_answer_was_lost(unsteady, answer, made):
+def test_put_if_absent_whose_first_response_was_lost(unsteady, answer, made):
     """The first request ends in a reset and the second is refused: only the content shows who wrote the file."""
 
-    def reset_after_the_fact(*args, **kwargs):
+    def reset_after_writing(*args, **kwargs):
         Unsteady.calls += 1
         if Unsteady.calls == 1:
             MemoryFileSystem.pipe_file(unsteady.fs, args[0], answer)
             raise ConnectionResetError
         raise FileExistsError
 
-    unsteady.fs.pipe_file = lambda path, value, mode="overwrite": reset_after_the_fact(path, value)
+    unsteady.fs.pipe_file = lambda path, value, mode="overwrite": reset_after_writing(path, value)
     assert unsteady.put_if_absent("file", b"mine") is made
 
 

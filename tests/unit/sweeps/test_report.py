@@ -1,4 +1,4 @@
-"""The report of a sweep: what is read of run directories, the table, the page, the command line."""
+"""The report of a sweep: reading run directories, the table, the page, the command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mingpt_ddp.sweeps.table import brief, short_names
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
 
 
-# What is read.
+# Reading run directories
 
 
 def test_jobs_by_objective_and_what_differs(tmp_path):
@@ -47,10 +47,10 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
     assert best_of(jobs).name == "b/c"
     assert [(job.step, job.tokens_per_s, job.faults) for job in jobs] == [(100, 4e4, 2), (100, 4e4, 0), (60, 4e4, 0)]
-    assert jobs[2].val_loss == pytest.approx(1.0), "the last that was measured"
+    assert jobs[2].val_loss == pytest.approx(1.0), "the last validation loss"
 
 
-def test_what_only_follows_from_a_preset_is_no_parameter(tmp_path):
+def test_values_implied_by_a_preset_are_not_parameters(tmp_path):
     presets = {"adamw": {"eps": 1e-8, "lr": 1e-3}, "muon": {"eps": 1e-10, "lr": 0.02, "momentum": 0.95}}
     for number, (name, lr) in enumerate([("adamw", 1e-3), ("muon", 0.02), ("muon", 0.01), ("adamw", 1e-3)]):
         keys = {f"optimizer.{key}": value for key, value in {"name": name, **presets[name], "lr": lr}.items()}
@@ -73,7 +73,7 @@ def test_the_newest_configuration_counts(tmp_path):
 
 
 def test_what_has_no_result(tmp_path):
-    """Whoever trains holds the lock."""
+    """A process that trains holds the lock."""
     running, stopped, copied = (fake_run(tmp_path / name, status=None) for name in ("running", "stopped", "copied"))
     (stopped / ".lock").touch()
     with open(running / ".lock", "w") as lock:
@@ -83,8 +83,8 @@ def test_what_has_no_result(tmp_path):
     assert copied.is_dir()
 
 
-def test_a_complete_run_that_is_trained_on_is_running(tmp_path):
-    """Its result is that of the earlier end: no objective, not the best."""
+def test_a_complete_run_that_is_resumed_is_running(tmp_path):
+    """Its result is that of the earlier limit: it has no objective, and is not the best."""
     fake_run(tmp_path / "done", {"optimizer.lr": 1}, val_loss=3.0)
     more = fake_run(tmp_path / "more", {"optimizer.lr": 2}, val_loss=2.0)
     with open(more / ".lock", "w") as lock:
@@ -94,11 +94,11 @@ def test_a_complete_run_that_is_trained_on_is_running(tmp_path):
         ("done", "complete", 3.0),
         ("more", "running", None),
     ]
-    assert read_jobs([tmp_path])[0].name == "more", "nobody trains it any more"
+    assert read_jobs([tmp_path])[0].name == "more", "no process trains it any more"
 
 
 @pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"1"', "true", "1e999", "{}", "-1e200"])
-def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, loss):
+def test_a_nonfinite_loss_is_never_the_best(tmp_path, loss):
     fake_run(tmp_path / "good", {"optimizer.lr": 0.5}, val_loss=3.0)
     run = fake_run(tmp_path / "bad", val_loss=2.0)
     (run / "result.json").write_text(f'{{"status": "complete", "val_loss": {loss}}}')
@@ -109,7 +109,7 @@ def test_a_loss_that_is_no_number_is_never_the_best(tmp_path, loss):
     assert bad.split()[0] == "-"
 
 
-def test_keys_that_only_some_jobs_have(tmp_path):
+def test_keys_of_some_jobs_only(tmp_path):
     fake_run(tmp_path / "a", {"optimizer.name": "adamw"})
     fake_run(tmp_path / "b", {"optimizer.name": "sgd", "optimizer.momentum": 0.9})
     fake_run(tmp_path / "c", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1})
@@ -150,8 +150,8 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, conten
     assert not (tmp_path / "stolen").exists()
 
 
-def test_nothing_is_waited_for(tmp_path):
-    """Neither a pipe, nor a device, nor a configuration of 2 kB that doubles in each of its lines."""
+def test_nothing_blocks_the_report(tmp_path):
+    """Neither a pipe, nor a device, nor a configuration of 2 kB that grows exponentially by merging."""
     fake_run(tmp_path / "good")
     for file in ("config.yaml", "result.json", "metrics.jsonl", ".lock", ".hydra/overrides.yaml", ".hydra/hydra.yaml"):
         run = fake_run(tmp_path / file.replace("/", "_").strip("."), val_loss=1.0, overrides=["optimizer.lr=1"])
@@ -163,15 +163,15 @@ def test_nothing_is_waited_for(tmp_path):
         file.truncate(1 << 40)
     merges = "".join(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}, *m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 40))
     (fake_run(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
-    words = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
-    told = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
-    notes = [line for line in told.splitlines() if line.startswith("note: ")]
+    command = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    notes = [line for line in output.splitlines() if line.startswith("note: ")]
     bad = ("bomb/config.yaml", "config.yaml/config", "metrics.jsonl/m", "one_line/m", "result.json/r", "zeros/m")
     assert len(notes) == len(bad) and all(any(name in note for note in notes) for name in bad), notes
 
 
 def test_integers_of_any_length(tmp_path):
-    """Python refuses to write them in decimal digits, though it reads them in others."""
+    """Python refuses to print them in decimal, although it reads them in hexadecimal."""
     giant = f"0x{'F' * 5000}"
     content = f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: {{? {giant} : 1}}"
     (fake_run(tmp_path / "a") / "config.yaml").write_text(content)
@@ -202,7 +202,7 @@ def test_no_run_is_an_error(tmp_path, directory):
     assert not (tmp_path / "page.html").exists()
 
 
-# Values and scales.
+# Values and scales
 
 
 def test_values_are_brief():
@@ -223,7 +223,7 @@ def test_decades_are_logarithmic():
     assert _positions([1.0, 2.0, 5.0])[0][identity(2)] == pytest.approx(0.25)
 
 
-def test_what_is_not_a_number_makes_categories():
+def test_values_that_are_not_numbers_are_categories():
     at, ticks = _positions(["gelu", None, True, 3, [0.9, 0.99]])
     assert ticks == {0: "3", 0.25: "[0.9, 0.99]", 0.5: "gelu", 0.75: "null", 1: "true"}
     assert at[identity([0.9, 0.99])] == 0.25
@@ -254,11 +254,11 @@ def test_any_values_have_a_legible_axis(values):
     ],
     ids=str,
 )
-def test_losses_far_above_the_others_do_not_squeeze_them(losses, highest):
+def test_outlier_losses_do_not_compress_the_axis(losses, highest):
     assert _highest(losses) == highest
 
 
-# The table and the page.
+# The table and the page
 
 
 class Page(html.parser.HTMLParser):
@@ -291,7 +291,7 @@ class Page(html.parser.HTMLParser):
         return [count for count in counts if count]
 
 
-def test_hostile_names_and_values_are_only_text(tmp_path):
+def test_hostile_names_and_values_are_escaped(tmp_path):
     sweep = tmp_path / "<b>sweep"
     name = "<img src=x onerror=alert(1)>\udcff\n'"
     values = {"model.name": HOSTILE, "optimizer.lr": 1}
@@ -307,10 +307,10 @@ def test_hostile_names_and_values_are_only_text(tmp_path):
     assert not [name for _, values in page.tags for name in values if name.startswith("on")]
     assert "<script>alert" in page.text
     labels = re.sub("<br>|</?b>|<extra></extra>", "", json.dumps(page.figures))
-    assert "&lt;script&gt;" in labels and "<" not in labels, "plotly would render some tags"
+    assert "&lt;script&gt;" in labels and "<" not in labels, "plotly renders some tags"
 
 
-def test_the_page_needs_nothing_but_itself(tmp_path):
+def test_the_page_is_self_contained(tmp_path):
     for number in range(3):
         fake_run(tmp_path / f"{number}", {"optimizer.lr": 10.0**-number})
     report([tmp_path], tmp_path / "page.html")
@@ -383,7 +383,7 @@ def test_curves_of_any_height_and_length(tmp_path):
     fake_run(tmp_path / "long", steps=20_000)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
-    assert page.traces("lines")[:2] == [4, 4], "a loss of 1e299 is no coordinate"
+    assert page.traces("lines")[:2] == [4, 4], "a loss of 1e299 cannot be a coordinate"
     long = max((trace for trace in page.figures[1]["data"]), key=lambda trace: len(trace["x"]))
     assert len(long["x"]) <= POINTS + 1
     assert long["x"][-1] == 20_000, "the last one is drawn"
@@ -440,7 +440,7 @@ def test_the_text_has_a_line_for_each_job(tmp_path):
     ]
 
 
-# The command line.
+# The command line
 
 SWEEP = [
     "experiment=demo",
@@ -452,48 +452,50 @@ SWEEP = [
 ]
 
 
-def composed(words: list[str]) -> dict:
+def compose_config(overrides: list[str]) -> dict:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_mapping(to_plain(compose("config", words))).to_dict()
+        return from_mapping(to_plain(compose("config", overrides))).to_dict()
 
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
-    words = [
+    overrides = [
         *SWEEP,
         "data.path='a b=\\'$x\\' \"é\"\\\\'",
         "data.name='{null}'",
         "model.name='true'",
         "data.sha256=null",
     ]
-    config = composed(words)
+    config = compose_config(overrides)
     config["run"]["name"] = "study/optimizer.lr=0.003,a=b-0123abcd"
-    run = fake_run(tmp_path / config["run"]["name"], overrides=words if recorded else None)
+    run = fake_run(tmp_path / config["run"]["name"], overrides=overrides if recorded else None)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     command = command_line(read_jobs([tmp_path])[0])
     python, main, *again = shlex.split(command)
     assert (python, main) == ("python", "main.py")
-    told = subprocess.run(["bash", "-c", f"printf '%s\\n' {shlex.join(again)}"], capture_output=True, text=True).stdout
-    assert told.splitlines() == again
-    assert composed(again) == config
+    output = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {shlex.join(again)}"], capture_output=True, text=True
+    ).stdout
+    assert output.splitlines() == again
+    assert compose_config(again) == config
 
 
-def test_a_run_of_its_own_keeps_its_name(tmp_path):
+def test_a_single_run_keeps_its_name(tmp_path):
     run = fake_run(tmp_path / "study", overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
-    words = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
-    other = fake_run(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=words)
+    overrides = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
+    other = fake_run(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=overrides)
     assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=2 optimizer.lr=1"
 
 
-def test_the_program_where_there_is_no_main(tmp_path, monkeypatch):
+def test_the_command_without_main_py(tmp_path, monkeypatch):
     run = fake_run(tmp_path / "study", overrides=["run.name=study"])
     monkeypatch.chdir(tmp_path)
     assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
 
 
 def test_no_command_line_of_another_run(tmp_path):
-    """The words of a sweep's job have the sweep's name: they alone would train a plain run in its directory."""
+    """The overrides of a job have the name of the sweep, and alone would train a plain run in its directory."""
     run = fake_run(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
@@ -503,7 +505,7 @@ def test_no_command_line_of_another_run(tmp_path):
     assert "no command line" in text.splitlines()[-2]
 
 
-def test_a_directory_of_presets_of_their_own_is_named(tmp_path):
+def test_a_user_config_directory_is_in_the_command(tmp_path):
     run = fake_run(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
     sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
     record = {"hydra": {"job": {"config_name": "config"}, "runtime": {"config_sources": sources}}}
@@ -523,11 +525,11 @@ def test_any_text_survives_hydra():
     texts = ["a", "it's", "\\", "a\\'b", "\\'", "${run.name}", "\\${x}", "nUll", "1e3", "", " ", "a,b", "[1,2", "{"]
     texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        words = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
-        assert list(compose("config", words).probe.values()) == texts
+        overrides = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
+        assert list(compose("config", overrides).probe.values()) == texts
 
 
-# The tool.
+# The tool
 
 
 @pytest.fixture
@@ -535,7 +537,7 @@ def call(monkeypatch, capsys):
     return call_tool(tool, monkeypatch, capsys)
 
 
-def test_it_says_where_the_page_is(tmp_path, call):
+def test_the_path_of_the_page_is_printed(tmp_path, call):
     fake_run(tmp_path / "sweep" / "a")
     code, out, error = call(tmp_path / "sweep")
     assert (code, error) == (0, "")
@@ -545,7 +547,7 @@ def test_it_says_where_the_page_is(tmp_path, call):
 
 
 @pytest.mark.parametrize(
-    ("word", "message"),
+    ("arg", "message"),
     [
         ("nothing", "nothing is not a directory"),
         ("--open", "open is not a key; use one of runs"),
@@ -553,12 +555,12 @@ def test_it_says_where_the_page_is(tmp_path, call):
         ("s3://key:hunter2@bucket/run", "runs holds credentials"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, monkeypatch, call, word, message):
+def test_errors_are_one_line(tmp_path, monkeypatch, call, arg, message):
     monkeypatch.chdir(tmp_path)
-    code, out, error = call(word)
+    code, out, error = call(arg)
     assert (code, out) == (2, "")
-    kind = "config" if "credentials" in message or word == "--open" else "run"
-    assert error.startswith(f"{kind} error: {message}; " if word == "nothing" else f"{kind} error: {message}")
+    kind = "config" if "credentials" in message or arg == "--open" else "run"
+    assert error.startswith(f"{kind} error: {message}; " if arg == "nothing" else f"{kind} error: {message}")
     assert "hunter2" not in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -569,11 +571,11 @@ def test_a_page_that_cannot_be_written(tmp_path, call):
     (tmp_path / "sweep" / "report.html").mkdir()
     code, out, error = call(tmp_path / "sweep")
     assert code == 2
-    assert "2.0000  complete" in out and f"best: {tmp_path / 'sweep' / 'a'}" in out, "the table is not lost with it"
+    assert "2.0000  complete" in out and f"best: {tmp_path / 'sweep' / 'a'}" in out, "the table is printed nevertheless"
     assert re.match(r"run error: cannot write .*report.html: ", error)
 
 
-def test_without_arguments_it_explains_itself(call):
+def test_without_arguments_the_help_is_printed(call):
     code, out, _ = call()
     assert code == 0
     assert "python -m mingpt_ddp.report" in out
@@ -586,5 +588,5 @@ def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
         f"report([Path({str(tmp_path)!r})], Path({str(tmp_path)!r}) / 'page.html');"
         "print(json.dumps([name for name in ('torch', 'tensorboard', 'numpy') if name in sys.modules]))"
     )
-    told = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert json.loads(told) == []
+    output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert json.loads(output) == []

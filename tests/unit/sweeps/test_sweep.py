@@ -1,4 +1,4 @@
-"""What a sweep does before its first job."""
+"""Checks of a sweep before its first job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mingpt_ddp.distributed.exit import ProcessExit
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Begin the search; the error that would end the process is raised."""
+    """Start the search; raise the error that would end the process."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
 
     def fail(self, error):

@@ -1,4 +1,4 @@
-"""When a step must not be taken."""
+"""When the anomaly policy rejects a step."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ def policy(state: TrainState | None = None, spike_factor: float | None = None, s
 @pytest.mark.parametrize(
     ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (-math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
 )
-def test_what_is_not_finite(loss, norm):
+def test_nonfinite_loss_or_norm(loss, norm):
     assert policy().find_anomaly(loss, norm) == f"loss {loss} and gradient norm {norm}"
 
 
-def test_what_is_finite():
+def test_large_finite_values():
     assert policy().find_anomaly(1e30, 1e30) is None
 
 
-def test_an_overflow_of_scaled_gradients_is_no_anomaly():
+def test_an_overflow_of_scaled_gradients_is_not_an_anomaly():
     """But a loss is never scaled."""
     assert policy(scaled=True).find_anomaly(1.0, math.inf) is None
     assert policy(scaled=True).find_anomaly(1.0, math.nan) is None
     assert policy(scaled=True).find_anomaly(math.nan, 1.0) is not None
 
 
-def test_a_spike():
-    judge = policy(spike_factor=2)
-    assert judge.find_anomaly(1e9, 1.0) is None, "there is nothing to compare with yet"
-    judge.on_step_accepted(1, 3.0)
-    assert judge.context.state.loss_ema == 3.0
-    assert judge.find_anomaly(6.0, 1.0) is None
-    assert judge.find_anomaly(6.001, 1.0) == "loss 6.0010, more than 2 times the average of 3.0000"
+def test_a_loss_spike():
+    anomaly_policy = policy(spike_factor=2)
+    assert anomaly_policy.find_anomaly(1e9, 1.0) is None, "there is no average to compare with yet"
+    anomaly_policy.on_step_accepted(1, 3.0)
+    assert anomaly_policy.context.state.loss_ema == 3.0
+    assert anomaly_policy.find_anomaly(6.0, 1.0) is None
+    assert anomaly_policy.find_anomaly(6.001, 1.0) == "loss 6.0010, more than 2 times the average of 3.0000"
 
 
-def test_the_average_forgets():
+def test_the_average_decays():
     state = TrainState()
-    judge = policy(state, spike_factor=2)
-    judge.on_step_accepted(1, 3.0)
-    judge.on_step_accepted(2, 1.0)
+    anomaly_policy = policy(state, spike_factor=2)
+    anomaly_policy.on_step_accepted(1, 3.0)
+    anomaly_policy.on_step_accepted(2, 1.0)
     assert state.loss_ema == pytest.approx(3 * EMA_DECAY + 1 - EMA_DECAY)
     for step in range(3, 1000):
-        judge.on_step_accepted(step, 1.0)
+        anomaly_policy.on_step_accepted(step, 1.0)
     assert state.loss_ema == pytest.approx(1.0)
 
 
 def test_without_a_factor_there_is_no_average():
-    """A snapshot does not change because nobody asked for something."""
+    """Snapshots without the option do not change."""
     state = TrainState()
     policy(state).on_step_accepted(1, 3.0)
     assert state.loss_ema is None
 
 
-def test_a_step_that_is_taken_resets_the_count_of_skips():
+def test_an_accepted_step_resets_the_count_of_skips():
     state = TrainState(consecutive_skips=3)
     policy(state).on_step_accepted(99, 1.0)
     assert state.consecutive_skips == 0

@@ -18,7 +18,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.training import evaluate
 from mingpt_ddp.training.evaluate import Evaluator
 
-torch.set_num_threads(1)  # for tensors as small as these, more threads only stand in each other's way
+torch.set_num_threads(1)  # more threads only slow down tensors this small
 
 T, V = 8, 11
 LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest behind the whole windows is 0, 1, ...
@@ -36,7 +36,7 @@ def text(length: int) -> np.ndarray:
 
 
 class MeanOfTargets(nn.Module):
-    """A model whose loss tells which characters it was asked to predict."""
+    """A model whose loss is the mean of its targets, so that it reveals which ones were evaluated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ class MeanOfTargets(nn.Module):
 
 @pytest.mark.parametrize("per_batch", [1, 2 * T, 4096])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_character_once(runtime, monkeypatch, length, per_batch):
-    """The characters are their own positions, so that each can be recognised; the mean is over characters."""
+def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_batch):
+    """The characters are their own positions, so that each can be identified; the mean is over characters."""
     monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
     model = MeanOfTargets()
     loss = Evaluator(np.arange(length, dtype=np.uint16), T, runtime).run(model)
@@ -61,7 +61,7 @@ def test_every_character_once(runtime, monkeypatch, length, per_batch):
 
 @pytest.mark.parametrize("per_batch", [2 * T, 4096])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_the_loss_is_that_of_a_plain_slow_loop(runtime, monkeypatch, length, per_batch):
+def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_batch):
     """One character after the other, each from those before it in its window."""
     monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
     torch.manual_seed(0)
@@ -88,7 +88,7 @@ def test_the_loss_is_that_of_a_plain_slow_loop(runtime, monkeypatch, length, per
 
 @pytest.mark.parametrize("windows", [1, 3, 12, 13, 99])
 def test_a_sample_of_windows(runtime, monkeypatch, windows):
-    """103 characters have 12 whole windows: a sample has each at most once, and is always the same one."""
+    """103 characters have 12 full windows: a sample has each at most once, and is always the same."""
     monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", 2 * T)
     seen = []
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_sample_is_drawn_from_the_whole_text(runtime):
     assert len(set(model.signal_name)) == 300 * T
 
 
-def test_the_model_is_evaluated_without_dropout_and_handed_back(runtime):
+def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
     model = build_model(
         GPTConfig(
             name="test", architecture="gpt", n_layer=1, n_head=2, n_embd=16, dropout=0.5, bias=False, activation="gelu"

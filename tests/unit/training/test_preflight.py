@@ -38,8 +38,8 @@ def runtime(config) -> Runtime:
 
 
 @pytest.fixture
-def try_out(config, runtime, monkeypatch):
-    """Check a model and an optimizer, one of which may be ours."""
+def preflight(config, runtime, monkeypatch):
+    """Return a function that checks a model and an optimizer, either of which may be built in."""
 
     def run(model=None, optimizer=None, ranks: int = 1) -> None:
         for group in ("model", "optimizer"):
@@ -59,7 +59,7 @@ def try_out(config, runtime, monkeypatch):
 
 
 class Plain(nn.Module):
-    """The least that a model can be: a table of scores, with dropout."""
+    """A minimal model: a table of logits, with dropout."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class Plain(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class Own(torch.optim.Optimizer):
-    """Plain descent, to which the classes below add what they remember."""
+class PlainSGD(torch.optim.Optimizer):
+    """Plain SGD, to which the classes below add state."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -86,11 +86,11 @@ class Own(torch.optim.Optimizer):
         return 1.0
 
 
-# What is accepted
+# Accepted
 
 
 class WithBuffer(Plain):
-    """A running mean, as batch normalisation keeps one, and a mask."""
+    """A running mean, as in batch normalization, and a mask."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
@@ -114,12 +114,12 @@ class Tied(Plain):
         return self.head(super().hidden(tokens))
 
 
-class Counting(Own):
-    """Numbers of every kind, and tensors in another type and shape than the parameter's."""
+class NumericState(PlainSGD):
+    """Numbers of every type, and tensors with another dtype and shape than the parameter."""
 
     def scale(self, parameter, state):
         state["step"] = state.get("step", 0) + 1
-        state["fine"] = state.get("fine", 0.1) * 1.1  # float32 would not do
+        state["fine"] = state.get("fine", 0.1) * 1.1  # float32 would not be enough
         state["odd"] = not state.get("odd", False)
         state["sum"] = state.get("sum", torch.zeros(3, dtype=torch.float64)) + 1 / 3
         state["nothing"] = None
@@ -127,32 +127,32 @@ class Counting(Own):
         return state["fine"] * state["step"] * float(state["sum"].sum())
 
 
-class Noisy(Own):
+class RandomStep(PlainSGD):
     def scale(self, parameter, state):
         return torch.rand(()).item()
 
 
-class Coarse(Plain):
-    """All in bf16, its loss too."""
+class BFloat16(Plain):
+    """Everything in bf16, including the loss."""
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
         self.to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("model", [Plain, WithBuffer, Tied, Coarse])
-def test_models_that_resume_exactly(model, try_out):
-    try_out(model)
+@pytest.mark.parametrize("model", [Plain, WithBuffer, Tied, BFloat16])
+def test_models_that_resume_exactly(model, preflight):
+    preflight(model)
 
 
-@pytest.mark.parametrize("optimizer", [Own, Counting, Noisy])
-def test_optimizers_that_resume_exactly(optimizer, try_out):
-    try_out(optimizer=optimizer)
+@pytest.mark.parametrize("optimizer", [PlainSGD, NumericState, RandomStep])
+def test_optimizers_that_resume_exactly(optimizer, preflight):
+    preflight(optimizer=optimizer)
 
 
-def test_numbers_of_an_optimizer_come_back_as_they_were():
+def test_numbers_in_optimizer_state_are_restored():
     model = nn.Linear(2, 2)
-    optimizer = Counting(model.parameters(), {"lr": 0.1})
+    optimizer = NumericState(model.parameters(), {"lr": 0.1})
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -160,7 +160,7 @@ def test_numbers_of_an_optimizer_come_back_as_they_were():
     assert set(saved) == {
         f"{n}:{key}" for n in ("weight", "bias") for key in ("step:int", "fine:float", "odd:bool", "sum")
     }
-    other = Counting(model.parameters(), {"lr": 0.1})
+    other = NumericState(model.parameters(), {"lr": 0.1})
     load_optimizer_state(model, other, saved)
     for p in model.parameters():
         old, new = optimizer.state[p], other.state[p]
@@ -169,7 +169,7 @@ def test_numbers_of_an_optimizer_come_back_as_they_were():
         assert torch.equal(new["sum"], old["sum"]) and new["sum"].dtype == torch.float64
 
 
-# What is refused
+# Refused
 
 
 class OwnGenerator(Plain):
@@ -258,12 +258,12 @@ class Sum(Plain):
         (lambda *_: "no module", "the model own must be an nn.Module, not str"),
     ],
 )
-def test_models_that_are_refused(model, expected, try_out):
+def test_models_that_are_refused(model, expected, preflight):
     with pytest.raises(CodeError, match=expected):
-        try_out(model)
+        preflight(model)
 
 
-class OnItself(Own):
+class StateOnOptimizer(PlainSGD):
     calls = 0
 
     def scale(self, parameter, state):
@@ -271,26 +271,26 @@ class OnItself(Own):
         return self.calls
 
 
-class InItsGroup(Own):
+class StateInGroup(PlainSGD):
     def scale(self, parameter, state):
         group = self.param_groups[0]
         group["k"] = group.get("k", 0) + 1
         return group["k"]
 
 
-class Words(Own):
+class StringState(PlainSGD):
     def scale(self, parameter, state):
         state["phase"] = "early"
         return 1.0
 
 
-class Shared(Own):
+class SharedState(PlainSGD):
     def scale(self, parameter, state):
         self.state["all"] = {"k": 1}
         return 1.0
 
 
-class Colon(Own):
+class ColonInName(PlainSGD):
     def scale(self, parameter, state):
         state["a:b"] = 1
         return 1.0
@@ -299,17 +299,17 @@ class Colon(Own):
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
-        (OnItself, "the optimizer own would not resume exactly: its step depends on more than"),
-        (InItsGroup, "the optimizer own would not resume exactly: its step depends on more than"),
-        (Words, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
-        (Shared, r"the optimizer's state\['all'\] cannot be saved: it is of no parameter"),
-        (Colon, "names without a colon"),
+        (StateOnOptimizer, "the optimizer own would not resume exactly: its step depends on more than"),
+        (StateInGroup, "the optimizer own would not resume exactly: its step depends on more than"),
+        (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
+        (SharedState, r"the optimizer's state\['all'\] cannot be saved: it is of no parameter"),
+        (ColonInName, "names without a colon"),
         (lambda *_: None, "own must be a torch.optim.Optimizer, not NoneType"),
     ],
 )
-def test_optimizers_that_are_refused(optimizer, expected, try_out):
+def test_optimizers_that_are_refused(optimizer, expected, preflight):
     with pytest.raises(CodeError, match=expected):
-        try_out(optimizer=optimizer)
+        preflight(optimizer=optimizer)
 
 
 class Unused(Plain):
@@ -318,11 +318,11 @@ class Unused(Plain):
         self.spare = nn.Linear(2, 2)
 
 
-def test_parameters_without_gradients_are_refused_where_ranks_would_wait_for_them(try_out):
-    try_out(Unused)
+def test_parameters_without_gradients_are_refused_with_several_ranks(preflight):
+    preflight(Unused)
     with pytest.raises(ConfigError, match=r"spare.weight, spare.bias of the model own have no gradient"):
-        try_out(Unused, ranks=2)
+        preflight(Unused, ranks=2)
 
 
-def test_our_own_models_and_optimizers_are_not_tried(config):
+def test_built_in_models_and_optimizers_are_not_checked(config):
     assert not registry.uses_user_code(config)

@@ -1,4 +1,4 @@
-"""How deep the save path is: a stack that one can read from the end of a step to Storage.write."""
+"""The depth of the call stack from the end of a step to Storage.write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to save: Daly's interval against the paper and numbers by hand; test_availability.py tries it out."""
+"""Daly's snapshot interval against the paper and numbers by hand; test_availability.py simulates it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_by_hand():
         (0, 1000, 0, 0),
         (0, 1000, 7, 7),
         (0, math.inf, 7, 7),
-        (2, 100, 60, 60),  # the background writing takes longer than the formula's 18.7
+        (2, 100, 60, 60),  # the asynchronous write takes longer than the formula's 18.7
         (2, math.inf, 0, math.inf),
-        (200, 100, 0, 100),  # a snapshot takes as long as two lives
+        (200, 100, 0, 100),  # a snapshot takes twice the mean time between failures
         (1000, 100, 0, 100),
         (1000, 100, 300, 300),
     ],

@@ -1,4 +1,4 @@
-"""What a run says at its start: what differs from the attempts before, and nothing where nothing does."""
+"""What a run logs at its start: differences from earlier attempts, and nothing if there are none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def one_thread():
 
 @pytest.fixture
 def lines():
-    """What the package has logged, with the level before it."""
+    """The log lines of the package, each with its level."""
     found: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")
@@ -59,27 +59,27 @@ def lines():
     logger.setLevel(before)
 
 
-def about(lines: list[str], *words: str) -> list[str]:
-    return [line for line in lines if any(word in line for word in words)]
+def lines_with(lines: list[str], *texts: str) -> list[str]:
+    return [line for line in lines if any(text in line for text in texts)]
 
 
 def test_a_limit_below_the_snapshot(lines):
     train(NAME, STEPS - 2)
-    beyond, unused = about(lines, "complete")
+    beyond, unused = lines_with(lines, "complete")
     assert beyond == "INFO complete: the snapshot of step 4 is beyond the limit of 2 steps"
     assert unused == ("WARNING the run is complete, so it was not trained with trainer.max_steps: 4 -> 2")
 
 
-def test_the_last_step_again(lines):
+def test_a_complete_run_again(lines):
     train(NAME, STEPS)
-    assert about(lines, "complete") == ["INFO complete: the snapshot of step 4 is of the last step"]
+    assert lines_with(lines, "complete") == ["INFO complete: the snapshot of step 4 is of the last step"]
 
 
 # The environment
 
 
 def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
-    """What is logged where the snapshot has recorded one environment and the run has another."""
+    """Return what is logged if the snapshot has recorded one environment and the run has another."""
     runtime = SimpleNamespace(environment=lambda: {**ENVIRONMENT, **now})
     config = configuration(NAME, STEPS)
     state = {"config": config.to_dict(), "environment": recorded}
@@ -97,7 +97,7 @@ def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
         ("comm_hook", "bf16"),
     ],
 )
-def test_what_changes_the_last_bits_is_named(key, value, lines):
+def test_changes_that_affect_the_last_bits_are_named(key, value, lines):
     assert log_of(lines, ENVIRONMENT, **{key: value}) == [f"INFO {BITS}{key}: {ENVIRONMENT[key]} -> {value}"]
 
 
@@ -109,11 +109,11 @@ def test_all_changes_in_one_line(lines):
 @pytest.mark.parametrize(
     "recorded", [ENVIRONMENT, {**ENVIRONMENT, "added_later": 1}, {"torch": "2.9.0"}, {}, None, "text"]
 )
-def test_nothing_is_said_where_nothing_has_changed(recorded, lines):
+def test_nothing_is_logged_without_changes(recorded, lines):
     assert log_of(lines, recorded) == []
 
 
-def test_a_strangers_values_are_cut(lines):
+def test_untrusted_values_are_truncated(lines):
     (line,) = log_of(lines, {**ENVIRONMENT, "torch": "x" * 10**6})
     assert len(line) < 300
 
@@ -125,10 +125,10 @@ def test_a_run_records_its_own_environment(lines, cwd):
     assert state["environment"]["torch"] == torch.__version__
     assert (state["environment"]["threads"], state["environment"]["transport"]) == (1, "none")
     train(NAME, STEPS + 1)
-    assert about(lines, BITS) == []
+    assert lines_with(lines, BITS) == []
     torch.set_num_threads(2)
     train(NAME, STEPS + 2)
-    assert about(lines, BITS) == [f"INFO {BITS}threads: 1 -> 2"]
+    assert lines_with(lines, BITS) == [f"INFO {BITS}threads: 1 -> 2"]
 
 
 # The learning rate
@@ -142,7 +142,7 @@ def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, lines):
     runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
     log_start(config, runtime, dataset, torch.nn.Linear(1, 1), Path("run"), range(0, steps))
     expected = ["WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach optimizer.lr"]
-    assert about(lines, "warm-up") == (expected if warns else [])
+    assert lines_with(lines, "warm-up") == (expected if warns else [])
 
 
 def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
@@ -171,34 +171,34 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
     assert resumed(config(40), config(40)) == []
 
 
-# Snapshots that are gone
+# Deleted snapshots
 
 
-def test_deleted_snapshots_are_missed(lines):
+def test_deleted_snapshots_are_reported(lines):
     shutil.rmtree("run/snapshots")
     losses = train(NAME, STEPS)
-    assert about(lines, "WARNING") == [
+    assert lines_with(lines, "WARNING") == [
         "WARNING metrics.jsonl is at step 4, but there is no snapshot: training starts at step 1"
     ]
     assert len(losses) == STEPS
 
 
-def test_a_new_run_misses_nothing(lines):
+def test_a_new_run_reports_no_deleted_snapshots(lines):
     shutil.rmtree("run")
     train(NAME, STEPS)
     train(NAME, MORE_STEPS)
-    assert about(lines, "WARNING", "no snapshot") == []
+    assert lines_with(lines, "WARNING", "no snapshot") == []
 
 
 # The end
 
 
 @pytest.mark.parametrize("least_s", [0.0, 600.0])
-def test_goodput_is_said_of_long_runs_alone(least_s, lines, monkeypatch):
+def test_goodput_is_logged_only_for_long_runs(least_s, lines, monkeypatch):
     monkeypatch.setattr(composition, "MIN_GOODPUT_S", least_s)
     train(NAME, STEPS + 1)
     pattern = r"INFO goodput \d+\.\d%: startup, stalls for snapshots and repeated steps took [\d:]+ of [\d:]+"
-    assert [bool(re.fullmatch(pattern, line)) for line in about(lines, "goodput")] == [True] * (least_s == 0)
+    assert [bool(re.fullmatch(pattern, line)) for line in lines_with(lines, "goodput")] == [True] * (least_s == 0)
 
 
 # Clocks
@@ -217,11 +217,11 @@ def test_a_clock_that_goes_back(lines, monkeypatch, cwd):
     assert 0 < result["goodput"] <= 1 and result["wall_seconds"] > 0
     state = json.loads(max(cwd.glob("run/snapshots/*/state.json")).read_text())["train_state"]
     assert state["wasted_seconds"] > 0
-    (line,) = about(lines, "the first step was done after")
+    (line,) = lines_with(lines, "the first step was done after")
     assert float(line.split()[-2]) > 0
 
 
-def test_the_start_of_the_process_is_no_date(monkeypatch):
+def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
     begin = process_start_time()
     assert begin <= time.monotonic()
     monkeypatch.setattr(time, "time", lambda: 0.0)

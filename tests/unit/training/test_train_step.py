@@ -1,4 +1,4 @@
-"""One training step: clipping is that of torch."""
+"""One training step: clipping equals that of torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Modul
 
 @pytest.mark.parametrize("scale", [1e-3, 10.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("limit", [0.5, None])
-def test_clipping_is_that_of_torch(scale, limit):
+def test_clipping_equals_that_of_torch(scale, limit):
     ours, theirs = with_gradients(scale), with_gradients(scale)
     norm = train_step(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip_grad_norm()
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
@@ -47,12 +47,12 @@ def test_clipping_is_that_of_torch(scale, limit):
 
 
 @pytest.mark.parametrize("limit", ["1.0", "null"])
-def test_a_model_that_has_no_gradient(limit):
+def test_a_model_without_gradients(limit):
     model = nn.Linear(1, 1)
     assert train_step(model, f"trainer.grad_norm_clip={limit}").clip_grad_norm() == 0
 
 
-def test_the_seed_is_that_of_torch():
+def test_the_seed_equals_that_of_torch():
     seed_everything("dropout", 1, 2, 3)
     ours = torch.get_rng_state()
     torch.manual_seed(derive_seed("dropout", 1, 2, 3))
