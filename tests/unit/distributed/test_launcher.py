@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
 from mingpt_ddp.distributed.launcher import (
@@ -26,7 +27,9 @@ from mingpt_ddp.distributed.launcher import (
 def attempts(tmp_path):
     """Return a function that runs attempts which end as given, and may write a result before."""
 
-    def run(*endings: tuple[WorkerExit, dict | None], before: dict | None = None) -> tuple[int, bool]:
+    def run(
+        *endings: tuple[WorkerExit, dict | None], before: dict | None = None, preempted_exit_code: int = 0
+    ) -> tuple[int, bool]:
         remaining = iter(endings)
 
         def write_result(result: dict | None) -> None:
@@ -39,7 +42,8 @@ def attempts(tmp_path):
             return ending
 
         write_result(before)
-        done = _run_with_restarts(attempt, time.monotonic(), 1, tmp_path)
+        config = DDPConfig(max_restarts=1, preempted_exit_code=preempted_exit_code)
+        done = _run_with_restarts(attempt, time.monotonic(), config, tmp_path)
         assert next(remaining, None) is None, "fewer attempts than expected"
         return done
 
@@ -58,6 +62,12 @@ def test_success(attempts):
 def test_a_signal(attempts):
     assert attempts((SIGNALLED, PREEMPTED)) == (0, True)
     assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), "the signal came after the last step"
+
+
+def test_the_exit_code_of_a_preemption(attempts):
+    assert attempts((SIGNALLED, PREEMPTED), preempted_exit_code=143) == (143, True)
+    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED, preempted_exit_code=143) == (0, True)
+    assert attempts((WorkerExit(143), PREEMPTED), preempted_exit_code=143) == (143, False), "another node's signal"
 
 
 def test_a_signal_before_training(attempts):
@@ -109,11 +119,13 @@ def finish(ending: str, seconds: float) -> None:
 def join_workers():
     """Return a function that joins workers with these endings; it returns the outcome and their exit codes."""
 
-    def join(*endings: tuple[str, float], timeout_s: float = 60) -> tuple[tuple[int, int], list[int | None]]:
+    def join(
+        *endings: tuple[str, float], timeout_s: float = 60, preempted_code: int = 0
+    ) -> tuple[tuple[int, int], list[int | None]]:
         context = multiprocessing.get_context("fork")
         workers = [context.Process(target=finish, args=ending) for ending in endings]
         with _started(workers) as received:
-            ended = _join(workers, timeout_s)
+            ended = _join(workers, timeout_s, preempted_code)
         assert not received
         return ended, [worker.exitcode for worker in workers]
 
@@ -122,6 +134,12 @@ def join_workers():
 
 def test_all_workers_succeed(join_workers):
     assert join_workers(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
+
+
+def test_a_preempted_worker_has_not_failed(join_workers):
+    """The other one may be writing the result."""
+    assert join_workers(("143", 0), ("143", 0.3), preempted_code=143) == ((143, 0), [143, 143])
+    assert join_workers(("143", 0), ("1", 0.3), preempted_code=143) == ((1, 1), [143, 1])
 
 
 def test_after_a_failure_the_others_get_sigterm(join_workers):
@@ -147,7 +165,7 @@ def test_the_root_cause_of_several_failures(endings, cause):
     with _started(workers):
         for worker in workers:
             worker.join()
-        assert _join(workers, 60) == cause
+        assert _join(workers, 60, 0) == cause
 
 
 def test_signals_are_forwarded(join_workers):
@@ -155,6 +173,6 @@ def test_signals_are_forwarded(join_workers):
     worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
     with _started([worker]) as received:
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert _join([worker], 60) == (-signal.SIGUSR1, 0)
+        assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
     assert received == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is before
