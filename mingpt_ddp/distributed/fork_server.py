@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -14,23 +15,27 @@ from pathlib import Path
 from typing import Literal
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+LONGEST_TMPDIR = 70  # bytes: the server's socket is 32 longer, and a socket's address has at most 103
 PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo"]
 
 
 def start_server() -> None:
     """Start the server unless it is running; it imports torch for seconds, concurrently with this process."""
-    before = dict(os.environ)
+    before, directory = dict(os.environ), tempfile.tempdir
     package_parent = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store closes
     # Otherwise torch.cuda.is_available() would initialize CUDA, which a forked process cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
+        tempfile.tempdir = "/tmp"
     try:
         forkserver.set_forkserver_preload(PRELOADED)
         forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
+        tempfile.tempdir = directory
 
 
 def new_process(method: Literal["forkserver", "spawn"], target: Callable[..., None], *arguments: object) -> BaseProcess:

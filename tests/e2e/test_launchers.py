@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -180,11 +181,12 @@ def process_tree(pid: int) -> list[int]:
 
 @pytest.fixture
 def slow_run(tmp_path):
-    """A run of two forked workers, with its own directory for temporary files."""
-    (tmp_path / "tmp").mkdir()
-    job = Job([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=str(tmp_path / "tmp"))
-    wait_for(lambda: committed(tmp_path / "outputs" / "run"), what="a snapshot")
-    return job
+    """A run of two forked workers, with its own directory for temporary files, whose path is short."""
+    with tempfile.TemporaryDirectory(prefix="slow-run-") as directory:
+        job = Job([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=directory)
+        job.tmpdir = Path(directory)
+        wait_for(lambda: committed(tmp_path / "outputs" / "run"), what="a snapshot")
+        yield job
 
 
 def test_the_server_that_forks_the_workers_is_killed(slow_run):
@@ -204,7 +206,16 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
         os.kill(pid, signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
     assert result(tmp_path / "outputs" / "run")["status"] == "preempted"
-    assert not [path for path in (tmp_path / "tmp").iterdir() if path.name.startswith(("pymp", "torchelastic"))]
+    assert not [path for path in slow_run.tmpdir.iterdir() if path.name.startswith(("pymp", "torchelastic"))]
+
+
+def test_a_long_path_of_temporary_files(tmp_path):
+    """The address of a socket has at most 107 bytes."""
+    directory = tmp_path / ("t" * 100)
+    directory.mkdir()
+    done = call([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path, TMPDIR=str(directory))
+    assert done.returncode == 0, done.stdout
+    assert result(tmp_path / "outputs" / "run")["step"] == STEPS
 
 
 def test_without_shared_memory(tmp_path):

@@ -264,4 +264,4 @@ def test_two_sweeps_of_the_same_name_do_not_run_concurrently(tmp_path):
     second = call(single_process(*overrides), tmp_path)
     first.kill_tree()
     assert second.returncode == 2
-    assert second.stdout.startswith("run error: outputs/sweep is locked by process"), second.stdout
+    assert "\nrun error: outputs/sweep is locked by process" in f"\n{second.stdout}", second.stdout

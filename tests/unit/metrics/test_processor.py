@@ -100,8 +100,8 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, caplog):
 
     The console shows MFU only, and only if the vendor's peak is known.
     """
+    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)  # or caplog adds its handler there too
     caplog.set_level("INFO", logger="mingpt_ddp")
-    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
     monkeypatch.setattr(processor_module, "vendor_peak_flops", lambda device, dtype: peak)
     model = build_model(config.model, 65, 16)
     monkeypatch.setattr(runtime.group, "world_size", 2)
