@@ -24,15 +24,18 @@ import importlib.abc, importlib.util, os, sys, time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-RANK = os.environ.get("RANK", "0")
 
 def touch(name):
     (HERE / name).touch()
 
+def mine(name):
+    """Return the name of a marker of this rank, which a forked worker gets after the import of this module."""
+    return f"{name}.{os.environ.get('RANK', '0')}"
+
 def pause(name):
     """Report that this rank has reached the point, and wait; only once over all attempts."""
-    if not (HERE / f"{name}.{RANK}").exists():
-        touch(f"{name}.{RANK}")
+    if not (HERE / mine(name)).exists():
+        touch(mine(name))
         while not (HERE / "go").exists():
             time.sleep(0.01)
 
@@ -60,7 +63,7 @@ def report_signals(signals):
     handle = signals.SignalHandler._handle
     def handle_and_report(self, number, frame):
         handle(self, number, frame)
-        touch(f"signal.{RANK}")
+        touch(mine("signal"))
     signals.SignalHandler._handle = handle_and_report
 PATCHES["mingpt_ddp.distributed.signals"] = report_signals
 """

@@ -45,5 +45,7 @@ def test_a_server_that_does_not_respond(tool):
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         done = tool("list", "s3://bucket/run", AWS_ENDPOINT_URL=endpoint)
     assert done.returncode == 2
-    match = re.match(r"storage error: cannot list snapshots at .* \(tried for (\d+) s\)$", done.stdout)
+    *retries, error = done.stdout.splitlines()
+    assert retries == ["retrying: no response in time"]
+    match = re.fullmatch(r"storage error: cannot list snapshots at .* \(tried for (\d+) s\)", error)
     assert match and int(match[1]) <= 15, done.stdout
