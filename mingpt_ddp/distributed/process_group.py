@@ -8,9 +8,8 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,6 @@ from mingpt_ddp.errors import UserError
 T = TypeVar("T")
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
 ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The training thread's activity; the watchdog reads it to find the straggler."""
-
-    count: int  # grows with every change
-    activity: str
-    waiting: bool  # for other ranks
 
 
 def _serialize_error(error: Exception) -> tuple[str, str]:
@@ -64,7 +54,8 @@ class ProcessGroup:
         self.store: dist.Store | None = None  # of this attempt
         self.shared_memory: SharedMemoryGroup | None = None  # if all ranks are on one machine and ddp.backend=auto
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
-        self.heartbeat = Heartbeat(0, "starting", waiting=False)
+        # The training thread's activity, which the watchdog reads to find the straggler: a new dict at every change.
+        self.heartbeat: dict[str, Any] = {"count": 0, "activity": "starting", "waiting": False}
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
         self._io_group: dist.ProcessGroup | None = None  # for the snapshot thread, concurrent with the training thread
         if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
@@ -211,13 +202,13 @@ class ProcessGroup:
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
         """Update the heartbeat with the activity of this rank, and whether it waits for other ranks."""
-        self.heartbeat = Heartbeat(self.heartbeat.count + 1, activity, waiting)
+        self.heartbeat = {"count": self.heartbeat["count"] + 1, "activity": activity, "waiting": waiting}
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
-        self.set_activity(self.heartbeat.activity, waiting=True)
+        self.set_activity(self.heartbeat["activity"], waiting=True)
         yield
-        self.set_activity(self.heartbeat.activity)
+        self.set_activity(self.heartbeat["activity"])
 
     # Failures: the first rank that fails writes its error to the store, where its peers find the root cause.
 

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict
 from typing import Any
 
 from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, exit_process
@@ -53,7 +52,7 @@ class Watchdog:
 
     def _send_heartbeat(self, beat: int) -> None:
         process = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
-        heartbeat = {**asdict(self.group.heartbeat), **process, "beat": beat}
+        heartbeat = {**self.group.heartbeat, **process, "beat": beat}
         self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
 
     def _check(self) -> None:
