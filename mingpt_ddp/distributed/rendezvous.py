@@ -124,50 +124,42 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
     """
     own_id, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
     store.set(f"hello/{env.rank}", own_id)
-    attempt = (_propose if env.is_rank_zero else _confirm)(store, env, own_id, deadline)
-    return PrefixStore(f"attempt/{attempt}", store)
-
-
-def _propose(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
-    """On rank 0, propose the current ids until all ranks have confirmed the same ones."""
-    others = range(1, env.world_size)
     while True:
-        ids = [_get(store, f"hello/{rank}") for rank in others]
-        missing = [rank for rank, other_id in zip(others, ids, strict=True) if not other_id]
-        if not missing:
-            proposal = ",".join([own_id, *ids])
-            store.set("proposal", proposal)
-            missing = [rank for rank in others if _get(store, f"confirm/{rank}") != proposal]
-            if not missing:
-                store.set("go", proposal)
-                return own_id
-        absent = ", ".join(map(str, missing))
-        _pause(store, 0, own_id, deadline, f"rank {absent} did not join in time; start all ranks")
-
-
-def _confirm(store: Store, env: DistEnv, own_id: str, deadline: float) -> str:
-    """On any other rank, confirm every proposal with this process's id; return rank 0's id when it starts one."""
-    while True:
+        problem = f"rank {env.rank} waited, but not all ranks joined"
+        if env.is_rank_zero:
+            problem = f"rank {_propose(store, own_id, env.world_size)} did not join"
         proposal = _get(store, "proposal")
         ids = proposal.split(",")
         if own_id in ids:
             store.set(f"confirm/{env.rank}", proposal)
             if _get(store, "go") == proposal:
-                return ids[0]
-        message = f"rank {env.rank} waited, but not all ranks joined in time; start all ranks"
-        _pause(store, env.rank, own_id, deadline, message)
+                return PrefixStore(f"attempt/{ids[0]}", store)
+        raise_if_fatal(store)
+        if time.monotonic() > deadline:
+            if _get(store, f"hello/{env.rank}") != own_id:  # only now: it may be the successor of this process
+                raise RunError(f"another process also has RANK={env.rank}; give every process its own rank")
+            raise RunError(f"{problem} in time; start all ranks, or raise ddp.timeout_s")
+        time.sleep(POLL_S)
+
+
+def _propose(store: Store, own_id: str, world_size: int) -> str:
+    """On rank 0, propose the current ids; start the attempt if all other ranks have confirmed them.
+
+    Returns:
+        The ranks that have not.
+    """
+    others = range(1, world_size)
+    ids = [_get(store, f"hello/{rank}") for rank in others]
+    missing = [rank for rank, other_id in zip(others, ids, strict=True) if not other_id]
+    if not missing:
+        proposal = ",".join([own_id, *ids])
+        store.set("proposal", proposal)
+        missing = [rank for rank in others if _get(store, f"confirm/{rank}") != proposal]
+        if not missing:
+            store.set("go", proposal)
+    return ", ".join(map(str, missing))
 
 
 def _get(store: Store, key: str) -> str:
     """Return the value of a key, or an empty string if it has none yet."""
     return store.get(key).decode() if store.check([key]) else ""
-
-
-def _pause(store: Store, rank: int, own_id: str, deadline: float, message: str) -> None:
-    """Sleep briefly; raise on timeout or if another rank has recorded a fatal error."""
-    raise_if_fatal(store)
-    if time.monotonic() > deadline:
-        if _get(store, f"hello/{rank}") != own_id:  # only now: it may be the successor of this process
-            raise RunError(f"another process also has RANK={rank}; give every process its own rank")
-        raise RunError(f"{message}, or raise ddp.timeout_s")
-    time.sleep(POLL_S)
