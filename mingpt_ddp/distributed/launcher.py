@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -29,15 +29,6 @@ log = logging.getLogger(__name__)
 
 STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
 EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
-
-
-@dataclass(frozen=True)
-class WorkerExit:
-    """How the workers ended."""
-
-    code: int = 0  # the exit code of the first worker that failed, -n if signal n killed it; 0: none failed
-    rank: int = 0  # of that worker
-    signal: int = 0  # that this process received
 
 
 def train_on_workers(
@@ -84,9 +75,12 @@ def train_on_workers(
 
 
 def _run_with_restarts(
-    attempt: Callable[[float], WorkerExit], started_at: float, config: DDPConfig, directory: Path
+    attempt: Callable[[float], tuple[int, int]], started_at: float, config: DDPConfig, directory: Path
 ) -> tuple[int, bool]:
     """Call `attempt`, with its start time, until it succeeds or a restart would not help.
+
+    Args:
+        attempt: returns the same as `_run_attempt`.
 
     Returns:
         The same as `train_on_workers`.
@@ -95,26 +89,28 @@ def _run_with_restarts(
     for restart in range(config.max_restarts + 1):
         if restart:
             log.warning("restart %d of %d", restart, config.max_restarts)
-        workers = attempt(started_at)
+        code, received = attempt(started_at)
         started_at = time.monotonic()
-        if workers.signal:
+        if received:
             result = read_result(directory)
             if result.get("status") == RunStatus.PREEMPTED:
                 return config.preempted_exit_code, True
-            return 0 if result and result != before else 128 + workers.signal, True
-        if workers.code < 0:  # it could not log this itself
-            log.error("error: rank %d was killed by %s", workers.rank, signal.Signals(-workers.code).name)
-        if workers.code in (0, USER_ERROR, config.preempted_exit_code):
-            return workers.code, False
-    return USER_ERROR if workers.code == EX_TEMPFAIL else FAILURE, False
+            return 0 if result and result != before else 128 + received, True
+        if code in (0, USER_ERROR, config.preempted_exit_code):
+            return code, False
+    return USER_ERROR if code == EX_TEMPFAIL else FAILURE, False
 
 
-def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_at: float) -> WorkerExit:
+def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_at: float) -> tuple[int, int]:
     """Start the workers once and wait for all of them; launchers on other nodes may start further ranks.
 
     Args:
         first: the ranks of the first worker.
         started_at: time.monotonic() when this attempt began.
+
+    Returns:
+        The exit code of the first worker that failed, -n if signal n killed it, else 0 or ddp.preempted_exit_code;
+        and the signal that this process received, or 0.
     """
     n = config.ddp.nproc_per_node or 0
     shared = _shared_environ(n, first.is_standalone)
@@ -123,7 +119,9 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     with _started(workers) as received:
         code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
     number = received[-1] if received and (code or first.is_standalone) else 0  # other nodes may not see result.json
-    return WorkerExit(code, first.rank + index, number)
+    if code < 0 and not number:  # it could not log this itself
+        log.error("error: rank %d was killed by %s", first.rank + index, signal.Signals(-code).name)
+    return code, number
 
 
 def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:

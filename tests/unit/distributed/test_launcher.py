@@ -14,13 +14,7 @@ import pytest
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
-from mingpt_ddp.distributed.launcher import (
-    WorkerExit,
-    _join,
-    _run_with_restarts,
-    _shared_environ,
-    _started,
-)
+from mingpt_ddp.distributed.launcher import _join, _run_with_restarts, _shared_environ, _started
 
 
 @pytest.fixture
@@ -28,7 +22,7 @@ def attempts(tmp_path):
     """Return a function that runs attempts which end as given, and may write a result before."""
 
     def run(
-        *endings: tuple[WorkerExit, dict | None], before: dict | None = None, preempted_exit_code: int = 0
+        *endings: tuple[tuple[int, int], dict | None], before: dict | None = None, preempted_exit_code: int = 0
     ) -> tuple[int, bool]:
         remaining = iter(endings)
 
@@ -36,7 +30,7 @@ def attempts(tmp_path):
             if result is not None:
                 (tmp_path / "result.json").write_text(json.dumps(result))
 
-        def attempt(started_at: float) -> WorkerExit:
+        def attempt(started_at: float) -> tuple[int, int]:
             ending, result = next(remaining)
             write_result(result)
             return ending
@@ -50,13 +44,13 @@ def attempts(tmp_path):
     return run
 
 
-SIGNALLED = WorkerExit(signal=signal.SIGTERM)
+SIGNALLED = 0, signal.SIGTERM
 COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted", "step": 5}
 
 
 def test_success(attempts):
-    assert attempts((WorkerExit(), COMPLETE)) == (0, False)
-    assert attempts((WorkerExit(1), None), (WorkerExit(), COMPLETE)) == (0, False)
+    assert attempts(((0, 0), COMPLETE)) == (0, False)
+    assert attempts(((1, 0), None), ((0, 0), COMPLETE)) == (0, False)
 
 
 def test_a_signal(attempts):
@@ -67,7 +61,7 @@ def test_a_signal(attempts):
 def test_the_exit_code_of_a_preemption(attempts):
     assert attempts((SIGNALLED, PREEMPTED), preempted_exit_code=143) == (143, True)
     assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED, preempted_exit_code=143) == (0, True)
-    assert attempts((WorkerExit(143), PREEMPTED), preempted_exit_code=143) == (143, False), "another node's signal"
+    assert attempts(((143, 0), PREEMPTED), preempted_exit_code=143) == (143, False), "another node's signal"
 
 
 def test_a_signal_before_training(attempts):
@@ -76,12 +70,12 @@ def test_a_signal_before_training(attempts):
 
 
 def test_a_user_error_is_not_retried(attempts):
-    assert attempts((WorkerExit(USER_ERROR), None)) == (USER_ERROR, False)
+    assert attempts(((USER_ERROR, 0), None)) == (USER_ERROR, False)
 
 
 def test_all_restarts_used_up(attempts):
-    assert attempts((WorkerExit(-signal.SIGKILL), None), (WorkerExit(1), None)) == (FAILURE, False)
-    assert attempts((WorkerExit(EX_TEMPFAIL), None), (WorkerExit(EX_TEMPFAIL), None)) == (USER_ERROR, False)
+    assert attempts(((-signal.SIGKILL, 0), None), ((1, 0), None)) == (FAILURE, False)
+    assert attempts(((EX_TEMPFAIL, 0), None), ((EX_TEMPFAIL, 0), None)) == (USER_ERROR, False)
 
 
 @pytest.mark.parametrize("local", [True, False])
