@@ -3,16 +3,11 @@
 The server dies with the process that started it, and its children die with the server.
 """
 
-import contextlib
-import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Literal
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LONGEST_TMPDIR = 70  # bytes: the server's socket is 32 longer, and a socket's address has at most 103
@@ -36,21 +31,3 @@ def start_server() -> None:
         os.environ.clear()
         os.environ.update(before)
         tempfile.tempdir = directory
-
-
-def new_process(method: Literal["forkserver", "spawn"], target: Callable[..., None], *arguments: object) -> BaseProcess:
-    """Return a process that will call `target`, with BLOCKED_SIGNALS blocked."""
-    if method == "spawn":
-        return multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    start_server()
-    return multiprocessing.get_context("forkserver").Process(target=target, args=arguments)
-
-
-@contextlib.contextmanager
-def blocked_signals() -> Iterator[None]:
-    """Block the signals in this process and in processes started in this context."""
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -15,13 +16,14 @@ from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
-from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, blocked_signals, new_process, start_server
+from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, start_server
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
@@ -115,7 +117,10 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     n = config.ddp.nproc_per_node or 0
     shared = _shared_environ(n, first.is_standalone)
     environs = [{**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)} for index in range(n)]
-    workers = [new_process(config.ddp.launcher, _worker, environ, overrides) for environ in environs]
+    if config.ddp.launcher == "forkserver":
+        start_server()  # again, if it has died
+    context: Any = multiprocessing.get_context(config.ddp.launcher)
+    workers = [context.Process(target=_worker, args=(environ, overrides)) for environ in environs]
     with _started(workers) as received:
         code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
     number = received[-1] if received and (code or first.is_standalone) else 0  # other nodes may not see result.json
@@ -152,9 +157,12 @@ def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
 
     handlers = {number: signal.signal(number, forward) for number in BLOCKED_SIGNALS}
     try:
-        with blocked_signals():
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # until all can receive one
+        try:
             for worker in workers:
                 worker.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         yield received
     finally:
         for number, handler in handlers.items():
