@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
-from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import ops
 
@@ -37,7 +37,8 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    index = env.local_rank if gpus > 1 or env.shares_devices else 0  # a scheduler may expose one GPU per process
+    # A scheduler may expose one GPU per process; the workers of one parent have the same CUDA_VISIBLE_DEVICES.
+    index = env.local_rank if gpus > 1 or has_parent_launcher() else 0
     if index >= gpus:
         raise ConfigError(f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks or use the CPU")
     return torch.device("cuda", index)

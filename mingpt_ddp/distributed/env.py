@@ -23,7 +23,6 @@ class DistEnv:
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
     is_standalone: bool = True  # RANK and WORLD_SIZE are not set
     has_local_rank: bool = False  # LOCAL_RANK is set: the launcher starts one process per local rank
-    shares_devices: bool = False  # all local ranks have the same CUDA_VISIBLE_DEVICES
     counts_nodes: bool = False  # rank and world_size count nodes; `with_workers` converts them
 
     @property
@@ -63,7 +62,6 @@ def read_env() -> DistEnv:
         master_address=(os.environ.get("MASTER_ADDR", ""), _read_int("MASTER_PORT", "0")),
         is_standalone=False,
         has_local_rank="LOCAL_RANK" in os.environ,
-        shares_devices=has_parent_launcher(),
     )
     if not 0 <= env.master_address[1] < 1 << 16:
         raise ConfigError(f"MASTER_PORT={env.master_address[1]} must lie below 65536")
