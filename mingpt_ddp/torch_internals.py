@@ -104,9 +104,12 @@ def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
     getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", id)(every)
 
 
-def communication_times(wrapped: DistributedDataParallel) -> tuple[float, float]:
-    """Return the seconds of the latest timed reduction of gradients, and those hidden by backward. Fallback: 0, 0."""
-    data: dict[str, float] = getattr(wrapped, "_get_ddp_logging_data", dict)()
+def communication_times(model: nn.Module) -> tuple[float, float]:
+    """Return the seconds of the latest timed reduction of gradients, and those hidden by backward.
+
+    Fallback: 0, 0, which is also the answer for a model without DDP.
+    """
+    data: dict[str, float] = getattr(model, "_get_ddp_logging_data", dict)()
     names = ("backward_comm_time", "backward_compute_comm_overlap_time")
     total, hidden = (data.get(name, 0) / 1e9 for name in names)  # nanoseconds
     return total, hidden

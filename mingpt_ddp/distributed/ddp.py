@@ -125,8 +125,6 @@ class DDPStrategy:
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
         """Return the seconds of gradient communication in the latest timed step: in total, and not overlapped."""
-        if not isinstance(parallel_model, DDP):
-            return 0.0, 0.0
         total, hidden = torch_internals.communication_times(parallel_model)
         if self.device.type == "cpu":  # DDP counts time in a hook as computation
             hidden = max(0.0, hidden - self.all_reduce_s)
