@@ -121,7 +121,7 @@ def train(cfg: DictConfig) -> float:
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
-    env = read_env().with_workers(config.ddp.nproc_per_node or 1)
+    env = read_env(config.ddp.nproc_per_node or 1)
     _check_urls(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())

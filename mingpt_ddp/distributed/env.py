@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mingpt_ddp.errors import ConfigError
@@ -23,31 +23,27 @@ class DistEnv:
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
     is_standalone: bool = True  # RANK and WORLD_SIZE are not set
     has_local_rank: bool = False  # LOCAL_RANK is set: the launcher starts one process per local rank
-    counts_nodes: bool = False  # rank and world_size count nodes; `with_workers` converts them
 
     @property
     def is_rank_zero(self) -> bool:
         return self.rank == 0
-
-    def with_workers(self, per_node: int) -> "DistEnv":
-        """Return the ranks of this node's first worker, if this process has read those of the node."""
-        if not self.counts_nodes:
-            return self
-        return replace(self, rank=self.rank * per_node, world_size=self.world_size * per_node, counts_nodes=False)
 
     def call_on_rank_zero(self, fn: Callable[[], T]) -> T | None:
         """Call `fn` on rank zero alone, without communication; return None on every other rank."""
         return fn() if self.is_rank_zero else None
 
 
-def read_env() -> DistEnv:
+def read_env(per_pod: int = 1) -> DistEnv:
     """Read RANK etc., as torchrun or the user's launcher sets them, or the variables of a Kubeflow pod.
+
+    Args:
+        per_pod: the workers of a pod, whose variables count the pods.
 
     Raises:
         ConfigError: some of them are missing or inconsistent.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return _read_pod_env()
+        return _read_pod_env(per_pod)
     needed = ["RANK", "WORLD_SIZE"]
     if os.environ.get("WORLD_SIZE") and _read_int("WORLD_SIZE") > 1:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
@@ -70,16 +66,15 @@ def read_env() -> DistEnv:
     return env
 
 
-def _read_pod_env() -> DistEnv:
+def _read_pod_env(workers: int) -> DistEnv:
     """Read the variables that Kubeflow's operator sets for torchrun in each pod; a single pod is standalone."""
     if "PET_NODE_RANK" not in os.environ or _read_int("PET_NNODES", "1") == 1:
         return DistEnv()
     return DistEnv(
-        rank=_read_int("PET_NODE_RANK"),
-        world_size=_read_int("PET_NNODES"),
+        rank=_read_int("PET_NODE_RANK") * workers,
+        world_size=_read_int("PET_NNODES") * workers,
         master_address=(os.environ.get("PET_MASTER_ADDR", ""), _read_int("PET_MASTER_PORT")),
         is_standalone=False,
-        counts_nodes=True,
     )
 
 
