@@ -31,11 +31,11 @@ class Watchdog:
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value and when it changed.
-        self._latest: dict[tuple[int, str], tuple[int, float]] = {}
+        self._latest: dict[tuple[int, str], tuple[float, float]] = {}
         self._stopped = threading.Event()
         if group.store is not None:
             self._store = clone_store(group.store)
-            self._send_heartbeat(beat=0)  # a rank may be stopped before its thread runs
+            self._send_heartbeat()  # a rank may be stopped before its thread runs
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
@@ -43,17 +43,14 @@ class Watchdog:
         self._stopped.set()
 
     def _run(self) -> None:
-        beat = 0
         while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
-            beat += 1
             with contextlib.suppress(Exception):  # the store died with its host; collectives report that
-                self._send_heartbeat(beat)
+                self._send_heartbeat()
                 self._check()
 
-    def _send_heartbeat(self, beat: int) -> None:
-        process = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid()}
-        heartbeat = {**self.group.heartbeat, **process, "beat": beat}
-        self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
+    def _send_heartbeat(self) -> None:
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid(), "beat": time.monotonic()}
+        self._store.set(f"heartbeat/{self.group.rank}", json.dumps({**self.group.heartbeat, **process}))
 
     def _check(self) -> None:
         keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
