@@ -126,19 +126,16 @@ class ProcessGroup:
         """Start an all_gather of a CPU tensor (n); the returned function waits for the result (world size, n)."""
         if self.world_size == 1:
             return lambda: values[None]
+        parts = [torch.empty_like(values) for _ in range(self.world_size)]
         if self.shared_memory is not None:
-            finish = self.shared_memory.all_gather_async(values)
+            receive = self.shared_memory.all_gather_async(parts, values)
         else:
-            parts = [torch.empty_like(values) for _ in range(self.world_size)]
-            work = dist.all_gather(parts, values, async_op=True)
-
-            def finish() -> list[Tensor]:
-                work.wait()
-                return parts
+            receive = dist.all_gather(parts, values, async_op=True).wait
 
         def wait() -> Tensor:
             with self._blocked():
-                return torch.stack(finish())
+                receive()
+            return torch.stack(parts)
 
         return wait
 

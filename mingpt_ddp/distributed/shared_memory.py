@@ -84,14 +84,14 @@ class SharedMemoryGroup:
         except OSError as error:
             raise dist.DistNetworkError(f"the connection to rank {rank} is broken: {error}") from error
 
-    def all_gather_async(self, values: Tensor) -> Callable[[], list[Tensor]]:
-        """Send a CPU tensor to all ranks; the returned function waits for theirs, in rank order."""
+    def all_gather_async(self, parts: list[Tensor], values: Tensor) -> Callable[[], None]:
+        """Send a CPU tensor to all ranks; the returned function waits for theirs and copies all to `parts`."""
         self.send_all(values.numpy().tobytes())
+        parts[self.rank].copy_(values)
 
-        def wait() -> list[Tensor]:
-            received = self.recv_all(values.nbytes).items()
-            parts = {rank: torch.frombuffer(bytearray(part), dtype=values.dtype) for rank, part in received}
-            return [parts.get(rank, values) for rank in range(self.world_size)]
+        def wait() -> None:
+            for rank, part in self.recv_all(values.nbytes).items():
+                parts[rank].copy_(torch.frombuffer(bytearray(part), dtype=values.dtype))
 
         return wait
 
