@@ -19,7 +19,7 @@ from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.rendezvous import ask_store, connect, join_attempt, raise_if_fatal
+from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import UserError
 
@@ -222,11 +222,9 @@ class ProcessGroup:
         store, deadline = self.store, time.monotonic() + wait_s
 
         def poll() -> str | None:
-            while not store.check([FAILURE]):
-                if time.monotonic() > deadline:
-                    return None
+            while not store.check([FAILURE]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return store.get(FAILURE).decode()
+            return get_now(store, FAILURE) or None
 
         return ask_store(poll, None, wait_s)
 

@@ -113,7 +113,7 @@ def raise_if_fatal(store: Store) -> None:
         RunError: the recorded error.
     """
     if store.check([FATAL]):
-        raise RunError(_get(store, FATAL).partition(": ")[2])  # RunError adds the kind
+        raise RunError(get_now(store, FATAL).partition(": ")[2])  # RunError adds the kind
 
 
 def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
@@ -128,15 +128,15 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
         problem = f"rank {env.rank} waited, but not all ranks joined"
         if env.is_rank_zero:
             problem = f"rank {_propose(store, own_id, env.world_size)} did not join"
-        proposal = _get(store, "proposal")
+        proposal = get_now(store, "proposal")
         ids = proposal.split(",")
         if own_id in ids:
             store.set(f"confirm/{env.rank}", proposal)
-            if _get(store, "go") == proposal:
+            if get_now(store, "go") == proposal:
                 return PrefixStore(f"attempt/{ids[0]}", store)
         raise_if_fatal(store)
         if time.monotonic() > deadline:
-            if _get(store, f"hello/{env.rank}") != own_id:  # only now: it may be the successor of this process
+            if get_now(store, f"hello/{env.rank}") != own_id:  # only now: it may be the successor of this process
                 raise RunError(f"another process also has RANK={env.rank}; give every process its own rank")
             raise RunError(f"{problem} in time; start all ranks, or raise ddp.timeout_s")
         time.sleep(POLL_S)
@@ -149,17 +149,17 @@ def _propose(store: Store, own_id: str, world_size: int) -> str:
         The ranks that have not.
     """
     others = range(1, world_size)
-    ids = [_get(store, f"hello/{rank}") for rank in others]
+    ids = [get_now(store, f"hello/{rank}") for rank in others]
     missing = [rank for rank, other_id in zip(others, ids, strict=True) if not other_id]
     if not missing:
         proposal = ",".join([own_id, *ids])
         store.set("proposal", proposal)
-        missing = [rank for rank in others if _get(store, f"confirm/{rank}") != proposal]
+        missing = [rank for rank in others if get_now(store, f"confirm/{rank}") != proposal]
         if not missing:
             store.set("go", proposal)
     return ", ".join(map(str, missing))
 
 
-def _get(store: Store, key: str) -> str:
+def get_now(store: Store, key: str) -> str:
     """Return the value of a key, or an empty string if it has none yet."""
     return store.get(key).decode() if store.check([key]) else ""
