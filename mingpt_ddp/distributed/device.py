@@ -63,14 +63,14 @@ def refuse_shared_gpus(gpus: list[str]) -> None:
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
     """Make the device current in this process, with deterministic kernels if requested."""
-    if device.type == "cuda":  # read once, at the first product: a later job may need it
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter takes a second to import modules
         torch.use_deterministic_algorithms(deterministic)
         # Filling uninitialized memory takes a kernel per tensor and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = not deterministic
     if device.type == "cuda":
+        # Read once, at the first product: a later job may need it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.init()  # from now on torch.manual_seed seeds its generator too
         torch.cuda.set_device(device)
     else:
