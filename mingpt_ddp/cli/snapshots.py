@@ -39,6 +39,7 @@ from mingpt_ddp.snapshots.load_model import read_model_spec
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.run_dir import RunDirectory
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 from mingpt_ddp.storage.urls import open_storage
@@ -197,8 +198,8 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
     """
     run, owners = open_storage(url), list[RunDirectory]()
     paths = [Path(run.root)] if run.local and (Path(run.root) / "config.yaml").exists() else []
-    shared = [store.storage for store in stores if store.storage.shared]
-    for path in (Path(store.storage.root) for store in stores if store.storage.local and not store.storage.shared):
+    shared = [s.storage for s in stores if isinstance(s.storage, RemoteStorage) and s.storage.shared]
+    for path in (Path(store.storage.root) for store in stores if store.storage.local):
         in_run = path.name == "snapshots" and (path.parent in paths or (path.parent / ".lock").exists())
         paths.append(path.parent if in_run else path)
     with contextlib.ExitStack() as held:

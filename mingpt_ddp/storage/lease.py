@@ -14,7 +14,7 @@ import uuid
 from typing import Any
 
 from mingpt_ddp.errors import RunError, StorageUnavailableError
-from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.remote import RemoteStorage
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MAX_RECORD_BYTES = 1 << 16
 class Lease:
     """Exclusive write access below a URL, kept by a heartbeat thread until `release` or the end of the process."""
 
-    def __init__(self, storage: Storage, dead: str | None = None) -> None:
+    def __init__(self, storage: RemoteStorage, dead: str | None = None) -> None:
         """Acquire the lease; takes LEASE_TTL_S seconds if an earlier owner may be alive.
 
         Args:

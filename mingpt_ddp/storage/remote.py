@@ -139,6 +139,12 @@ class RemoteStorage(Storage):
         self._request("write", path, "pipe_file", path, data, size=len(data))
 
     def put_if_absent(self, name: str, content: Content) -> bool:
+        """Write a file atomically unless it exists; return whether this call wrote it.
+
+        Of several concurrent callers one succeeds. Without conditional writes this checks first, which leaves a short
+        race. Callers must pass distinct contents, e.g. with a random id: a retry whose first request succeeded, but
+        whose response was lost, recognises its own file by them.
+        """
         path, data = self._path(name), bytes(content)
         if self.size(name) is not None:
             return False

@@ -20,6 +20,7 @@ import yaml
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage.lease import Lease, still_running
+from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class RunDirectory:
         """
         if storage.local and self.path.absolute() not in (path := Path(storage.root)).parents:
             self._locks.append(acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots"))
-        elif storage.shared:
+        elif isinstance(storage, RemoteStorage) and storage.shared:
             # This process holds the run directory's lock, so the owner recorded here is dead.
             record = self.path / f".lease-{hashlib.sha256(storage.url.encode()).hexdigest()[:8]}"
             try:

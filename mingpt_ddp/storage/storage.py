@@ -68,15 +68,6 @@ class Storage:
         """
         atomic_write(Path(self._path(name)), content)
 
-    def put_if_absent(self, name: str, content: Content) -> bool:
-        """Write a file atomically unless it exists; return whether this call wrote it.
-
-        Of several concurrent callers one succeeds. Without conditional writes this checks first, which leaves a short
-        race. If `shared`, callers must pass distinct contents, e.g. with a random id: a retry whose first
-        request succeeded, but whose response was lost, recognises its own file by them.
-        """
-        return atomic_write(Path(self._path(name)), content, overwrite=False)
-
     def set_deadline(self, seconds: float) -> None:
         """Make all remote operations, in flight and later ones, fail this many seconds from now."""
 
@@ -132,12 +123,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     return content
 
 
-def atomic_write(path: Path, content: Content, overwrite: bool = True) -> bool:
-    """Write a local file atomically: readers see the old content or the new, even after a power failure.
-
-    Returns:
-        Whether this call wrote it: False only without `overwrite`, if it exists.
-    """
+def atomic_write(path: Path, content: Content) -> None:
+    """Write a local file atomically: readers see the old content or the new, even after a power failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
@@ -145,19 +132,10 @@ def atomic_write(path: Path, content: Content, overwrite: bool = True) -> bool:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if overwrite:
-            os.replace(partial, path)
-        else:
-            try:
-                os.link(partial, path)
-            except OSError:
-                if os.path.lexists(path):
-                    return False
-                os.replace(partial, path)  # a filesystem without hard links
+        os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
     sync_directory(path.parent)
-    return True
 
 
 def sync_directory(path: Path) -> None:
