@@ -3,7 +3,6 @@
 A process may be killed (SIGKILL) at any moment: a snapshot exists once its manifest does, which is written last.
 """
 
-import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,9 +114,8 @@ class SnapshotStore:
         size = self.size(step, layout.MANIFEST)
         if size is None:  # or it is a pipe, which would block
             raise IncompleteSnapshotError("it was never finished")
-        listed = layout.decode_manifest(
-            self._read_bytes(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)), step
-        )
+        content = b"".join(self._chunks(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)))
+        listed = layout.decode_manifest(content, step)
         files = {n: file for n, file in listed.items() if kinds is None or layout.kind_of(n) in ("state", *kinds)}
         with self._pool() as pool:
             for name, size in zip(files, pool.map(partial(self.size, step), files), strict=True):
@@ -129,7 +127,7 @@ class SnapshotStore:
         """Read the manifest and the state; check only the sizes of the tensor files. Raises as `files` does."""
         files = self.files(step, kinds)
         try:
-            return files, layout.load_json(self._read_file(step, layout.STATE, files[layout.STATE]))
+            return files, layout.load_json(self._read_file(step, files, layout.STATE))
         except ValueError as error:
             raise CorruptSnapshotError(f"{layout.STATE} cannot be parsed") from error
 
@@ -151,7 +149,7 @@ class SnapshotStore:
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
                 raise MemoryError
             with self._pool() as pool:
-                contents = list(pool.map(partial(self._read_file, step), files, files.values()))
+                contents = list(pool.map(partial(self._read_file, step, files), files))
             for name in reversed(files):  # pop: free the bytes of a decoded file
                 tensors[layout.kind_of(name)].update(decode(contents.pop()))
         except StorageError as error:  # not the fault of the snapshot
@@ -215,25 +213,32 @@ class SnapshotStore:
         """
         files = self.files(step)
         for name, file in files.items():
-            digest = hashlib.sha256()
-            with _unreadable_is_corrupt(name):
-                path = f"{layout.directory_name(step)}/{name}"
-                for number, chunk in enumerate(self.storage.chunks(path, expected_size=file["bytes"])):
-                    if number == 0 and name.startswith(layout.KINDS) and not fits_header(chunk, file["bytes"]):
-                        raise CorruptSnapshotError(f"{name} has another size than its header says")
-                    digest.update(chunk)
-                    progress(len(chunk))
-            _check_digest(name, digest.hexdigest(), file)
+            for number, chunk in enumerate(self._verified_chunks(step, name, file)):
+                if number == 0 and name.startswith(layout.KINDS) and not fits_header(chunk, file["bytes"]):
+                    raise CorruptSnapshotError(f"{name} has another size than its header says")
+                progress(len(chunk))
         return files
 
-    def _read_file(self, step: int, name: str, file: dict[str, Any]) -> bytes:
-        content = self._read_bytes(step, name, file["bytes"])
-        _check_digest(name, hashlib.sha256(content).hexdigest(), file)
-        return content
+    def _read_file(self, step: int, files: Files, name: str) -> bytes:
+        return b"".join(self._verified_chunks(step, name, files[name]))
 
-    def _read_bytes(self, step: int, name: str, size: int) -> bytes:
-        with _unreadable_is_corrupt(name):
-            return self.storage.read(f"{layout.directory_name(step)}/{name}", expected_size=size)
+    def _verified_chunks(self, step: int, name: str, file: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the content of a file; raise CorruptSnapshotError at its end if it has another digest."""
+        digest = hashlib.sha256()
+        for chunk in self._chunks(step, name, file["bytes"]):
+            digest.update(chunk)
+            yield chunk
+        if digest.hexdigest() != file["sha256"]:
+            raise CorruptSnapshotError(f"{name} has other content than was written")
+
+    def _chunks(self, step: int, name: str, size: int) -> Iterator[bytes]:
+        """Yield the content of a file; raise CorruptSnapshotError if it is unreadable though the storage responds."""
+        try:
+            yield from self.storage.chunks(f"{layout.directory_name(step)}/{name}", size)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise CorruptSnapshotError(f"{name} cannot be read: {error}") from error
 
     # Retention.
 
@@ -252,19 +257,3 @@ class SnapshotStore:
         """Delete the expired steps."""
         for step in self.expired_steps(keep_last, best, newest):
             self.clear(step)
-
-
-def _check_digest(name: str, digest: str, file: dict[str, Any]) -> None:
-    if digest != file["sha256"]:
-        raise CorruptSnapshotError(f"{name} has other content than was written")
-
-
-@contextlib.contextmanager
-def _unreadable_is_corrupt(name: str) -> Iterator[None]:
-    """Raise CorruptSnapshotError for a file that cannot be read, but not if the storage does not respond."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise CorruptSnapshotError(f"{name} cannot be read: {error}") from error

@@ -123,16 +123,20 @@ class RemoteStorage(Storage):
     def set_deadline(self, seconds: float) -> None:
         self._grace = (time.monotonic(), time.monotonic() + seconds)
 
-    def read(self, name: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
+    def read(self, name: str, limit: int | None = None) -> bytes:
         path = self._path(name)
-        size = self._info(path)["size"] if expected_size is None else expected_size
+        size = self._info(path)["size"]
         if size is None:  # a web server that sends no Content-Length
             return bytes(self._request("read", path, "cat_file", path, end=limit))
-        return b"".join(self._parts(path, size if limit is None else min(size, limit), PARALLEL * PART))
+        return b"".join(self.chunks(name, size if limit is None else min(size, limit)))
 
-    def chunks(self, name: str, step: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
-        path = self._path(name)
-        return self._parts(path, self._info(path)["size"] if expected_size is None else expected_size, step)
+    def chunks(self, name: str, size: int) -> Iterator[bytes]:
+        path, step = self._path(name), PARALLEL * PART
+        for start in range(0, size, step):
+            end = min(start + step, size)
+            starts = list(range(start, end, PART))
+            ranges = ([path] * len(starts), starts, [*starts[1:], end])
+            yield self._request("read", path, "cat_ranges", *ranges, size=end - start)
 
     def write(self, name: str, content: Content) -> None:
         path, data = self._path(name), bytes(content)
@@ -185,14 +189,6 @@ class RemoteStorage(Storage):
 
     def _info(self, path: str) -> dict[str, Any]:
         return dict(self._request("stat", path, "info", path))
-
-    def _parts(self, path: str, size: int, step: int) -> Iterator[bytes]:
-        """Read the first `size` bytes of a file, `step` at a time, with one request per PART."""
-        for start in range(0, size, step):
-            end = min(start + step, size)
-            starts = list(range(start, end, PART))
-            ranges = ([path] * len(starts), starts, [*starts[1:], end])
-            yield self._request("read", path, "cat_ranges", *ranges, size=end - start)
 
     def _request(
         self, what: str, path: str, method: str, *args: Any, size: int = 0, seconds: float | None = None, **kwargs: Any

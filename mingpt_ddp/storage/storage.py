@@ -12,6 +12,7 @@ from typing import IO
 from fsspec.core import split_protocol
 
 Content = bytes | bytearray | memoryview
+CHUNK = 1 << 23  # bytes of a local file in memory at a time
 
 
 class Storage:
@@ -36,30 +37,24 @@ class Storage:
             raise ValueError(f"{name!r} is not a name below {self.url}")
         return f"{self.root.rstrip('/')}/{name}" if name else self.root
 
-    def read(self, name: str, limit: int | None = None, expected_size: int | None = None) -> bytes:
+    def read(self, name: str, limit: int | None = None) -> bytes:
         """Read the whole file, or its first `limit` bytes.
 
-        Args:
-            expected_size: bytes of the file, as `size` has returned; saves a remote storage one request.
+        Raises:
+            FileNotFoundError: there is no such file.
+        """
+        with open_regular(Path(self._path(name))) as file:
+            return file.read(-1 if limit is None else limit)
+
+    def chunks(self, name: str, size: int) -> Iterator[bytes]:
+        """Read the first `size` bytes of a file in chunks, one in memory at a time; zero bytes yield no chunk.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
         with open_regular(Path(self._path(name))) as file:
-            return file.read(min((size for size in (limit, expected_size) if size is not None), default=-1))
-
-    def chunks(self, name: str, step: int = 1 << 23, expected_size: int | None = None) -> Iterator[bytes]:
-        """Read the file in chunks of `step` bytes, one in memory at a time; an empty file yields none.
-
-        Args:
-            expected_size: as for `read`.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-        """
-        with open_regular(Path(self._path(name))) as file:
-            while chunk := file.read(step):
-                yield chunk
+            for start in range(0, size, CHUNK):
+                yield file.read(min(CHUNK, size - start))
 
     def write(self, name: str, content: Content) -> None:
         """Write a file atomically; on a local disk it is durable when this returns.

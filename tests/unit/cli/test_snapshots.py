@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import tracemalloc
 import uuid
@@ -24,6 +25,7 @@ from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease
 from mingpt_ddp.storage.lease import OWNER, Lease
+from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
@@ -96,11 +98,16 @@ def test_list_shows_all_snapshots(run, config, call):
 def test_list_reads_no_tensors(run, config, call, monkeypatch):
     filled(run, config, 4)
     read = []
-    original = Storage.read
-    monkeypatch.setattr(Storage, "read", lambda self, name, **how: read.append(name) or original(self, name, **how))
-    monkeypatch.setattr(Storage, "chunks", None)
+    for kind, method in itertools.product((Storage, RemoteStorage), ("read", "chunks")):
+        original = getattr(kind, method)
+
+        def seen(self, name, *args, original=original, **how):
+            read.append(name)
+            return original(self, name, *args, **how)
+
+        monkeypatch.setattr(kind, method, seen)
     assert call("list", run)[0] == 0
-    assert {name.rsplit("/")[-1] for name in read} <= {MANIFEST, STATE, "config.yaml"}
+    assert {name.rsplit("/")[-1] for name in read} == {MANIFEST, STATE, "config.yaml"}
 
 
 def test_control_characters_are_not_printed(run, config, call):

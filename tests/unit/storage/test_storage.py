@@ -19,6 +19,7 @@ from fsspec.registry import _registry
 
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError
 from mingpt_ddp.storage import remote
+from mingpt_ddp.storage import storage as local
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.storage.urls import check_url, open_storage
@@ -51,12 +52,16 @@ def test_read_no_more_than_the_limit(storage):
 
 
 @pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 25])
-def test_chunks_are_the_file(storage, length):
+def test_chunks_are_the_file(storage, length, monkeypatch):
+    monkeypatch.setattr(local, "CHUNK", 10)
+    monkeypatch.setattr(remote, "PARALLEL", 2)
+    monkeypatch.setattr(remote, "PART", 5)
     content = os.urandom(length)
     storage.write("file", content)
-    chunks = list(storage.chunks("file", 10))
+    chunks = list(storage.chunks("file", length))
     assert b"".join(chunks) == content
     assert all(len(chunk) == 10 for chunk in chunks[:-1])
+    assert b"".join(storage.chunks("file", length // 2)) == content[: length // 2]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
@@ -125,7 +130,7 @@ def test_delete_file_and_directory(storage):
 
 def test_a_missing_file(storage):
     assert storage.size("nothing") is None
-    for call in (storage.read, lambda name: next(storage.chunks(name))):
+    for call in (storage.read, lambda name: next(storage.chunks(name, 1))):
         with pytest.raises(FileNotFoundError):
             call("nothing")
 
@@ -149,7 +154,7 @@ def test_trailing_slash_makes_no_difference(storage):
         lambda storage, name: storage.read(name),
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
-        lambda storage, name: next(storage.chunks(name)),
+        lambda storage, name: next(storage.chunks(name, 1)),
     ],
     ids=["write", "read", "size", "delete", "chunks"],
 )
