@@ -76,9 +76,7 @@ class TrainStep:
         loss = torch.zeros((), device=self.runtime.device)
         batch = self._fetch(step)
         for micro in batch:
-            last = micro is batch[-1]
-            with self.runtime.strategy.maybe_no_sync(self.parallel_model, last):
-                loss += self._forward_backward(step, micro, syncs=last)
+            loss += self._forward_backward(step, micro, syncs=micro is batch[-1])
         return loss
 
     def _fetch(self, step: int) -> list[MicroBatch]:
@@ -97,10 +95,11 @@ class TrainStep:
         self.runtime.group.set_activity(f"in the forward pass of step {step}")
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
-        loss = self._loss(micro)
-        self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
-        # DDP averages over the ranks; the step averages over the micro-batches.
-        self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
+        with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
+            loss = self._loss(micro)
+            self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
+            # DDP averages over the ranks; the step averages over the micro-batches.
+            self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
         return loss.detach() / n_micro
 
     def _loss(self, micro: MicroBatch) -> Tensor:
@@ -141,8 +140,7 @@ class TrainStep:
         """
         found = ""
         for micro in self._fetch(step):
-            with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=False):
-                loss = self._forward_backward(step, micro, syncs=False)
+            loss = self._forward_backward(step, micro, syncs=False)
             gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
             tensors = {"the loss of": loss, **gradients}
             found = next((k for k, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "")
