@@ -79,7 +79,7 @@ def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, scaler: 
     """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
     load_model_state(model, snapshot.model)
     load_optimizer_state(model, optimizer, snapshot.optimizer)
-    if snapshot.state["scaler"] and scaler.is_enabled():
+    if snapshot.state["scaler"]:
         scaler.load_state_dict(snapshot.state["scaler"])
     return _train_state(snapshot.state)
 

@@ -129,8 +129,7 @@ class TrainStep:
 
     def clear(self) -> None:
         """Free the gradients, after an update or instead of one."""
-        if self.runtime.scaler.is_enabled():
-            self.runtime.scaler.update()
+        self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     def diagnose(self, step: int) -> str:
