@@ -39,24 +39,19 @@ def generate(
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.
     """
+    block_size: int = vars(model)["block_size"]
+    window, prefill = tokens[:, -block_size:], True
     was_training = model.training
     model.eval()
-    block_size: int = vars(model)["block_size"]
-    text = tokens.new_empty(len(tokens), block_size)  # (B, block_size); the first `length` columns are the window
-    length = min(tokens.shape[1], block_size)
-    text[:, :length] = tokens[:, -block_size:]
-    prefill = True
     try:
         session = DecodeSession(model, len(tokens))
         for _ in range(max_new_tokens):
-            new = sample_token(session.logits(text[:, :length], prefill), sampling, rng)
+            new = sample_token(session.logits(window, prefill), sampling, rng)
             yield new
-            if prefill := length == block_size:
-                length = max(1, block_size // 2)
-                text[:, : length - 1] = text[:, block_size - length + 1 :].clone()
-            else:
-                length += 1
-            text[:, length - 1] = new
+            prefill = window.shape[1] == block_size
+            if prefill:  # keep half of the tokens, the new one included
+                window = window[:, block_size + 1 - max(1, block_size // 2) :]
+            window = torch.cat([window, new[:, None]], dim=1)
     finally:
         model.train(was_training)
 
