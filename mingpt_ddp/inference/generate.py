@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
-from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
+from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, eval_mode
 
 MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
 
@@ -41,9 +41,7 @@ def generate(
     """
     block_size: int = vars(model)["block_size"]
     window, prefill = tokens[:, -block_size:], True
-    was_training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         session = DecodeSession(model, len(tokens))
         for _ in range(max_new_tokens):
             new = sample_token(session.logits(window, prefill), sampling, rng)
@@ -52,8 +50,6 @@ def generate(
             if prefill:  # keep half of the tokens, the new one included
                 window = window[:, block_size + 1 - max(1, block_size // 2) :]
             window = torch.cat([window, new[:, None]], dim=1)
-    finally:
-        model.train(was_training)
 
 
 class DecodeSession:

@@ -4,6 +4,8 @@ Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_s
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -106,6 +108,17 @@ def build_model(config: ModelConfig, vocab_size: int, block_size: int) -> nn.Mod
         raise CodeError(f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}")
     vars(model).setdefault("block_size", block_size)
     return model
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into evaluation mode, then restore its mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def count_parameters(model: nn.Module) -> int:

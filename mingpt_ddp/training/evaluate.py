@@ -1,7 +1,6 @@
 """The validation loss: each character of a text, or of a fixed sample of windows, predicted once, over all ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,20 +10,9 @@ from torch import nn
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.models import eval_mode
 
 TOKENS_PER_BATCH = 4096
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluate without gradients, then restore the model's mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 class Evaluator:
@@ -44,6 +32,7 @@ class Evaluator:
             sample = feistel_permute(np.arange(windows), n_windows, derive_seed("evaluation"))
             self.starts, self.n_targets = (np.sort(sample) * block_size).tolist(), windows * block_size
 
+    @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Return the loss. A collective; batch i is computed by rank i mod world size.
 

@@ -15,9 +15,8 @@ from mingpt_ddp.distributed.ddp import check_compiles
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.models import build_model, count_parameters, flops_per_token
+from mingpt_ddp.models import build_model, count_parameters, eval_mode, flops_per_token
 from mingpt_ddp.snapshots import state_dict
-from mingpt_ddp.training.evaluate import eval_mode
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
 ROWS, LENGTH = 2, 64  # of the batch of a trial step: sequences, characters of each
@@ -55,7 +54,7 @@ def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, bat
         first = _Trial(config, runtime, vocab_size)
         flops_per_token(first.model)
         state_dict.check_savable(first.model, first.optimizer)
-        with eval_mode(first.model):
+        with eval_mode(first.model), torch.no_grad():
             first.call_model(x[:, :1])  # the first call of sampling
             first.call_model(runtime.to_device(batch.x[:1]))
         if runtime.compiles:
@@ -128,7 +127,7 @@ class _Trial:
         """Check causality and the loss; call it after steps, since initial outputs are often zero."""
         other = x.clone()
         other[:, -1] = (x[:, -1] + 1) % self.vocab_size
-        with eval_mode(self.model):
+        with eval_mode(self.model), torch.no_grad():
             logits, loss, again, later = self.model(x), self.model(x, y), self.model(x), self.model(other)
             alone = torch.cat([self.model(row) for row in x.split(1)])
         coarsest = max(torch.finfo(t.dtype).eps for t in (logits, loss))
