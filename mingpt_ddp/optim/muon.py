@@ -108,17 +108,16 @@ class Muon(torch.optim.AdamW):
 
     def _polar_express(self, stacks: list[Tensor]) -> list[Tensor]:
         """Orthogonalize all stacks; with enough elements, each rank computes a shard of every stack."""
-        world_size = self.world_size if sum(stack.numel() for stack in stacks) >= MIN_NUMEL_TO_SHARD else 1
-        if world_size == 1:
+        if self.world_size == 1 or sum(stack.numel() for stack in stacks) < MIN_NUMEL_TO_SHARD:
             return [polar_express(stack) for stack in stacks]
-        shares = [-(-len(stack) // world_size) for stack in stacks]
         own = []
-        for stack, share in zip(stacks, shares, strict=True):
+        for stack in stacks:
+            share = -(-len(stack) // self.world_size)
             part = stack[self.rank * share : (self.rank + 1) * share]
             padding = stack.new_zeros(share - len(part), *stack.shape[1:])  # equal sizes for all_gather
             own.append(torch.cat([polar_express(part), padding]).flatten())
         sent = torch.cat(own)
-        received = sent.new_empty(world_size, len(sent))
+        received = sent.new_empty(self.world_size, len(sent))
         dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))  # as bytes: gloo lacks bf16
         pieces = received.split([len(piece) for piece in own], dim=1)
         return [piece.reshape(-1, *stack.shape[1:])[: len(stack)] for piece, stack in zip(pieces, stacks, strict=True)]
