@@ -110,13 +110,10 @@ class MetricsProcessor:
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
         self.progress.set_postfix_str(brief, refresh=False)
-        left_s = min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)
-        log.info(
-            "step %d/%d: %s, lr %.2e, gradient norm %.2f, %s left",
-            *(step, self.steps.stop, brief, metrics["train/lr"], metrics["train/grad_norm"]),
-            timedelta(seconds=round(left_s)),
-            extra={"file_only": not self.progress.disable},
-        )
+        left = timedelta(seconds=round(min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)))
+        details = f"lr {lr:.2e}, gradient norm {metrics['train/grad_norm']:.2f}, {left} left"
+        file_only = {"file_only": not self.progress.disable}
+        log.info("step %d/%d: %s, %s", step, self.steps.stop, brief, details, extra=file_only)
         return metrics
 
     def log_validation(self, step: int, loss: float) -> None:

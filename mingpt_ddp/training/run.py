@@ -188,17 +188,14 @@ def _lock_directory(
 
 
 def _log_end(state: TrainState, directory: Path) -> None:
-    lost_s = state.stall_seconds + state.wasted_seconds
-    if state.wall_seconds + state.wasted_seconds >= MIN_GOODPUT_S:
-        log.info(
-            "goodput %.1f%%: startup, stalls for snapshots and repeated steps took %s of %s",
-            *(100 * state.goodput, timedelta(seconds=round(lost_s))),
-            timedelta(seconds=round(state.wall_seconds + state.wasted_seconds)),
-        )
-    log.info(
-        "done: validation loss %.4f nats (%.4f bits) per character after %d steps; the run is in %s",
-        *(state.val_loss, (state.val_loss or 0) / NATS_PER_BIT, state.step, directory),
-    )
+    total_s = state.wall_seconds + state.wasted_seconds
+    if total_s >= MIN_GOODPUT_S:
+        lost, total = (timedelta(seconds=round(s)) for s in (state.stall_seconds + state.wasted_seconds, total_s))
+        causes = "startup, stalls for snapshots and repeated steps"
+        log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, total)
+    nats = state.val_loss or 0.0
+    loss = f"{nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per character"
+    log.info("done: validation loss %s after %d steps; the run is in %s", loss, state.step, directory)
 
 
 def _sample(config: Config, runtime: Runtime, model: nn.Module, tokenizer: CharTokenizer, step: int) -> str | None:

@@ -34,15 +34,10 @@ def log_start(
         steps: range(steps done so far, steps of the whole run).
     """
     log.info("run %s", directory)
-    log.info(
-        "%s: %s training and %s validation characters, %d distinct",
-        *(config.data.label, f"{len(dataset.train):,}", f"{len(dataset.val):,}", dataset.vocab_size),
-    )
-    log.info(
-        "%s: %.2fM parameters, on %d x %s in %s",
-        *(config.model.name, count_parameters(model) / 1e6),
-        *(runtime.group.world_size, runtime.device.type, runtime.precision),
-    )
+    characters = f"{len(dataset.train):,} training and {len(dataset.val):,} validation characters"
+    log.info("%s: %s, %d distinct", config.data.label, characters, dataset.vocab_size)
+    devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
+    log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
     if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
         log.info(
             "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to continue",
