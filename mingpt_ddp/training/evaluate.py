@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from mingpt_ddp.data.dataloader import TokenWindows
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
@@ -44,24 +45,23 @@ class Evaluator:
         stopped = False
         bar = progress_bar(group.env, 0, self.n_targets, desc="evaluating", unit="char", delay=1)
         with eval_mode(model), bar:
-            for number, windows in enumerate(self._batches()):
+            for number, (starts, length) in enumerate(self._batches()):
                 if stopped := stop():
                     break
-                inputs, targets = (part.astype(np.int64) for part in (windows[:, :-1], windows[:, 1:]))
-                bar.update(targets.size)
+                bar.update(len(starts) * length)
                 if number % group.world_size == group.rank:
                     group.set_activity("evaluating")
-                    x, y = (self.runtime.to_device(torch.from_numpy(part)) for part in (inputs, targets))
+                    windows = TokenWindows(self.tokens, length + 1, self.runtime.device, resident=False)
+                    x, y = windows.gather(np.array(starts))
                     with self.runtime.autocast():
                         loss_sum += model(x, y).double() * y.numel()
         sums = group.all_reduce(torch.tensor([float(loss_sum), float(stopped)], dtype=torch.float64))
         return None if sums[1] else float(sums[0]) / self.n_targets
 
-    def _batches(self) -> Iterator[np.ndarray[Any, Any]]:
-        """Yield tokens (B, T + 1): windows that share only their ends, then the rest as a shorter one (1, rest + 1)."""
+    def _batches(self) -> Iterator[tuple[Sequence[int], int]]:
+        """Yield the starts and the length of disjoint windows, then those of the rest as one shorter window."""
         T, rows = self.block_size, max(1, TOKENS_PER_BATCH // self.block_size)
         for first in range(0, len(self.starts), rows):
-            starts = np.array(self.starts[first : first + rows])
-            yield self.tokens[starts[:, None] + np.arange(T + 1)]
+            yield self.starts[first : first + rows], T
         if rest := self.n_targets % T:
-            yield self.tokens[None, -rest - 1 :]
+            yield [self.n_targets - rest], rest
