@@ -39,10 +39,8 @@ def log_start(
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
     log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
     if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
-        log.info(
-            "trainer.max_epochs=%d ends the run at step %d, before trainer.max_steps=%d; set it to null to continue",
-            *(config.trainer.max_epochs, steps.stop, config.trainer.max_steps),
-        )
+        end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps.stop}"
+        log.info("%s, before trainer.max_steps=%d; set it to null to continue", end, config.trainer.max_steps)
     warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps.stop
     if warmup > length:
         log.warning(
@@ -71,11 +69,9 @@ def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_
     step = snapshot.step + 1
     old_lr, new_lr = (get_lr(step, replace(config.optimizer, schedule_steps=n), n) for n in totals)
     if not math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
-        log.info(
-            "the learning rate of step %d is %.2e instead of %.2e, because its schedule has %d steps instead of %d; "
-            "optimizer.schedule_steps=%d keeps the old one",
-            *(step, new_lr, old_lr, totals[1], totals[0], totals[0]),
-        )
+        change = f"the learning rate of step {step} is {new_lr:.2e} instead of {old_lr:.2e}"
+        cause = f"its schedule has {totals[1]} steps instead of {totals[0]}"
+        log.info("%s, because %s; optimizer.schedule_steps=%d keeps the old one", change, cause, totals[0])
 
 
 def warn_of_lost_snapshots(directory: Path) -> None:
