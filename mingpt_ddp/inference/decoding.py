@@ -50,6 +50,7 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
     Raises:
         ConfigError: this build of torch lacks the kernel for this CPU.
     """
+    model.requires_grad_(False)
     dtype = DTYPES[precision]
     on_gpu = next(model.parameters()).device.type == "cuda"
     if on_gpu or (precision == "bf16" and not can_pack(dtype)):
@@ -79,8 +80,7 @@ class FastLinear(nn.Linear):
     """A linear layer with a packed copy of its weight; input and output types are unchanged."""
 
     def pack(self, dtype: torch.dtype, batch: int) -> None:
-        weight, bias = (None if p is None else p.detach() for p in (self.weight, self.bias))
-        self.multiply = pack_linear(weight, bias, dtype, batch)
+        self.multiply = pack_linear(self.weight, self.bias, dtype, batch)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x)
@@ -92,8 +92,7 @@ class FastLayerNorm(nn.LayerNorm):
     """A layer norm that calls torch.layer_norm directly."""
 
     def pack(self, dtype: torch.dtype, batch: int) -> None:
-        weight, bias = (None if p is None else p.detach() for p in (self.weight, self.bias))
-        self.arguments = (self.normalized_shape, weight, bias, self.eps)
+        self.arguments = (self.normalized_shape, self.weight, self.bias, self.eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.layer_norm(x, *self.arguments)
