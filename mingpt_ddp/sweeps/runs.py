@@ -3,12 +3,14 @@
 import contextlib
 import fcntl
 import json
+import os
 import re
 import shlex
 import statistics
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,7 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     for directory in directories:
         if not directory.is_dir():
             raise RunError(f"{directory} is not a directory; name a run or the directory of a sweep")
-        runs = list(_find_runs(directory, levels=2))
+        runs = _find_runs(directory)
         if not runs:
             raise RunError(f"there is no run in {directory}; name a run or the directory of a sweep")
         base = directory.resolve()
@@ -115,13 +117,11 @@ def varying(jobs: list[Job]) -> list[str]:
     return [key for key, found in values.items() if key not in NO_PARAMETERS and max(map(len, found.values())) > 1]
 
 
-def _find_runs(directory: Path, levels: int) -> Iterator[Path]:
-    if any((directory / name).is_file() for name in RUN_FILES):
-        yield directory
-    if levels:
-        with contextlib.suppress(PermissionError):
-            for path in sorted(p for p in directory.iterdir() if not p.name.startswith(".") and p.is_dir()):
-                yield from _find_runs(path, levels - 1)
+def _find_runs(directory: Path) -> list[Path]:
+    """List the runs in a directory, one and two levels below; hidden and unreadable directories have none."""
+    below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
+    candidates = [directory, *sorted(directory / name for name in below)]
+    return [path for path in candidates if any(os.path.isfile(path / name) for name in RUN_FILES)]
 
 
 def _read(path: Path, name: str) -> Job:
