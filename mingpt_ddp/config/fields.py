@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from mingpt_ddp.config.validation import check, refuse_credentials
-
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -41,15 +39,3 @@ def describe(metadata: Mapping[str, Any]) -> str:
     """Return a key's unit and the first clause of its description."""
     unit, meaning = metadata["json_schema_extra"]["unit"], metadata["description"].partition(";")[0]
     return f"{unit}: {meaning}" if unit else meaning
-
-
-def check_directory(name: str, path: str) -> None:
-    """Require the path of a local directory."""
-    refuse_credentials(name, path)
-    check(bool(path.strip()) and "://" not in path, f"{name}={path} must be a local directory")
-
-
-def check_url(name: str, url: str) -> None:
-    """Require a path or URL without credentials."""
-    refuse_credentials(name, url)
-    check(bool(url.strip()), f"{name} is empty; give it a path or URL")

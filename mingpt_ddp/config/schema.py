@@ -20,12 +20,10 @@ from mingpt_ddp.config.fields import (
     PositiveFloat,
     PositiveInt,
     UnitInterval,
-    check_directory,
-    check_url,
     key,
     neutral,
 )
-from mingpt_ddp.config.validation import check
+from mingpt_ddp.config.validation import check, check_directory, check_url
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
 BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python

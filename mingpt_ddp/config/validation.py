@@ -176,3 +176,15 @@ def refuse_credentials(key: str, text: str) -> None:
     secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
     if "://" in text and (password or secret):
         raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")
+
+
+def check_directory(name: str, path: str) -> None:
+    """Require the path of a local directory."""
+    refuse_credentials(name, path)
+    check(bool(path.strip()) and "://" not in path, f"{name}={path} must be a local directory")
+
+
+def check_url(name: str, url: str) -> None:
+    """Require a path or URL without credentials."""
+    refuse_credentials(name, url)
+    check(bool(url.strip()), f"{name} is empty; give it a path or URL")
