@@ -67,8 +67,7 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
     for group, (selector, classes) in GROUPS.items():
         cls = classes[values[group].get(selector)]
         for field in filter(changes_numbers, fields(cls)):
-            default = None if field.default is dataclasses.MISSING else _plain(field.default)
-            defaults[f"{group}.{field.name}"] = default
+            defaults[f"{group}.{field.name}"] = default_values(cls).get(field.name)
     return defaults
 
 
