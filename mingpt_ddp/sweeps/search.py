@@ -31,8 +31,6 @@ def check_search(config: DictConfig) -> None:
     """
     sweeper = config.hydra.sweeper
     share = sweeper.max_failure_rate
-    for key in ("n_trials", "n_jobs"):
-        check(sweeper[key] >= 1, f"hydra.sweeper.{key}={sweeper[key]} must be at least 1")
     check(0 <= share <= 1, f"hydra.sweeper.max_failure_rate={share} must lie in [0, 1]")
     if getattr(sweeper.direction, "name", sweeper.direction) != "minimize":
         raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")

@@ -204,8 +204,9 @@ def _check_hydra_keys(config: DictConfig) -> None:
     for key, only in fixed.items():
         if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
             raise ConfigError(f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory")
-    batch = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
-    check(batch is None or batch >= 1, f"hydra.sweeper.max_batch_size={batch} must be at least 1")
+    for key in ("max_batch_size", "n_trials", "n_jobs"):
+        value = OmegaConf.select(config, f"hydra.sweeper.{key}")
+        check(value is None or value >= 1, f"hydra.sweeper.{key}={value} must be at least 1")
 
 
 def _parse_overrides(config: DictConfig) -> list[Override]:
