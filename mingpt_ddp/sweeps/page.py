@@ -94,8 +94,7 @@ class Plots:
         self._hovers = {}
         for rank, job in enumerate(jobs, start=1):
             loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
-            config = job.config
-            values = [f"{_label(names[key])}: {_label(shown(config[key]))}" for key in keys if key in config]
+            values = [f"{_label(names[key])}: {_label(shown(job.config[key]))}" for key in keys if key in job.config]
             self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{loss}", *values[:DRAWN]])
 
     def legend(self) -> str:
