@@ -129,9 +129,8 @@ def _read(path: Path, name: str) -> Job:
     unread = [file for file, content in ((RESULT, result), ("config.yaml", config)) if not content]
     notes = [f"{path / file} cannot be read" for file in unread if (path / file).exists()]
     try:
-        history = read_history(path / METRICS)
-    except FileNotFoundError:
-        pass
+        if (path / METRICS).exists():
+            history = read_history(path / METRICS)
     except (DataError, OSError) as error:
         notes.append(str(error))
     flat = {f"{plain(group)}.{plain(key)}": plain(v) for group, keys in config.items() for key, v in keys.items()}
