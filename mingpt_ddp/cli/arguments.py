@@ -28,21 +28,20 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
         command: one, or several by name, selected by the first argument. The type of its parameter `config`
             defines its keys.
     """
-    words, code = sys.argv[1:], 0
+    words = sys.argv[1:]
     if sys.stdout:  # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
         if not words or {"-h", "--help"} & set(words):
             echo(usage)
-        else:
-            if isinstance(command, Mapping):
-                name = words.pop(0)
-                refuse_credentials("the name of the command", name)
-                check(name in command, f"{name} is not a command; {hint_at(name, command)}")
-                command = command[name]
-            code = command(parse_arguments(typing.get_type_hints(command)["config"], words))
-        sys.exit(code)
+            sys.exit(0)
+        if isinstance(command, Mapping):
+            name = words.pop(0)
+            refuse_credentials("the name of the command", name)
+            check(name in command, f"{name} is not a command; {hint_at(name, command)}")
+            command = command[name]
+        sys.exit(command(parse_arguments(typing.get_type_hints(command)["config"], words)))
 
 
 def parse_arguments(config_class: type[T], words: list[str]) -> T:
