@@ -140,11 +140,10 @@ def _wanted(error: Any, hint: Any) -> str:
     """Return the requirement that the value violates."""
     if error["type"] in WANTED:
         return f"be {WANTED[error['type']]}"
-    for field in (part for part in parts(hint) if isinstance(part, FieldInfo)):
+    is_bound = error["type"].startswith(("greater_", "less_"))
+    for field in (part for part in parts(hint) if is_bound and isinstance(part, FieldInfo)):
         limits = {name: getattr(m, name) for m in field.metadata for name in COMPARISONS if hasattr(m, name)}
-        if error["type"].startswith(("greater_", "less_")) and not all(
-            getattr(operator, name)(error["input"], limit) for name, limit in limits.items()
-        ):
+        if not all(getattr(operator, name)(error["input"], limit) for name, limit in limits.items()):
             return _interval(limits)
     sizes = [len(typing.get_args(part)) for part in parts(hint) if typing.get_origin(part) is tuple]
     return f"be a list of {sizes[0]} values" if sizes else f"satisfy: {error['msg']}"
