@@ -96,7 +96,7 @@ URLS_WITH_SECRETS = [
 ]
 
 
-@pytest.mark.parametrize("url", ["http://host:8080/a@b", "github://org:repo@main/run", "ftp://name@host/run"])
+@pytest.mark.parametrize("url", ["http://host:8080/a@b", "ftp://name@host/run"])
 def test_no_credentials(url):
     assert parse_arguments(Config, [url]).url == url
 

@@ -258,7 +258,7 @@ def test_unknown_protocol(url):
     assert str(error.value) == f"config error: data.path={url}: no such protocol as foo://"
 
 
-@pytest.mark.parametrize("url", ["reference://x", "dir://x", "github://x", "dbfs://x", "filecache://x"])
+@pytest.mark.parametrize("url", ["reference://x", "dir://x", "filecache://x"])
 def test_a_protocol_that_needs_more_than_a_url(url):
     protocol = url.split(":")[0]
     with pytest.raises(ConfigError) as error:
