@@ -50,9 +50,8 @@ class MedianPruner:
         own = self._history(self.directory)
         jobs = map(self._history, self.directory.parent.iterdir())
         earlier = [job.series("val_loss") for job in jobs if own and job and job.began < own.began]
-        lowest = [
-            min(loss for at, loss in losses if at <= step) for losses in earlier if losses and losses[-1][0] >= step
-        ]
+        reached = [losses for losses in earlier if losses and losses[0][0] <= step <= losses[-1][0]]
+        lowest = [min(loss for at, loss in losses if at <= step) for losses in reached]
         return statistics.median(lowest) if len(lowest) >= MIN_JOBS else None
 
     def _history(self, directory: Path) -> MetricsHistory | None:

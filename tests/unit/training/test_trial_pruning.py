@@ -73,6 +73,12 @@ def test_no_pruning_with_too_few_jobs(pruner, tmp_path):
     assert not pruner.should_prune(20, 99.0), "the job has not reached the step"
 
 
+def test_a_job_that_is_evaluated_first_at_a_later_step_does_not_count(pruner, tmp_path):
+    job(tmp_path / "rarely evaluated", 50, {25: 0.1, 50: 0.1})
+    assert not pruner.should_prune(20, 4.0)
+    assert pruner.should_prune(20, 4.001)
+
+
 def test_jobs_that_started_later_do_not_count(pruner, tmp_path):
     """A failed job that is retried must not be compared with those that started after it."""
     for number in range(5):
