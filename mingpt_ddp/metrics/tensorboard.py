@@ -1,29 +1,56 @@
 """TensorBoard event files: scalars, texts, and the HParams tab."""
 
+import functools
+import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from mingpt_ddp.config.config import Config, flatten
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
 HPARAMS = ".hparams"  # suffix of the event file of the HParams tab
 OBJECTIVE = "val/loss"  # the tag that the HParams tab shows
 
 
+def _unless_failed(
+    write: Callable[Concatenate["TensorBoardLogger", P], None],
+) -> Callable[Concatenate["TensorBoardLogger", P], None]:
+    """Log the first OSError of a method as a warning; from then on, do not call it."""
+
+    @functools.wraps(write)
+    def call(self: "TensorBoardLogger", *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            if not self._has_failed:
+                write(self, *args, **kwargs)
+        except OSError as error:
+            self._has_failed = True
+            reason = error.strerror or error
+            log.warning("cannot write %s, training continues without it: %s", self._directory, reason)
+
+    return call
+
+
 class TensorBoardLogger:
-    """Write event files. The first value creates the first file: importing TensorBoard takes 0.2 seconds."""
+    """Write event files. The first value creates the first file: importing TensorBoard takes 0.2 seconds.
+
+    If a write fails, for example because the disk is full, training continues without it.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory, self._has_failed = directory, False
         self._writer: SummaryWriter | None = None
 
     def start(self, step: int, world_size: int) -> None:
         """Begin an attempt after `step`; readers drop the points of later steps."""
         self._purge_step = step + 1
 
+    @_unless_failed
     def rollback(self, step: int) -> None:
         """Begin again after `step` within an attempt, in another event file."""
         if self._writer:
@@ -32,8 +59,12 @@ class TensorBoardLogger:
             time.sleep(1.0)  # readers sort event files by name, which has a resolution of 1 s
         self._purge_step = step + 1
 
-    def open(self) -> "SummaryWriter":
-        """Return the writer; create the event file if none is open."""
+    @_unless_failed
+    def open(self) -> None:
+        """Create the event file."""
+        self._open()
+
+    def _open(self) -> "SummaryWriter":
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -41,14 +72,17 @@ class TensorBoardLogger:
             self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
         return self._writer
 
+    @_unless_failed
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for tag, value in metrics.items():
-            self.open().add_scalar(tag, value, step)
+            self._open().add_scalar(tag, value, step)
 
+    @_unless_failed
     def log_text(self, step: int, tag: str, text: str) -> None:
         """Write a text, indented, because Markdown would reflow it."""
-        self.open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
+        self._open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
 
+    @_unless_failed
     def complete(self, step: int, config: Config) -> None:
         """Write the HParams tab, replacing that of an earlier end of the same run.
 
@@ -67,10 +101,12 @@ class TensorBoardLogger:
             for summary in (experiment, hparams_pb(plain, trial_id=config.run_name()), end):
                 writer.file_writer.add_summary(summary)
 
+    @_unless_failed
     def flush(self) -> None:
         if self._writer:
             self._writer.flush()
 
+    @_unless_failed
     def close(self) -> None:
         if self._writer:
             self._writer.close()

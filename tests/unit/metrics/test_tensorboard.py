@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -139,3 +141,26 @@ def test_cards_are_those_of_logged_tags(tmp_path):
         "big/rank0": ["train/loss", "val/loss"]  # as --logdir_spec in docs/logs.md calls it
     }
     assert [event.step for tag in ("train/loss", "val/loss") for event in runs.Scalars("big/rank0", tag)] == [10, 10]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+def test_a_full_disk_loses_points_but_not_the_run(tmp_path, monkeypatch, caplog):
+    """A limit on the file size is like a full disk."""
+    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
+    logger = start(tmp_path, 0)
+    logger.log(1, {"train/loss": 4.5})
+    logger.flush()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    try:
+        for step in range(2, 100):
+            logger.log(step, {"train/loss": 4.0})
+            logger.flush()
+        logger.rollback(50)
+        logger.log_text(51, "sample", "text")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    logger.close()
+    texts = {record.getMessage() for record in caplog.records}
+    assert texts == {f"cannot write {tmp_path}, training continues without it: File too large"}
+    assert points(tmp_path, "train/loss")[0] == (1, 4.5)
