@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, exit_process
@@ -49,7 +50,7 @@ class Watchdog:
                 self._check()
 
     def _send_heartbeat(self) -> None:
-        process = {"host": socket.gethostname(), "pid": os.getpid(), "agent": os.getppid(), "beat": time.monotonic()}
+        process = {"host": socket.gethostname(), "pid": os.getpid(), "beat": time.monotonic()}
         self._store.set(f"heartbeat/{self.group.rank}", json.dumps({**self.group.heartbeat, **process}))
 
     def _check(self) -> None:
@@ -97,7 +98,13 @@ class Watchdog:
         return now - self._latest[rank, counter][1]
 
     def _kill_if_local(self, heartbeat: dict[str, Any]) -> None:
-        """SIGKILL a stopped process of the same agent: it ignores SIGTERM, and the agent would wait for it."""
-        if (heartbeat["host"], heartbeat["agent"]) == (socket.gethostname(), os.getppid()):
-            with contextlib.suppress(OSError):
-                os.kill(heartbeat["pid"], signal.SIGKILL)
+        """SIGKILL a stopped process of the same agent: it ignores SIGTERM, and the agent would wait for it.
+
+        The store is not authenticated: it may name any process.
+        """
+        if heartbeat["host"] == socket.gethostname():
+            with contextlib.suppress(OSError, ValueError):
+                pid = int(heartbeat["pid"])
+                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == os.getppid():
+                    os.kill(pid, signal.SIGKILL)

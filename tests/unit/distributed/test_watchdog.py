@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,3 +59,26 @@ def test_all_wait(find):
     reason, killed = find(9, (1, 9, True), (1, 9, True))
     assert reason == "all ranks have waited for each other for 9 s while training: check the network"
     assert killed == []
+
+
+KILLER = """
+import os, socket, sys
+from types import SimpleNamespace
+from mingpt_ddp.distributed.watchdog import Watchdog
+dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None))
+for pid in sys.argv[1:]:
+    dog._kill_if_local({"host": socket.gethostname(), "pid": int(pid)})
+"""
+
+
+def test_only_a_process_of_the_same_parent_is_killed():
+    """Anyone who reaches the store may write a heartbeat with any process id."""
+    stranger = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    with subprocess.Popen([sys.executable, "-c", stranger], stdout=subprocess.PIPE, text=True) as sibling:
+        child = sibling.stdout.readline().strip()
+        subprocess.run([sys.executable, "-c", KILLER, "-1", "0", str(os.getpid()), child], check=True)
+        os.kill(int(child), 0)  # still there
+        assert sibling.poll() is None
+        subprocess.run([sys.executable, "-c", KILLER, str(sibling.pid)], check=True)
+        assert sibling.wait(10) == -signal.SIGKILL
+        os.kill(int(child), signal.SIGKILL)
