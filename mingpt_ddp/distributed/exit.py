@@ -67,18 +67,19 @@ def die_with_parent() -> None:
     """Exit when the parent process dies: an orphaned worker must not train concurrently with its successor."""
     parent = os.getppid()
 
-    def poll_parent() -> None:
-        while os.getppid() == parent:
+    def wait_for_parent() -> None:
+        if launcher := multiprocessing.parent_process():  # of a forked worker, whose parent is the fork server
+            launcher.join()
+        while launcher is None and os.getppid() == parent:
             time.sleep(0.2)
         exit_process(None, FAILURE)
 
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        launcher = multiprocessing.parent_process()  # of a forked worker, whose parent is the fork server
-        if os.getppid() != parent or (launcher is not None and not launcher.is_alive()):  # died before prctl
+        if os.getppid() != parent:  # died before prctl
             exit_process(None, FAILURE)
-    else:
-        threading.Thread(target=poll_parent, name="parent-watch", daemon=True).start()
+    if sys.platform != "linux" or multiprocessing.parent_process() is not None:
+        threading.Thread(target=wait_for_parent, name="parent-watch", daemon=True).start()
 
 
 def signal_exit_code(env: DistEnv, code: int) -> int:

@@ -17,8 +17,9 @@ PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_d
 def start_server() -> None:
     """Start the server unless it is running; it imports torch for seconds, concurrently with this process."""
     before, directory = dict(os.environ), tempfile.tempdir
-    package_parent = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package_parent, before.get("PYTHONPATH")]))
+    checkout = Path(__file__).resolve().parents[2]
+    if checkout.name not in ("site-packages", "dist-packages"):  # else it would hide the standard library
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), before.get("PYTHONPATH")]))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store closes
     # Otherwise torch.cuda.is_available() would initialize CUDA, which a forked process cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import sys
 
 import pytest
+from launching import is_running, wait_for
 
 from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed.env import DistEnv
@@ -35,3 +37,30 @@ def test_torchrun_finds_the_error_in_its_file(tmp_path, monkeypatch):
         ProcessExit().failure(ValueError("the cause"))
     assert ended.value.code == FAILURE
     assert json.loads(file.read_text())["message"]["message"] == "ValueError: the cause"
+
+
+LAUNCHER = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from mingpt_ddp.distributed.exit import die_with_parent
+
+def work():
+    die_with_parent()
+    Path("pid").write_text(str(os.getpid()))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    worker = multiprocessing.get_context("forkserver").Process(target=work)
+    worker.start()
+    worker.join()
+"""
+
+
+def test_a_forked_worker_dies_with_the_launcher(tmp_path):
+    """Also where the fork server lives on, because it could not import this package."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    launcher = subprocess.Popen([sys.executable, "launcher.py"], cwd=tmp_path)
+    wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())), timeout=20)
