@@ -189,6 +189,8 @@ class DDPConfig:
     sync_batchnorm: bool = neutral(False, "batch normalisation over all ranks")
 
     def __post_init__(self) -> None:
+        taken = self.preempted_exit_code in (1, 2, 75)  # a crash, a user's error, storage that is unavailable
+        check(not taken, f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or 143 in pods")
         both = self.static_graph and self.find_unused_parameters
         check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
         half = self.comm_hook != "none" and self.backend == "mpi"

@@ -225,6 +225,10 @@ CASES = [
         "ddp.static_graph=true ddp.find_unused_parameters=true",
         "config error: ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
     ),
+    (
+        "ddp.preempted_exit_code=75",
+        "config error: ddp.preempted_exit_code=75 means a failure; use 0, or 143 in pods",
+    ),
     # Hardware and software that this machine lacks
     ("trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
     ("ddp.nproc_per_node=2 trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
