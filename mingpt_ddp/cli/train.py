@@ -44,7 +44,8 @@ def main() -> None:
             print(text)
             exit_process(None, 0)
         _prepare(exits.env)
-        if exits.env.is_standalone and any(re.match(r"ddp\.nproc_per_node=[1-9]", word) for word in sys.argv):
+        forks = any(re.match(r"ddp\.nproc_per_node=[1-9]", word) for word in sys.argv)
+        if exits.env.is_standalone and forks and "ddp.launcher=spawn" not in sys.argv:
             start_server()  # its imports take longer than composing the configuration
         with sweep.active():
             directory = str(hydra_utils.config_directory())

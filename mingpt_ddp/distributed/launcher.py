@@ -9,10 +9,11 @@ import runpy
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from mingpt_ddp.storage.run_dir import RunStatus, read_result
 log = logging.getLogger(__name__)
 
 STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
+SERVER_DIED = 255  # exit code of a worker whose fork server has died, in multiprocessing.popen_forkserver
 EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
 
 
@@ -123,9 +125,12 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     workers = [context.Process(target=_worker, args=(environ, overrides)) for environ in environs]
     with _started(workers) as received:
         code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
-    number = received[-1] if received and (code or first.is_standalone) else 0  # other nodes may not see result.json
+    ended = code not in (0, config.ddp.preempted_exit_code) or first.is_standalone
+    number = received[-1] if received and ended else 0  # other nodes may not see result.json
     if code < 0 and not number:  # it could not log this itself
         log.error("error: rank %d was killed by %s", first.rank + index, signal.Signals(-code).name)
+    if code == SERVER_DIED and not number:
+        log.error("error: the fork server of the workers was killed")
     return code, number
 
 
@@ -139,7 +144,8 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
     if is_local:  # by default gloo and NCCL listen on the address of the host name, which other machines can reach
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             shared.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
     return shared
 
 
@@ -147,22 +153,33 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
 def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
     """Start the workers and forward the signals that this process receives; yield the list of these."""
     received: list[int] = []
+    unsent: deque[int] = deque()  # a handler may interrupt itself
+
+    def send() -> None:
+        pids = [worker.pid for worker in workers if worker.pid]
+        while unsent and len(pids) == len(workers):
+            with contextlib.suppress(IndexError):
+                number = unsent.popleft()
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                if worker.pid is not None:
-                    os.kill(worker.pid, number)
+        unsent.append(number)
+        send()
 
-    handlers = {number: signal.signal(number, forward) for number in BLOCKED_SIGNALS}
+    forwarded = [number for number in BLOCKED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
+    resource_tracker.ensure_running()  # unblocks signals: not below, where a worker would inherit that
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    handlers = {number: signal.signal(number, forward) for number in forwarded}
     try:
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # until all can receive one
         try:
             for worker in workers:
                 worker.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        send()  # what arrived before all had started
         yield received
     finally:
         for number, handler in handlers.items():
@@ -207,7 +224,7 @@ def _worker(environ: dict[str, str], overrides: list[str]) -> None:
     os.environ.update(environ)
     import torch
 
-    with contextlib.suppress(ValueError):  # a list, one number per nesting level
+    with contextlib.suppress(ValueError, RuntimeError):  # a list, one number per nesting level; or not positive
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch read it when the server imported it
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(15, f"rank {environ['RANK']}".encode())  # PR_SET_NAME of <sys/prctl.h>, for ps and top

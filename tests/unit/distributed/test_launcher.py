@@ -88,7 +88,9 @@ def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
 
 
 def test_workers_share_the_cores(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    """The cores that this process may use, of all that the machine has."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [_shared_environ(n, True)["OMP_NUM_THREADS"] for n in (1, 3, 9)] == ["8", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
@@ -170,3 +172,30 @@ def test_signals_are_forwarded(join_workers):
         assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
     assert received == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_signals_that_are_ignored_stay_so():
+    """As SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _started([]) as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert received == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_during_the_start_reaches_the_workers(monkeypatch):
+    install = signal.signal
+
+    def install_and_send(number, handler):
+        replaced = install(number, handler)
+        if number == signal.SIGUSR1 and callable(handler) and handler.__name__ == "forward":
+            os.kill(os.getpid(), number)
+        return replaced
+
+    monkeypatch.setattr(signal, "signal", install_and_send)
+    worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
+    with _started([worker]) as received:
+        assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
+    assert received == [signal.SIGUSR1]
