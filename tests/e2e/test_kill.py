@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from launching import TINY, Job, committed, is_running, last_step, torchrun, wait_for
+from launching import TINY, Job, committed, is_running, last_step, python_main, torchrun, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -23,7 +23,9 @@ PATHS = {
 
 def start(path: str, ranks: int, cwd: Path) -> Job:
     settings = [override for override in SETTINGS if not override.startswith("model=")]
-    return Job([*torchrun(ranks, "--max_restarts=2"), *PATHS[path], *settings, "run.name=run"], cwd)
+    forked = [*python_main(), f"ddp.nproc_per_node={ranks}"]
+    launcher = forked if path == "fast" else torchrun(ranks, "--max_restarts=2")
+    return Job([*launcher, *PATHS[path], *settings, "run.name=run"], cwd)
 
 
 def weights(run: Path) -> bytes:
@@ -50,7 +52,7 @@ def reached(run: Path, step: int, attempt: int):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("path", PATHS)
 def test_killed_in_every_way(path, ranks, tmp_path):
-    """A worker, which the agent restarts, twice; then the agent alone; then all processes."""
+    """A worker, which its parent restarts, twice; then the parent alone; then all processes."""
     (tmp_path / "uninterrupted").mkdir()
     uninterrupted = start(path, ranks, tmp_path / "uninterrupted")
     assert uninterrupted.wait() == 0, uninterrupted.text()
