@@ -1,5 +1,6 @@
 """Generate text: logits from a KV cache, the next token sampled from the logits."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ def generate(
     block_size: int = vars(model)["block_size"]
     window, prefill = tokens[:, -block_size:], True
     with eval_mode(model):
-        session = DecodeSession(model, len(tokens))
+        session = DecodeSession(model, len(tokens), min(block_size, tokens.shape[1] + max_new_tokens))
         for _ in range(max_new_tokens):
             new = sample_token(session.logits(window, prefill), sampling, rng)
             yield new
@@ -55,11 +56,17 @@ def generate(
 class DecodeSession:
     """Logits after a growing window, with a KV cache and a CUDA graph if the model supports them."""
 
-    def __init__(self, model: nn.Module, batch: int) -> None:
+    def __init__(self, model: nn.Module, batch: int, positions: int) -> None:
+        """
+        Args:
+            positions: what the KV cache holds, for a window that never grows longer.
+        """
         self.model, self.graph = model, None
         if isinstance(model, SupportsKVCache):
             weight = next(model.parameters())
-            self.cache = model.new_cache(batch, weight.dtype)
+            sized = copy.copy(model)  # the block_size of an untrusted snapshot may be any number
+            vars(sized)["block_size"] = positions
+            self.cache = sized.new_cache(batch, weight.dtype)
             # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
             captures = weight.is_cuda and not torch.are_deterministic_algorithms_enabled()
             if captures and isinstance(model, SupportsCUDAGraphDecode):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.config import NotRegisteredError, build_group
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
-from mingpt_ddp.config.schema import GPTConfig, ModelConfig
+from mingpt_ddp.config.schema import ModelConfig, TransformerConfig
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
@@ -80,7 +80,8 @@ def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
     vocab_size = len(spec.vocabulary)
     with attribute_errors_to_user_code():
         config = spec.config()
-        if not isinstance(config, GPTConfig):  # a user's constructor may compute buffers
+        built_in = config.architecture in ("gpt", "modern")  # a user's constructor may compute buffers
+        if not (built_in and isinstance(config, TransformerConfig)):
             model = build_model(config, vocab_size, spec.block_size)
             load_model_state(model, tensors)
             return model

@@ -289,4 +289,4 @@ def test_a_step_is_captured_unless_algorithms_are_deterministic(deterministic, m
     monkeypatch.setattr(module, "CUDAGraphDecodeStep", lambda *arguments: "a graph")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr(nn.Parameter, "is_cuda", True)
-    assert (module.DecodeSession(model, 1).graph is None) is deterministic
+    assert (module.DecodeSession(model, 1, 12).graph is None) is deterministic

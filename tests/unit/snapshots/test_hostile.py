@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.cli import sample as sample_module
 from mingpt_ddp.cli.sample import SampleConfig, sample
 from mingpt_ddp.cli.snapshots import ExportConfig, export, inspect, verify_step
-from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.config import build_group, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import SnapshotError, printable
@@ -290,6 +290,27 @@ def test_no_config_value_makes_the_model_larger_than_its_tensors(tmp_path, valid
         and len(line) < 1000
         for line in lines
     ), lines
+
+
+def modern_files(valid_files: dict[str, bytes], **values: object) -> dict[str, bytes]:
+    """Return the files of a valid snapshot of the modern decoder, with other values in its configuration."""
+    config = {"name": "modern", "architecture": "modern", "n_layer": 1, "n_head": 2, "n_embd": 12, "dropout": 0.0}
+    model = build_model(build_group("model", config), len(VOCABULARY), 8)
+    state = json.loads(valid_files[STATE])
+    state["config"]["model"] = {**config, **values}
+    return {**valid_files, MODEL: bytes(encode(model_state(model))), STATE: json.dumps(state).encode()}
+
+
+def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(tmp_path, valid_files):
+    valid = modern_files(valid_files)
+    forged = [
+        modern_files(valid_files, n_embd=10_000, n_layer=10),
+        modern_files(valid_files, n_embd=10_000),
+        modern_files(valid_files, n_layer=10_000),
+    ]
+    contexts = [with_config(valid, "data", block_size=size) for size in (8, 10**8, 10**30)]
+    lines = sample_limited(*(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged + contexts)))
+    assert [line[:31] for line in lines] == ["snapshot error: the snapshot's "] * 3 + ["accepted"] * 3, lines
 
 
 def sparse(path: Path, size: int) -> None:
