@@ -79,7 +79,8 @@ class Lease:
 
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
-        return json.dumps({"id": self.id, "owner": owner, "heartbeat": self._count}).encode()
+        # Of constant length: RemoteStorage asks for the size before it reads so many bytes.
+        return json.dumps({"id": self.id, "owner": owner, "heartbeat": f"{self._count:015d}"}).encode()
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of the owner: None if there is none, {} if it is damaged."""
@@ -110,7 +111,7 @@ class Lease:
             OSError: the storage does not respond.
         """
         if self._new_owner is None:
-            owner = self._read()
+            owner = self._read() or self._read()  # again, because it may be damaged while it is replaced
             if owner is not None and owner.get("id") != self.id:
                 self._new_owner = _describe(owner)
         if self._new_owner is not None:

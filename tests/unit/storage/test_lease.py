@@ -77,6 +77,28 @@ def test_the_owner_sends_heartbeats(storage, acquire):
     assert owner(storage)["heartbeat"] > first
 
 
+def test_a_record_keeps_its_length(storage, acquire):
+    """A reader asks for the size and then for that many bytes, and a heartbeat may come between."""
+    lease = acquire()
+    stop_heartbeats(lease)
+    lengths = set()
+    for lease._count in (0, 9, 10, 10**9):
+        lengths.add(len(lease._record()))
+    assert len(lengths) == 1
+
+
+def test_a_record_that_is_damaged_for_a_moment_is_no_takeover(storage, acquire, monkeypatch):
+    lease = acquire()
+    stop_heartbeats(lease)
+    read, cut = storage.read, iter([-1])
+    monkeypatch.setattr(storage, "read", lambda *args, **kwargs: read(*args, **kwargs)[: next(cut, None)])
+    lease.check()
+    assert next(cut, None) is None
+    monkeypatch.setattr(storage, "read", lambda *args, **kwargs: b"{")
+    with pytest.raises(RunError, match="was taken over by another process"):
+        lease.check()
+
+
 def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire):
     lease = acquire()
     begin = time.monotonic()
