@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
+from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError, UserError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -22,18 +22,15 @@ Step: TypeAlias = int | Literal["newest", "best"]  # best: with the lowest valid
 ANSWER_TIMEOUT_S = 10.0  # for a store to list its snapshots for a command
 
 
-def candidate_stores(url: str, follow: bool = True) -> Iterator[SnapshotStore]:
-    """Yield the stores that may hold the snapshots of a run directory or of a directory of snapshots.
+def candidate_urls(url: str, follow: bool = True) -> Iterator[str]:
+    """Yield the URLs that may hold the snapshots of a run directory or of a directory of snapshots.
 
     Args:
-        follow: include stores elsewhere that the run directory records.
-
-    Raises:
-        SnapshotError: one of their URLs cannot be opened on this machine.
+        follow: include those elsewhere that the run directory records.
     """
-    yield from map(_open_store, [url] if not follow and _linked_directory(url) else [f"{url}/snapshots", url])
+    yield from [url] if not follow and _linked_directory(url) else [f"{url}/snapshots", url]
     if follow:
-        yield from map(_open_store, _recorded_urls(url))
+        yield from _recorded_urls(url)
 
 
 def _open_store(url: str) -> SnapshotStore:
@@ -48,10 +45,10 @@ def stores_of_run(stores: list[SnapshotStore], directory: Path) -> list[Snapshot
     """Return the stores of a run, and those of its earlier configurations.
 
     Raises:
-        SnapshotError: as `candidate_stores` does.
+        SnapshotError: a recorded URL cannot be opened on this machine.
     """
     own = {store.url for store in stores}
-    return [*stores, *(store for store in candidate_stores(str(directory)) if store.url not in own)]
+    return [*stores, *(store for store in map(_open_store, candidate_urls(str(directory))) if store.url not in own)]
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
@@ -61,23 +58,29 @@ def step_in(url: str) -> tuple[SnapshotStore, int] | None:
     return None if step is None else (SnapshotStore(parent or "."), step)
 
 
-def find_steps(url: str, follow: bool = True) -> list[tuple[SnapshotStore, list[int]]]:
+def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple[SnapshotStore, list[int]]]:
     """List the stores at a URL that have snapshots, committed or not, with their steps.
 
     Args:
         follow: include stores elsewhere that the run directory records; otherwise log one line that names them.
+        strict: raise the error of any store; otherwise log it if another store has snapshots.
 
     Raises:
         SnapshotError: there are none.
         StorageUnavailableError: a store does not respond within ANSWER_TIMEOUT_S.
     """
-    named, found = step_in(url), []
+    named, found, errors = step_in(url), [], list[UserError]()
     url = url.rstrip("/") or url
-    for store in [named[0]] if named else candidate_stores(url, follow):
-        store.storage.set_deadline(ANSWER_TIMEOUT_S)
-        if steps := [step for step in store.steps() if named is None or step == named[1]]:
-            found.append((store, steps))
-        store.storage.set_deadline(math.inf)
+    for location in [named[0].url] if named else candidate_urls(url, follow):
+        try:
+            store = _open_store(location)
+            store.storage.set_deadline(ANSWER_TIMEOUT_S)
+            if steps := [step for step in store.steps() if named is None or step == named[1]]:
+                found.append((store, steps))
+            store.storage.set_deadline(math.inf)
+        except (StorageUnavailableError, SnapshotError) as error:
+            errors.append(error)
+    _raise_or_log(errors, bool(found) and not strict)
     elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
     hint = f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
     if not found:
@@ -98,7 +101,7 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
     Raises:
         SnapshotError: there is no such snapshot, or it is damaged.
     """
-    url = url.rstrip("/") if step == "newest" else _find_url(url, step)
+    url = url.rstrip("/") or url if step == "newest" else _find_url(url, step)
     if named := step_in(url):
         store, number = named
         try:
@@ -106,17 +109,26 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
         except CorruptSnapshotError as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
     found: Snapshot | None = None
-    try:
-        for store in candidate_stores(url):
+    errors: list[UserError] = []
+    for location in candidate_urls(url):
+        try:
+            store = _open_store(location)
             if found is None or max(store.steps(), default=0) > found.step:
                 found = max(found, store.read_latest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
-    except (StorageUnavailableError, SnapshotError) as error:
-        if found is None:
-            raise
-        log.warning("%s", error)
+        except (StorageUnavailableError, SnapshotError) as error:
+            errors.append(error)
+    _raise_or_log(errors, found is not None)
     if found is None:
         raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
     return found
+
+
+def _raise_or_log(errors: list[UserError], log_only: bool) -> None:
+    """Raise the first error of several stores, or log all of them."""
+    if errors and not log_only:
+        raise errors[0]
+    for error in errors:
+        log.warning("%s", error)
 
 
 def _find_url(url: str, step: int | str) -> str:
@@ -124,17 +136,20 @@ def _find_url(url: str, step: int | str) -> str:
 
     Raises:
         SnapshotError: there is none.
+        StorageUnavailableError: no store that responds has snapshots.
     """
-    found = {number: store for store, steps in reversed(find_steps(url)) for number in steps}
+    found = [(number, store) for store, steps in find_steps(url, strict=False) for number in steps]
     wanted: Any = step
-    for number in sorted(found, reverse=True) if step == "best" else []:
+    for number, store in sorted(found, key=lambda pair: -pair[0]) if step == "best" else []:
         with contextlib.suppress(CorruptSnapshotError):
-            best = recorded_train_state(found[number].read_metadata(number)[1]).get("best_step")
+            best = recorded_train_state(store.read_metadata(number)[1]).get("best_step")
             wanted = best if type(best) is int else step
             break
-    if wanted not in found:
-        raise SnapshotError(f"there is no snapshot of step {wanted} at {url}; the newest is of step {max(found)}")
-    return f"{found[wanted].url}/{layout.directory_name(wanted)}"
+    stores = [store for number, store in found if number == wanted]
+    if not stores:
+        raise SnapshotError(f"there is no snapshot of step {wanted} at {url}; the newest is of step {max(dict(found))}")
+    store = max(stores, key=lambda store: store.is_committed(wanted))  # the first that has it whole, or else the first
+    return f"{store.url}/{layout.directory_name(wanted)}"
 
 
 def recorded_train_state(state: Any) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
     vocab_size = len(spec.vocabulary)
     with attribute_errors_to_user_code():
         config = spec.config()
-        built_in = config.architecture in ("gpt", "modern")  # a user's constructor may compute buffers
-        if not (built_in and isinstance(config, TransformerConfig)):
+        # A user's constructor may compute buffers.
+        if not isinstance(config, TransformerConfig) or config.architecture not in ("gpt", "modern"):
             model = build_model(config, vocab_size, spec.block_size)
             load_model_state(model, tensors)
             return model

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from snapshot_helpers import commit, small_snapshot
 
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
 from mingpt_ddp.snapshots.load import find_steps, load
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -71,6 +71,63 @@ def test_load_of_the_best(store, tmp_path):
     assert load(f"{store.url}/step_00000004", step="best").step == 4
     with pytest.raises(SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is of step 8"):
         load(run, step=5)
+
+
+@pytest.fixture
+def saved_twice(tmp_path):
+    """A run directory, the store of its snapshot.path and that of its snapshot.fallback_path."""
+    (tmp_path / "run").mkdir()
+    paths = {"path": f"{tmp_path}/first", "fallback_path": f"{tmp_path}/second"}
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps({"run": {"name": "run"}, "snapshot": paths}))
+    return str(tmp_path / "run"), *(SnapshotStore(f"{path}/run") for path in paths.values())
+
+
+def test_a_damaged_store_does_not_hide_the_fallback(saved_twice, caplog):
+    run, first, second = saved_twice
+    commit(first, with_best(8, 8))
+    first.storage.write(f"{directory_name(8)}/{MANIFEST}", b"{}")
+    with pytest.raises(SnapshotError, match=f"all snapshots at {first.url} are damaged"):
+        load(run)
+    commit(second, with_best(6, 6))
+    assert load(run).step == 6
+    assert f"all snapshots at {first.url} are damaged" in caplog.text
+    assert load(run, step="best").step == load(run, step=6).step == 6
+
+
+@pytest.mark.parametrize("error", [SnapshotError("gone"), StorageUnavailableError("gone")])
+def test_a_store_that_cannot_be_listed_does_not_hide_the_fallback(error, saved_twice, monkeypatch, caplog):
+    run, first, second = saved_twice
+    steps = SnapshotStore.steps
+
+    def broken(store):
+        if store.url == first.url:
+            raise error
+        return steps(store)
+
+    monkeypatch.setattr(SnapshotStore, "steps", broken)
+    for step in ("newest", "best", 6):
+        with pytest.raises(type(error), match="gone"):
+            load(run, step=step)
+    commit(second, with_best(6, 6))
+    assert [load(run, step=step).step for step in ("newest", "best", 6)] == [6, 6, 6]
+    caplog.clear()
+    with pytest.raises(SnapshotError, match="there is no snapshot of step 8"):
+        load(run, step=8)
+    assert "gone" in caplog.text
+    with pytest.raises(type(error), match="gone"):
+        find_steps(run)
+
+
+def test_an_unfinished_step_does_not_hide_the_fallback(saved_twice):
+    run, first, second = saved_twice
+    for store in (first, second):
+        commit(store, with_best(4, 4))
+        commit(store, with_best(8, 8))
+    first.storage.delete(f"{directory_name(8)}/{MANIFEST}")
+    assert [load(run, step=step).step for step in ("newest", "best", 8)] == [8, 8, 8]
+    second.storage.delete(f"{directory_name(8)}/{MANIFEST}")
+    with pytest.raises(SnapshotError, match=f"{first.url}/step_00000008 cannot be used: it was never finished"):
+        load(run, step=8)
 
 
 @pytest.mark.parametrize("best", [None, [4], 4.0, "4", {}])
