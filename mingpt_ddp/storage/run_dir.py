@@ -82,13 +82,13 @@ class RunDirectory:
                 partial.unlink(missing_ok=True)
 
     def lock_snapshots(self, storage: Storage) -> None:
-        """Lock a snapshot location outside the run directory: with flock if it is local, else with a lease.
+        """Lock a snapshot location, unless it is in the run directory: with flock if it is local, else with a lease.
 
         Raises:
             RunError: another process has locked it, or it is not writable.
             StorageUnavailableError: the storage does not respond.
         """
-        if storage.local and self.path.absolute() not in (path := Path(storage.root)).parents:
+        if storage.local and not (path := Path(storage.root)).is_relative_to(self.path.absolute()):
             self._locks.append(acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots"))
         elif isinstance(storage, RemoteStorage) and storage.shared:
             # This process holds the run directory's lock, so the owner recorded here is dead.

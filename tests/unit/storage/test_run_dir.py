@@ -21,6 +21,7 @@ from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.run_dir import RunDirectory, difference, next_free_name, read_result, recorded_config
+from mingpt_ddp.storage.urls import open_storage
 
 CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
 HOLDER = """
@@ -55,6 +56,15 @@ def test_a_directory_has_one_owner_and_the_error_names_it(lock_holder, tmp_path)
     message = str(refused.value)
     assert message.startswith(f"run error: {tmp_path / 'run'} is locked by process {lock_holder.pid} on ")
     assert "still running" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("below", [".", "snapshots"])
+def test_snapshots_in_the_run_directory_need_no_other_lock(below, tmp_path):
+    """Also where snapshot.path is run.root: then they are in the run directory itself."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.lock_snapshots(open_storage(str(tmp_path / "run" / below)))
+    assert list(tmp_path.rglob(".lock")) == [tmp_path / "run" / ".lock"]
+    directory.release()
 
 
 def test_a_refused_lock_does_not_affect_the_owner(lock_holder, tmp_path):
