@@ -1,5 +1,6 @@
 """Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in one line."""
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -140,7 +141,7 @@ def config_flags(hydra: Any) -> list[str]:
         provider, path = source["provider"], Path(source["path"])
         if provider == "command-line":
             flags.append(f"--config-dir={path}")
-        elif provider == "main" and path != config_directory() and path.is_dir():
+        elif provider == "main" and path != config_directory() and os.path.isdir(path):  # which never raises
             flags.append(f"--config-path={path}")
     return flags
 

@@ -516,6 +516,9 @@ def test_a_user_config_directory_is_in_the_command(tmp_path):
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
     flags = f"--config-name=mine --config-path={tmp_path} '--config-dir=/b presets'"
     assert command_line(read_jobs([run])[0]) == f"python main.py {flags} model=mine"
+    sources[0]["path"] = "/" + "x" * 300  # a name that no filesystem takes
+    (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
+    assert command_line(read_jobs([run])[0]) == "python main.py --config-name=mine '--config-dir=/b presets' model=mine"
     for broken in ("", "[]", "hydra: {runtime: 1}", "hydra: {runtime: {config_sources: [1]}}", "{"):
         (run / ".hydra" / "hydra.yaml").write_text(broken)
         assert command_line(read_jobs([run])[0]) == "python main.py model=mine"
