@@ -60,13 +60,14 @@ def prepare(config: DataConfig) -> EncodedText:
         return cached
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with open(cache / ".lock", "w") as lock:
+        # O_NOFOLLOW: a symbolic link could lead to any file.
+        with open(os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # one process encodes, the others wait for its result
             for leftover in cache.glob(".partial-*"):  # of killed processes
                 shutil.rmtree(leftover, ignore_errors=True)
             return _read_cache(directory, sha256) or _encode(open_text, directory, sha256, config.path)
     except OSError as error:
-        raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}") from error
+        raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}; choose another") from error
 
 
 def user_cache() -> Path:

@@ -169,6 +169,16 @@ def test_the_second_run_reads_the_cache(settings, tmp_path):
     assert stamp(first) == before
 
 
+def test_the_lock_is_not_a_link(settings, tmp_path):
+    config = settings(LINE)
+    Path(config.cache_dir).mkdir(exist_ok=True)
+    (tmp_path / "victim").write_text("precious")
+    (Path(config.cache_dir) / ".lock").symlink_to(tmp_path / "victim")
+    with pytest.raises(DataError, match=r"cannot write the encoded text to data.cache_dir=.*; choose another$"):
+        prepare(config)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 def test_the_cache_key_is_the_content(settings):
     first = prepare(settings(LINE))
     second = prepare(settings(LINE.upper()))
