@@ -135,8 +135,7 @@ def config_flags(hydra: Any) -> list[str]:
     Args:
         hydra: the `hydra` node of the configuration that it composed.
     """
-    name = hydra["job"]["config_name"]
-    flags = [] if name == "config" else [f"--config-name={name}"]
+    flags = [] if (name := hydra["job"]["config_name"]) == "config" else [f"--config-name={name}"]
     for source in hydra["runtime"]["config_sources"]:
         provider, path = source["provider"], Path(source["path"])
         if provider == "command-line":

@@ -168,22 +168,28 @@ def _shown(error: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-def refuse_credentials(key: str, text: str) -> None:
-    """Refuse a URL that contains a secret, in an error that does not show it: configurations are logged and saved."""
+def refuse_credentials(key: str, text: str, one_url: bool = False) -> None:
+    """Refuse a URL that contains a secret, in an error that does not show it: configurations are logged and saved.
+
+    Args:
+        one_url: the text is one path or URL, whose password may contain spaces and commas, and not several words.
+    """
+    end = "" if one_url else r"\s,@"
     # A password may contain slashes, but host:8080/path is not one; http accepts a token as the user name.
-    password = re.search(r"(?<!github:)//[^/\s,:@]*:(?!\d+/)[^\s,@]*@|https?://[^/?#\s,@]*@", text)
-    secret = re.search(r"(?i)[?&][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*=", text)
-    if "://" in text and (password or secret):
+    secret = rf"(?<!github:)//[^/:{end}]*:(?!\d+/)[^@{end}]*@|https?://[^/?#@{end}]*@"
+    secret += rf"|(?<!http:)(?<!https:)//[^/:@{end}]*:\d+/[^/@{end}]*@[^/{end}]+/"
+    secret += r"|[?&#][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*="
+    if "://" in text and re.search(secret, text, re.IGNORECASE):
         raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")
 
 
 def check_directory(name: str, path: str) -> None:
     """Require the path of a local directory."""
-    refuse_credentials(name, path)
+    refuse_credentials(name, path, one_url=True)
     check(bool(path.strip()) and "://" not in path, f"{name}={path} must be a local directory")
 
 
 def check_url(name: str, url: str) -> None:
     """Require a path or URL without credentials."""
-    refuse_credentials(name, url)
+    refuse_credentials(name, url, one_url=True)
     check(bool(url.strip()), f"{name} is empty; give it a path or URL")

@@ -93,6 +93,10 @@ URLS_WITH_SECRETS = [
     "http://hunter2@host/run",
     "https://host/run?token=hunter2",
     "simplecache::s3://name:hunter2@bucket/run",
+    "ftp://name:a,hunter2@host/run",
+    "ftp://name:a hunter2@host/run",
+    "sftp://name:12/hunter2@host/run",
+    "https://host/run#access_token=hunter2",
 ]
 
 
