@@ -53,10 +53,10 @@ def main() -> None:
 def _command(config: SampleConfig) -> int:
     try:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
-    except UnicodeDecodeError as error:
-        raise DataError(f"the prompt on standard input is not UTF-8: {error}") from error
+    except (UnicodeDecodeError, AttributeError) as error:  # it is None if it is closed
+        raise DataError(f"prompt=- needs UTF-8 text on standard input: {error if sys.stdin else 'closed'}") from error
     for number, text in enumerate(sample(config, prompt)):
-        text = printable(text) if sys.stdout.isatty() else text
+        text = printable(text) if sys.stdout and sys.stdout.isatty() else text
         print(f"{'-' * 80}\n{text}" if number else text, flush=True)
     return 0
 

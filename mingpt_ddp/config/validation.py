@@ -75,11 +75,11 @@ def build(cls: type[T], values: Any, where: str) -> T:
     hints = field_types(cls)
     plain = {key: _without_loss(value, hints.get(key)) for key, value in values.items()}
     prefix = f"{where}." if where else ""
-    garbled = [key for key, value in plain.items() if isinstance(value, str) and re.search("[\ud800-\udfff]", value)]
+    texts = {str(key): json.dumps([key, value], default=str, ensure_ascii=False) for key, value in plain.items()}
+    garbled = [key for key, text in texts.items() if re.search("[\ud800-\udfff]", text)]
     check(not garbled, f"{prefix}{', '.join(garbled)} holds bytes that are not UTF-8; use other characters")
     try:
-        validator: TypeAdapter[T] = adapter(typing.cast(Any, cls))
-        return validator.validate_json(json.dumps(plain, default=str))
+        return typing.cast(T, adapter(typing.cast(Any, cls)).validate_json(json.dumps(plain, default=str)))
     except ValidationError as error:
         errors = error.errors(include_url=False)
         cause = errors[0].get("ctx", {}).get("error")

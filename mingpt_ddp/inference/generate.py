@@ -64,8 +64,8 @@ class DecodeSession:
         self.model, self.graph = model, None
         if isinstance(model, SupportsKVCache):
             weight = next(model.parameters())
-            sized = copy.copy(model)  # the block_size of an untrusted snapshot may be any number
-            vars(sized)["block_size"] = positions
+            # The block_size of an untrusted snapshot may be any number.
+            vars(sized := copy.copy(model))["block_size"] = positions
             self.cache = sized.new_cache(batch, weight.dtype)
             # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
             captures = weight.is_cuda and not torch.are_deterministic_algorithms_enabled()

@@ -99,6 +99,10 @@ def test_refused(value, hint, message):
 def test_invalid_unicode():
     """The surrogate by which Python represents a non-UTF-8 byte of the command line."""
     assert refusal("caf\udce9", str) == "key holds bytes that are not UTF-8; use other characters"
+    assert refusal(["caf\udce9"], list[str]) == "key holds bytes that are not UTF-8; use other characters"
+    assert refusal({"caf\udce9": 1}, str).startswith("key holds bytes that are not UTF-8")
+    with pytest.raises(ConfigError, match="caf\udce9 holds bytes that are not UTF-8"):
+        build(dataclasses.make_dataclass("Group", []), {"caf\udce9": 1}, "")
     assert convert("\U0001f600", str) == "\U0001f600"
 
 

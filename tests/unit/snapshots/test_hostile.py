@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ from mingpt_ddp.cli.snapshots import ExportConfig, export, inspect, verify_step
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.errors import SnapshotError, printable
+from mingpt_ddp.errors import DataError, SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
@@ -472,6 +473,18 @@ def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files):
         timeout=60,
     )
     assert done.stdout.startswith(b"a\x1b]0;x\x07")
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [("stdin", "prompt=- needs UTF-8 text on standard input: closed"), ("stdout", None)],
+)
+def test_a_closed_stream(stream, message, tmp_path, valid_files, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    monkeypatch.setattr(sys, stream, None)
+    config = SampleConfig(write_snapshot(tmp_path, valid_files), prompt="-", max_new_tokens=1)
+    with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
+        assert sample_module._command(config) == 0
 
 
 @pytest.mark.parametrize("key", ["\x1b[2J", "\x9b2J", "k" * 50_000])
