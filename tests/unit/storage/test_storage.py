@@ -400,6 +400,21 @@ def test_put_if_absent_whose_first_response_was_lost(unsteady, answer, made):
     assert unsteady.put_if_absent("file", b"mine") is made
 
 
+def test_more_bytes_than_asked_for_are_an_error_at_once(unsteady, monkeypatch):
+    """A web server without ranges sends the whole file; a shortfall is transient."""
+    unsteady.write("file", b"x" * 100)
+    answers = []
+
+    def cat_ranges(paths, starts, ends, **kwargs):
+        answers.append(b"x" * 100 if answers else b"x")
+        return answers[-1:]
+
+    monkeypatch.setattr(unsteady.fs, "cat_ranges", cat_ranges)
+    with pytest.raises(StorageError, match="ValueError: 100 of 10 bytes arrived; use a server with ranges"):
+        unsteady.read("file", limit=10)
+    assert len(answers) == 2
+
+
 def test_a_message_has_one_line_and_no_password(unsteady):
     Unsteady.faults[:] = [PermissionError("no\nftp://me:hunter2@host/x nor https://host/x?X-Amz-Signature=hunter2 !")]
     with pytest.raises(StorageError) as error:
