@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 
@@ -30,6 +31,12 @@ def test_missing_packages_are_one_line(benchmarks, monkeypatch, capsys):
         SystemExit, match=r"^missing: hydra-core fsspec; python .*--find-links /wheels hydra-core fsspec$"
     ):
         benchmarks.gpu.main()
+
+
+def test_the_wheels_to_bring_along_are_what_is_required(benchmarks, monkeypatch):
+    monkeypatch.setattr(benchmarks.gpu, "is_installed", lambda name: False)
+    line = re.search("pip wheel -w WHEELS -c constraints.txt (.*)", (ROOT / "benchmarks" / "README.md").read_text())[1]
+    assert ["torch", *(word.strip("'").partition("[")[0] for word in line.split())] == benchmarks.gpu.missing_packages()
 
 
 @pytest.mark.parametrize(
