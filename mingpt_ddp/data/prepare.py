@@ -31,7 +31,7 @@ from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
-FORMAT = 2
+FORMAT = 3
 CODE_POINTS = 0x110000
 OpenBytes = Callable[[], io.BufferedReader]
 
@@ -55,8 +55,7 @@ def prepare(config: DataConfig) -> EncodedText:
         raise DataError(
             f"cannot read data.path={config.path} ({reason[:200]}); without a network, set data.path to a local copy"
         ) from error
-    directory = cache / f"{sha256[:16]}-{FORMAT}"
-    if cached := _read_cache(directory, sha256):
+    if cached := _read_cache(directory := cache / f"{sha256[:16]}-{FORMAT}", sha256):
         return cached
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -174,12 +173,12 @@ def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
 def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
     """Return the cached encoding if it is complete and undamaged."""
     try:
-        meta = json.loads((directory / "meta.json").read_text())
+        meta, digest = json.loads((directory / "meta.json").read_text()).values()
         encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
-        tokens = directory / "tokens.bin"
-        whole = tokens.stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
-        whole = whole and (sha256, _sha256(_opener(tokens))) == (encoded.sha256, encoded.tokens_sha256)
-    except (OSError, ValueError, TypeError, RecursionError, UserError):
+        whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
+        whole = whole and (sha256, digest) == (encoded.sha256, hashlib.sha256(json.dumps(meta).encode()).hexdigest())
+        whole = whole and _sha256(_opener(directory / "tokens.bin")) == encoded.tokens_sha256
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
         return None
     return encoded if whole else None
 
@@ -235,10 +234,11 @@ def _encode(open_text: OpenBytes, directory: Path, sha256: str, path: str) -> En
             os.fsync(file.fileno())
         if _sha256(open_text) != sha256:
             raise DataError(f"data.path={path} changed while being read; run again")
-        tokens_sha256 = _sha256(_opener(tokens))
-        encoded = EncodedText(str(directory), sha256, length, "".join(map(chr, distinct)), dtype, tokens_sha256)
+        vocabulary = "".join(map(chr, distinct))
+        encoded = EncodedText(str(directory), sha256, length, vocabulary, dtype, _sha256(_opener(tokens)))
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
-        atomic_write(Path(name) / "meta.json", json.dumps(meta).encode())
+        content = {"text": meta, "digest": hashlib.sha256(json.dumps(meta).encode()).hexdigest()}
+        atomic_write(Path(name) / "meta.json", json.dumps(content).encode())
         shutil.rmtree(directory, ignore_errors=True)  # a damaged one
         os.replace(name, directory)
         sync_directory(directory.parent)

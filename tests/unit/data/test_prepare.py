@@ -191,6 +191,13 @@ def truncate_tokens(directory: Path) -> None:
         file.truncate(10)
 
 
+def flip_a_letter(directory: Path) -> None:
+    """The vocabulary stays sorted and distinct."""
+    content = (directory / "meta.json").read_bytes()
+    assert content.count(b"Tabe") == 1
+    (directory / "meta.json").write_bytes(content.replace(b"Tabe", b"Tabd"))
+
+
 def write_meta(content: bytes):
     return lambda directory: (directory / "meta.json").write_bytes(content)
 
@@ -201,13 +208,24 @@ def write_meta(content: bytes):
         truncate_tokens,
         lambda directory: (directory / "tokens.bin").unlink(),
         lambda directory: (directory / "meta.json").unlink(),
+        flip_a_letter,
         write_meta(b"\xff\xfe garbage"),
         write_meta(b""),
         write_meta(b"null"),
         write_meta(b'{"length": 3}'),
         write_meta(b'{"sha256": "0", "length": 10, "vocabulary": "ab", "dtype": "nonsense"}'),
     ],
-    ids=["tokens cut", "no tokens", "no meta", "not text", "empty meta", "null", "keys missing", "wrong values"],
+    ids=[
+        "tokens cut",
+        "no tokens",
+        "no meta",
+        "flipped",
+        "not text",
+        "empty meta",
+        "null",
+        "keys missing",
+        "wrong values",
+    ],
 )
 def test_a_damaged_cache_is_rebuilt(settings, damage):
     config = settings(LINE)
