@@ -255,8 +255,8 @@ class SnapshotConfig:
             if url is not None:
                 check_url(f"snapshot.{name}", url)
                 check("::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them")
-        same = self.path is not None and self.path.rstrip("/") == (self.fallback_path or "").rstrip("/")
-        check(not same, f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
+        urls = [u.rstrip("/") if "://" in u else str(PurePosixPath(u)) for u in (self.path, self.fallback_path) if u]
+        check(len({*urls}) == len(urls), f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
 
 
 MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
