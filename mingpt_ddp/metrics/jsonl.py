@@ -17,7 +17,7 @@ from mingpt_ddp.storage.storage import read_regular
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-MAX_SIZE = 1 << 28  # bytes: two million lines
+MAX_SIZE, MAX_LINES = 1 << 28, 2_000_000  # bytes; lines, which as records take more memory
 KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}  # of records, by tag
 KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/mfu": "mfu", "val/loss": "val_loss"}
 KEYS |= {"speed/matmul_utilization": "matmul_utilization"}
@@ -88,10 +88,13 @@ def read_history(path: Path) -> MetricsHistory:
     `start`.
 
     Raises:
-        DataError: any other line is not a record; names its number.
+        DataError: any other line is not a record; names its number. Or there are more than MAX_LINES.
         OSError: the file cannot be read, is not a regular file, or is too large.
     """
-    lines = [_parse(line) for line in read_regular(path, MAX_SIZE).split(b"\n")]
+    pieces = read_regular(path, MAX_SIZE).split(b"\n", MAX_LINES)
+    if len(pieces) > MAX_LINES:
+        raise DataError(f"{path} has more than {MAX_LINES:,} lines; shorten it")
+    lines = list(map(_parse, pieces))
     for number, (line, following) in enumerate(itertools.pairwise(lines), start=1):
         if line is None and not (following and "start" in following):
             raise DataError(f"line {number} of {path} is not a record; delete the line")

@@ -111,6 +111,8 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
     found: Snapshot | None = None
     errors: list[UserError] = []
     for location in candidate_urls(url):
+        if location == url and any(isinstance(error, StorageUnavailableError) for error in errors):
+            continue  # the server that did not respond for the subdirectory
         try:
             store = _open_store(location)
             if found is None or max(store.steps(), default=0) > found.step:

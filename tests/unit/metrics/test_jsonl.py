@@ -12,6 +12,7 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.metrics import jsonl
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, read_history
 
 CONFIG = from_mapping(configure())
@@ -161,3 +162,12 @@ def test_a_full_disk_loses_lines_but_not_the_run(path, monkeypatch, caplog):
     assert path.read_bytes() == content
     history.log(8, {"val/loss": 1.0})
     assert read_history(path).series("val_loss") == [(8, 1.0)]
+
+
+def test_the_number_of_lines_is_limited(path, monkeypatch):
+    monkeypatch.setattr(jsonl, "MAX_LINES", 3)
+    path.write_text('{"step": 1}\n' * 2)
+    assert len(read_history(path).rows) == 2
+    path.write_text('{"step": 1}\n' * 3)
+    with pytest.raises(DataError, match="more than 3 lines; shorten it"):
+        read_history(path)

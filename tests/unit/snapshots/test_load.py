@@ -179,3 +179,17 @@ def test_a_recorded_url_that_cannot_be_opened_is_one_line(path, reason, tmp_path
     with pytest.raises(SnapshotError) as error:
         find_steps(str(run))
     assert str(error.value) == f"snapshot error: cannot list snapshots: URL={path}/run: {reason}"
+
+
+def test_a_server_that_does_not_respond_is_asked_once(tmp_path, monkeypatch):
+    """Every question takes a minute."""
+    asked = []
+
+    def unavailable(store):
+        asked.append(store.url)
+        raise StorageUnavailableError("no response in time")
+
+    monkeypatch.setattr(SnapshotStore, "steps", unavailable)
+    with pytest.raises(StorageUnavailableError):
+        load(str(tmp_path))
+    assert asked == [f"{tmp_path}/snapshots"]
