@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
-LANES ?= 4
+LANES ?= 6
 LOWEST := .venv-lowest
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 

@@ -66,7 +66,8 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
         elif name == first:
             check_url(text, name)
         twice = f"{name} is given twice; give it one value"
-        check(name not in values, twice if key else f"{word} is not of the form key=value")
+        hint = f"{word} is not of the form key=value; the keys are {', '.join([*fields][1:])}"
+        check(name not in values, twice if key else hint)
         is_text = str in (hints.get(name), *typing.get_args(hints.get(name)))
         values[name] = text if is_text else _parse_value(text)
     return build(config_class, values, "")

@@ -42,7 +42,7 @@ def log_start(
         end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps.stop}"
         log.info("%s, before trainer.max_steps=%d; set it to null to continue", end, config.trainer.max_steps)
     warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps.stop
-    if warmup > length:
+    if steps and warmup > length:
         log.warning(
             "the warm-up takes %d of %d steps; lower optimizer.warmup_steps to reach optimizer.lr", warmup, length
         )

@@ -111,9 +111,12 @@ def check_state(step: int, state: Any, config: Config, text: EncodedText) -> Non
     new = identity(config.to_dict(), text.sha256)
     differences = [f"{k} ({str(old.get(k))[:100]} there, {new[k]} now)" for k in new if old.get(k) != new[k]]
     if differences:
+        advice = "or choose another run.name, or run.resume=never"
+        if config.run.resume not in ("auto", "never"):  # the URL of another run, whose training it would continue
+            advice = "or leave run.resume out to start from step 0"
         raise SnapshotError(
-            f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; restore them, "
-            "or choose another run.name, or run.resume=never"
+            f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
+            f"restore them, {advice}"
         )
 
 

@@ -67,7 +67,7 @@ def test_a_list_takes_all_arguments_without_a_key():
         ([], "url is missing; give it a value"),
         (["keep_last=2"], "url is missing; give it a value"),
         ([" "], "url is empty; name a run directory"),
-        (["a", "b"], "b is not of the form key=value"),
+        (["a", "b"], "b is not of the form key=value; the keys are keep_last, step, rate, follow, text"),
         (["a", "url=b"], "url is given twice; give it one value"),
         (["a", "step=1", "--step", "1"], "step is given twice; give it one value"),
         (["a", "keep=1"], "keep is not a key; did you mean keep_last?"),
