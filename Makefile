@@ -17,7 +17,7 @@ help:  ## show this list
 train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processes, show its loss and a sample
 	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
 
-test: $(VENV)/.test  ## set up .venv, run all tests, LANES=4 files at a time; ARGS go to pytest
+test: $(VENV)/.test  ## set up .venv, run all tests, LANES=6 files at a time; ARGS go to pytest
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-integrations: $(VENV)/.integrations  ## the tests with transformers, Chromium, SLURM, Ray and Kubeflow's models
