@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
@@ -75,6 +76,7 @@ def progress_bar(env: DistEnv, done: int, total: int, **options: Any) -> tqdm:
         options: of tqdm.
     """
     shown = env.is_rank_zero and sys.stderr is not None and sys.stderr.isatty()
+    shown = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0  # tqdm would draw nothing
     own: dict[str, Any] = {
         "unit_scale": total > 10**6,
         "dynamic_ncols": True,
