@@ -8,6 +8,8 @@ one, ten     sampled characters per second of CPU time, mid shape: a long text m
 start        seconds from the command to the first logged step, 1 process
 start2       the same with ddp.nproc_per_node=2
 recovery     seconds from kill -9 of a worker to the first new step (2 ranks, every_steps=10)
+exited       of these, until the other worker has exited
+resumed      of these, until the new workers have read the snapshot
 loss         seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a loss of 1.88
 
     git clone . /tmp/before && git -C /tmp/before checkout REVISION
@@ -40,7 +42,7 @@ SHAPES = {
 STEPS = {"small": (100, 500), "mid": (5, 20)}  # timed: from the first to the last
 TINY = ["model=gpt_nano", "data.block_size=32", "trainer.batch_size=12", "trainer.log_every=1", "data.truncate=0.1"]
 QUIET = ["trainer.max_epochs=null", "trainer.eval_every=null", "trainer.sample_every=null", "trainer.device=cpu"]
-LOWER_IS_BETTER = ("start", "start2", "recovery", "loss")
+LOWER_IS_BETTER = ("start", "start2", "recovery", "exited", "resumed", "loss")
 PATIENCE_S = 300.0
 _names = count()
 
@@ -79,10 +81,14 @@ def last_step(run: Path) -> int:
 
 
 def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
+    wait_until(lambda: last_step(run) >= step, process, run, f"step {step}")
+
+
+def wait_until(is_over: Callable[[], bool], process: subprocess.Popen[bytes], run: Path, what: str) -> None:
     until = time.monotonic() + PATIENCE_S
-    while last_step(run) < step:
+    while not is_over():
         if process.poll() is not None or time.monotonic() > until:
-            sys.exit(f"{run} did not reach step {step}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}")
+            sys.exit(f"{run} did not reach {what}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}")
         time.sleep(0.005)
 
 
@@ -136,16 +142,23 @@ def start(ranks: int, checkout: Checkout) -> float:
     return seconds
 
 
-def recovery(checkout: Checkout) -> float:
-    """Return the seconds from SIGKILL of a worker to the first new step."""
+def recovery(event: str, checkout: Checkout) -> float:
+    """Return the seconds from SIGKILL of a worker to an event: exited, resumed, or recovery, the first new step."""
     # At 20 ms per step the run lasts until it is killed below.
     process, run = checkout.train(*TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2")
     wait_for_step(process, run, 35)
-    worker = next(pid for pid in process_tree(process.pid) if has_open_file(pid, "/main.rank1.log"))
+    survivor, worker = (
+        next(pid for pid in process_tree(process.pid) if has_open_file(pid, f"/main.rank{rank}.log")) for rank in (0, 1)
+    )
     died = last_step(run)
+    is_over = {
+        "exited": lambda: not has_open_file(survivor, "/main.rank0.log"),
+        "resumed": lambda: "resuming from" in (run / "main.rank0.log").read_text(),
+        "recovery": lambda: last_step(run) > died,
+    }[event]
     begin = time.perf_counter()
     os.kill(worker, signal.SIGKILL)
-    wait_for_step(process, run, died + 1)
+    wait_until(is_over, process, run, event)
     seconds = time.perf_counter() - begin
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)
@@ -180,7 +193,7 @@ FIGURES: dict[str, Callable[[Checkout], float]] = {
     "ten": partial(sampling, 10),
     "start": partial(start, 1),
     "start2": partial(start, 2),
-    "recovery": recovery,
+    **{event: partial(recovery, event) for event in ("recovery", "exited", "resumed")},
     "loss": to_loss,
 }
 

@@ -4,7 +4,8 @@
 
 runs       directories: runs, or parents of runs one or two levels below
 
-Prints a table of the jobs, best first, and writes a page with their curves to report.html in the first directory.
+Prints a table of the jobs, best first, and writes a page with their curves to report.html in the first directory. The
+page needs plotly: pip install 'mingpt_ddp[report]'.
 """
 
 from dataclasses import dataclass

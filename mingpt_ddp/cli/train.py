@@ -74,7 +74,7 @@ def _prepare(env: DistEnv) -> None:
     """Normalize the command line for Hydra, and the streams for any terminal.
 
     Raises:
-        ConfigError: the command line contains a password, which Hydra would save.
+        ConfigError: the command line contains a password, which Hydra would save, or a word that Hydra cannot read.
     """
     # torch.distributed.launch passes --local-rank, which Hydra rejects, besides LOCAL_RANK.
     words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
@@ -87,6 +87,7 @@ def _prepare(env: DistEnv) -> None:
     logs.to_console(env)
     for word in sys.argv[1:]:
         refuse_credentials(word.partition("=")[0], word)
+    hydra_utils.check_words(sys.argv[1:])
 
 
 def train(cfg: DictConfig) -> float:

@@ -1,5 +1,6 @@
 """Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in one line."""
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -18,9 +19,12 @@ from mingpt_ddp.config.config import LIMITS, Config, default_values, from_mappin
 from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.errors import ConfigError
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
+FLAGS = ("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info")
+FLAGS += ("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun")
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
 
@@ -65,6 +69,22 @@ def reorder_argv(argv: list[str]) -> list[str]:
     if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
         flags[-1] = "--info=all"
     return flags + [argv[i] for i in moved]
+
+
+def check_words(argv: list[str]) -> None:
+    """Check that every word is a flag of Hydra or an override, whose own errors are long.
+
+    Raises:
+        ConfigError: names the first other word.
+    """
+    for previous, word in itertools.pairwise(["", *argv]):
+        name = word.partition("=")[0]
+        meant = [flag for flag in FLAGS if flag.startswith(name)]
+        if word.startswith("--") and name not in meant and len(meant) != 1:
+            key = name.lstrip("-").replace("-", "_")
+            raise ConfigError(f"{name} is not an option{f'; write {word[2:]}' if '.' in key else suggest(key)}")
+        if "=" not in word and not word.startswith(("-", "~")) and not previous.startswith("-"):
+            raise ConfigError(f"{word} is not of the form key=value; for a recipe write experiment=NAME")
 
 
 def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:

@@ -63,8 +63,10 @@ class SnapshotManager:
             nonlocal found
             own = self._newest_of_each_store()
             found = max(own, key=lambda snapshot: snapshot.step, default=None)
-            if found is None and self.config.run.resume not in ("auto", "never"):
-                found = load(self.config.run.resume)
+            if self.config.run.resume not in ("auto", "never"):
+                if found is not None:
+                    log.info("run.resume=%s is ignored: the run has snapshots of its own", self.config.run.resume)
+                found = found or load(self.config.run.resume)
             if found is None:
                 return None
             check(found.step, found.state)
