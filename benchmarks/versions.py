@@ -150,15 +150,13 @@ def recovery(event: str, checkout: Checkout) -> float:
     survivor, worker = (
         next(pid for pid in process_tree(process.pid) if has_open_file(pid, f"/main.rank{rank}.log")) for rank in (0, 1)
     )
-    died = last_step(run)
-    is_over = {
-        "exited": lambda: not has_open_file(survivor, "/main.rank0.log"),
-        "resumed": lambda: "resuming from" in (run / "main.rank0.log").read_text(),
-        "recovery": lambda: last_step(run) > died,
-    }[event]
     begin = time.perf_counter()
     os.kill(worker, signal.SIGKILL)
-    wait_until(is_over, process, run, event)
+    wait_until(lambda: not has_open_file(survivor, "/main.rank0.log"), process, run, "the end of the other worker")
+    if event == "resumed":
+        wait_until(lambda: "resuming from" in (run / "main.rank0.log").read_text(), process, run, "its snapshot")
+    elif event == "recovery":
+        wait_for_step(process, run, last_step(run) + 1)
     seconds = time.perf_counter() - begin
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)
