@@ -12,6 +12,7 @@ import pytest
 from launching import ROOT, call
 from tools import call_tool
 
+from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS, main
 
 PACKAGE = ROOT / "mingpt_ddp"
@@ -79,6 +80,10 @@ def test_help_lists_the_commands(run):
         code, out, err = run(*args)
         assert (code, err) == (0, "") and len(out.splitlines()) < 15
         assert [line.split()[0] for line in out.splitlines() if line[:1].islower()] == list(COMMANDS)
+
+
+def test_version(run):
+    assert run("--version") == (0, f"mingpt_ddp {__version__}\n", "")
 
 
 def test_an_unknown_command(run):

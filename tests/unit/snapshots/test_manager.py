@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -280,14 +281,18 @@ def test_the_best_is_kept_only_if_configured(tmp_path):
     assert manager.stores[0].steps() == [3, 4]
 
 
-def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config):
+def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
+    caplog.set_level("INFO", logger="mingpt_ddp")
     model, optim = build(config)
     save(manager_at(tmp_path / "old" / "snapshots", config), TrainState(step=5), model, optim)
     resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
     manager = manager_at(tmp_path / "new", resuming_config)
     assert load_latest(manager).step == 5
+    assert "is ignored" not in caplog.text
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
+    assert f"run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own" in caplog.text
 
 
 def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
