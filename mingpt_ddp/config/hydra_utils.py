@@ -23,9 +23,9 @@ from mingpt_ddp.errors import ConfigError
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
-FLAGS = ("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info")
-FLAGS += ("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun")
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
+FLAGS = (*SWITCHES, "--cfg", "--package", "--shell-completion", "--experimental-rerun", *FLAGS_WITH_VALUE[::2])
 
 
 def _store_defaults() -> None:
