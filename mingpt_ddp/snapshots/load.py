@@ -72,6 +72,8 @@ def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple
     named, found, errors = step_in(url), [], list[UserError]()
     url = url.rstrip("/") or url
     for location in [named[0].url] if named else candidate_urls(url, follow):
+        if _is_down(location, url, errors):
+            continue
         try:
             store = _open_store(location)
             store.storage.set_deadline(ANSWER_TIMEOUT_S)
@@ -111,8 +113,8 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
     found: Snapshot | None = None
     errors: list[UserError] = []
     for location in candidate_urls(url):
-        if location == url and any(isinstance(error, StorageUnavailableError) for error in errors):
-            continue  # the server that did not respond for the subdirectory
+        if _is_down(location, url, errors):
+            continue
         try:
             store = _open_store(location)
             if found is None or max(store.steps(), default=0) > found.step:
@@ -123,6 +125,11 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
     if found is None:
         raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
     return found
+
+
+def _is_down(location: str, url: str, errors: list[UserError]) -> bool:
+    """Return whether `location` is on the server that has not responded for a subdirectory of `url`."""
+    return location == url and any(isinstance(error, StorageUnavailableError) for error in errors)
 
 
 def _raise_or_log(errors: list[UserError], log_only: bool) -> None:

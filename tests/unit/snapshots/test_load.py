@@ -190,6 +190,7 @@ def test_a_server_that_does_not_respond_is_asked_once(tmp_path, monkeypatch):
         raise StorageUnavailableError("no response in time")
 
     monkeypatch.setattr(SnapshotStore, "steps", unavailable)
-    with pytest.raises(StorageUnavailableError):
-        load(str(tmp_path))
-    assert asked == [f"{tmp_path}/snapshots"]
+    for look in (load, find_steps):
+        with pytest.raises(StorageUnavailableError):
+            look(str(tmp_path))
+    assert asked == [f"{tmp_path}/snapshots"] * 2
