@@ -66,8 +66,9 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {}
     for group, (selector, classes) in GROUPS.items():
         cls = classes[values[group].get(selector)]
+        known = default_values(cls)
         for field in filter(changes_numbers, fields(cls)):
-            defaults[f"{group}.{field.name}"] = default_values(cls).get(field.name)
+            defaults[f"{group}.{field.name}"] = known.get(field.name)
     return defaults
 
 
@@ -149,7 +150,8 @@ def build_group(group: str, values: Any) -> Any:
     if not (choice is None or isinstance(choice, str)) or choice not in classes:
         known = ", ".join("null" if name is None else name for name in classes)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
+    known_keys = field_types(classes[choice])
     for key in values:
-        if key not in field_types(classes[choice]):
-            raise ConfigError(f"{group}.{key} is not a key{suggest(f'{group}.{key}', field_types(classes[choice]))}")
+        if key not in known_keys:
+            raise ConfigError(f"{group}.{key} is not a key{suggest(f'{group}.{key}', known_keys)}")
     return build(classes[choice], values, group)
