@@ -44,6 +44,11 @@ class RunConfig:
         check_directory("run.root", self.root)
         check_url("run.resume", self.resume)
 
+    @property
+    def source(self) -> str | None:
+        """The snapshots of another run to start from, if `resume` names some."""
+        return None if self.resume in ("auto", "never") else self.resume
+
 
 @dataclass(frozen=True, kw_only=True)
 class UserCodeConfig:

@@ -170,13 +170,17 @@ def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
     return sha256
 
 
+def _digest(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+
+
 def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
     """Return the cached encoding if it is complete and undamaged."""
     try:
         meta, digest = json.loads((directory / "meta.json").read_text()).values()
         encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
         whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
-        whole = whole and (sha256, digest) == (encoded.sha256, hashlib.sha256(json.dumps(meta).encode()).hexdigest())
+        whole = whole and (sha256, digest) == (encoded.sha256, _digest(meta))
         whole = whole and _sha256(_opener(directory / "tokens.bin")) == encoded.tokens_sha256
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
         return None
@@ -237,7 +241,7 @@ def _encode(open_text: OpenBytes, directory: Path, sha256: str, path: str) -> En
         vocabulary = "".join(map(chr, distinct))
         encoded = EncodedText(str(directory), sha256, length, vocabulary, dtype, _sha256(_opener(tokens)))
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
-        content = {"text": meta, "digest": hashlib.sha256(json.dumps(meta).encode()).hexdigest()}
+        content = {"text": meta, "digest": _digest(meta)}
         atomic_write(Path(name) / "meta.json", json.dumps(content).encode())
         shutil.rmtree(directory, ignore_errors=True)  # a damaged one
         os.replace(name, directory)

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -69,19 +69,17 @@ def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple
         SnapshotError: there are none.
         StorageUnavailableError: a store does not respond within ANSWER_TIMEOUT_S.
     """
-    named, found, errors = step_in(url), [], list[UserError]()
+    found: list[tuple[SnapshotStore, list[int]]] = []
+    named = step_in(url)
     url = url.rstrip("/") or url
-    for location in [named[0].url] if named else candidate_urls(url, follow):
-        if _is_down(location, url, errors):
-            continue
-        try:
-            store = _open_store(location)
-            store.storage.set_deadline(ANSWER_TIMEOUT_S)
-            if steps := [step for step in store.steps() if named is None or step == named[1]]:
-                found.append((store, steps))
-            store.storage.set_deadline(math.inf)
-        except (StorageUnavailableError, SnapshotError) as error:
-            errors.append(error)
+
+    def list_steps(store: SnapshotStore) -> None:
+        store.storage.set_deadline(ANSWER_TIMEOUT_S)
+        if steps := [step for step in store.steps() if named is None or step == named[1]]:
+            found.append((store, steps))
+        store.storage.set_deadline(math.inf)
+
+    errors = _ask_each([named[0].url] if named else candidate_urls(url, follow), url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
     elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
     hint = f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
@@ -111,25 +109,33 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
         except CorruptSnapshotError as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
     found: Snapshot | None = None
-    errors: list[UserError] = []
-    for location in candidate_urls(url):
-        if _is_down(location, url, errors):
-            continue
-        try:
-            store = _open_store(location)
-            if found is None or max(store.steps(), default=0) > found.step:
-                found = max(found, store.read_latest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
-        except (StorageUnavailableError, SnapshotError) as error:
-            errors.append(error)
+
+    def read_newer(store: SnapshotStore) -> None:
+        nonlocal found
+        if found is None or max(store.steps(), default=0) > found.step:
+            found = max(found, store.read_latest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
+
+    errors = _ask_each(candidate_urls(url), url, read_newer)
     _raise_or_log(errors, found is not None)
     if found is None:
         raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
     return found
 
 
-def _is_down(location: str, url: str, errors: list[UserError]) -> bool:
-    """Return whether `location` is on the server that has not responded for a subdirectory of `url`."""
-    return location == url and any(isinstance(error, StorageUnavailableError) for error in errors)
+def _ask_each(locations: Iterable[str], url: str, ask: Callable[[SnapshotStore], None]) -> list[UserError]:
+    """Call `ask` for the store at each location; return the errors of those that cannot be read.
+
+    Skip `url` itself if its server has not responded for a subdirectory.
+    """
+    errors: list[UserError] = []
+    for location in locations:
+        if location == url and any(isinstance(error, StorageUnavailableError) for error in errors):
+            continue
+        try:
+            ask(_open_store(location))
+        except (StorageUnavailableError, SnapshotError) as error:
+            errors.append(error)
+    return errors
 
 
 def _raise_or_log(errors: list[UserError], log_only: bool) -> None:

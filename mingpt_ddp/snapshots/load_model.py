@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import NotRegisteredError, build_group
-from mingpt_ddp.config.registry import attribute_errors_to_user_code
+from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
 from mingpt_ddp.config.schema import ModelConfig, TransformerConfig
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import ConfigError, SnapshotError
@@ -80,11 +80,12 @@ def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
     vocab_size = len(spec.vocabulary)
     with attribute_errors_to_user_code():
         config = spec.config()
-        # A user's constructor may compute buffers.
-        if not isinstance(config, TransformerConfig) or config.architecture not in ("gpt", "modern"):
+        if is_user_defined("model", config.architecture):  # its constructor may compute buffers
             model = build_model(config, vocab_size, spec.block_size)
             load_model_state(model, tensors)
             return model
+
+    assert isinstance(config, TransformerConfig)
 
     def on_meta(n_layer: int) -> nn.Module:
         with torch.device("meta"):  # shapes without memory

@@ -63,10 +63,10 @@ class SnapshotManager:
             nonlocal found
             own = self._newest_of_each_store()
             found = max(own, key=lambda snapshot: snapshot.step, default=None)
-            if self.config.run.resume not in ("auto", "never"):
+            if source := self.config.run.source:
                 if found is not None:
-                    log.info("run.resume=%s is ignored: the run has snapshots of its own", self.config.run.resume)
-                found = found or load(self.config.run.resume)
+                    log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
+                found = found or load(source)
             if found is None:
                 return None
             check(found.step, found.state)

@@ -157,8 +157,8 @@ def _preflight(
     def check_resume() -> None:
         # For any run.resume: refuse another format or an unreadable location before anything is written.
         own = [store.check_format() for store in stores_of_run(stores, run_directory(config))]
-        if config.run.resume not in ("auto", "never") and not any(own):
-            source = load(config.run.resume)
+        if config.run.source is not None and not any(own):
+            source = load(config.run.source)
             check(source.step, source.state)
             plan_batches(config.trainer, runtime.group.world_size, source.state["micro_batch_size"])
 

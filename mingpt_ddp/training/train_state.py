@@ -112,7 +112,7 @@ def check_state(step: int, state: Any, config: Config, text: EncodedText) -> Non
     differences = [f"{k} ({str(old.get(k))[:100]} there, {new[k]} now)" for k in new if old.get(k) != new[k]]
     if differences:
         advice = "or choose another run.name, or run.resume=never"
-        if config.run.resume not in ("auto", "never"):  # the URL of another run, whose training it would continue
+        if config.run.source is not None:  # it would continue the training of another run
             advice = "or leave run.resume out to start from step 0"
         raise SnapshotError(
             f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
