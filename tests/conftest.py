@@ -1,6 +1,7 @@
 """Settings of all tests. Small tensors are fastest on one thread; torch reads the variable only when it is loaded."""
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -34,6 +35,32 @@ def kill_leftover_jobs():
     for job in Job.started[before:]:
         if job.process.poll() is None:
             job.kill_tree()
+
+
+@pytest.fixture
+def log_lines():
+    """The log lines of the package, each with its level and once, whatever a test before did to its loggers."""
+    found: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")
+    logger = logging.getLogger("mingpt_ddp")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+@pytest.fixture
+def one_thread():
+    """More threads only slow down small models."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -15,30 +15,9 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
-ADAMW = AdamWConfig(
-    name="adamw",
-    lr=2.0,
-    weight_decay=0.5,
-    schedule="cosine",
-    schedule_steps=None,
-    warmup_steps=10,
-    min_lr_ratio=0.1,
-    decay_ratio=0.2,
-    betas=(0.9, 0.99),
-    eps=1e-8,
-)
-SGD = SGDConfig(
-    name="sgd",
-    lr=2.0,
-    weight_decay=0.5,
-    schedule="cosine",
-    schedule_steps=None,
-    warmup_steps=10,
-    min_lr_ratio=0.1,
-    decay_ratio=0.2,
-    momentum=0.9,
-    nesterov=True,
-)
+SCHEDULE = {"schedule": "cosine", "schedule_steps": None, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_ratio": 0.2}
+ADAMW = AdamWConfig(name="adamw", lr=2.0, weight_decay=0.5, **SCHEDULE, betas=(0.9, 0.99), eps=1e-8)
+SGD = SGDConfig(name="sgd", lr=2.0, weight_decay=0.5, **SCHEDULE, momentum=0.9, nesterov=True)
 STEPS = 110
 
 

@@ -29,6 +29,8 @@ from mingpt_ddp.storage.run_dir import read_result, recorded_config
 from mingpt_ddp.training.train_state import TrainState, check_state, restore
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NEWEST = Path("run", "snapshots", f"step_{STEPS:08d}")
 
 
@@ -43,14 +45,6 @@ def name(request, tmp_path, monkeypatch) -> str:
 @pytest.fixture
 def expected(name) -> dict:
     return json.loads((DATA / name / "expected.json").read_text())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def contents() -> dict[str, bytes]:

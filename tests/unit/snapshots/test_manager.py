@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -25,6 +24,8 @@ from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training.train_state import TrainState, check_state, restore, snapshot_state
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCABULARY = "abcdefgh"
 CORPUS = EncodedText(
@@ -54,15 +55,6 @@ def state_of(config: Config) -> dict:
     """Return the state in a snapshot of this configuration, after a round trip through JSON."""
     context = SimpleNamespace(config=config, runtime=Runtime(config, DistEnv()), state=TrainState(step=8))
     return json.loads(json.dumps(snapshot_state(context, CORPUS, micro_batch_size=4)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """More threads only slow down models this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # The identity
@@ -281,18 +273,16 @@ def test_the_best_is_kept_only_if_configured(tmp_path):
     assert manager.stores[0].steps() == [3, 4]
 
 
-def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config, monkeypatch, caplog):
-    monkeypatch.setattr(logging.getLogger("mingpt_ddp"), "propagate", True)
-    caplog.set_level("INFO", logger="mingpt_ddp")
+def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config, log_lines):
     model, optim = build(config)
     save(manager_at(tmp_path / "old" / "snapshots", config), TrainState(step=5), model, optim)
     resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
     manager = manager_at(tmp_path / "new", resuming_config)
     assert load_latest(manager).step == 5
-    assert "is ignored" not in caplog.text
+    assert not any("is ignored" in line for line in log_lines)
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
-    assert f"run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own" in caplog.text
+    assert f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own" in log_lines
 
 
 def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):

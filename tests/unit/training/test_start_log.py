@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import re
 import shutil
 import subprocess
@@ -23,6 +22,8 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training.start_log import log_changes, log_start
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NAME = "gpt-adamw"
 ENVIRONMENT = {"torch": "2.9.0", "device": "some CPU (AVX2)", "threads": 2, "transport": "gloo", "comm_hook": "none"}
 BITS = "results may differ in the last bits from now on, because of "
@@ -36,43 +37,20 @@ def cwd(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cwd"
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def lines():
-    """The log lines of the package, each with its level."""
-    found: list[str] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")
-    logger = logging.getLogger("mingpt_ddp")
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield found
-    logger.removeHandler(handler)
-    logger.setLevel(before)
-
-
 def lines_with(lines: list[str], *texts: str) -> list[str]:
     return [line for line in lines if any(text in line for text in texts)]
 
 
-def test_a_limit_below_the_snapshot(lines):
+def test_a_limit_below_the_snapshot(log_lines):
     train(NAME, STEPS - 2)
-    beyond, unused = lines_with(lines, "complete")
+    beyond, unused = lines_with(log_lines, "complete")
     assert beyond == "INFO complete: the snapshot of step 4 is beyond the limit of 2 steps"
     assert unused == ("WARNING the run is complete, so it was not trained with trainer.max_steps: 4 -> 2")
 
 
-def test_a_complete_run_again(lines):
+def test_a_complete_run_again(log_lines):
     train(NAME, STEPS)
-    assert lines_with(lines, "complete") == ["INFO complete: the snapshot of step 4 is of the last step"]
+    assert lines_with(log_lines, "complete") == ["INFO complete: the snapshot of step 4 is of the last step"]
 
 
 # The environment
@@ -97,55 +75,55 @@ def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
         ("comm_hook", "bf16"),
     ],
 )
-def test_changes_that_affect_the_last_bits_are_named(key, value, lines):
-    assert log_of(lines, ENVIRONMENT, **{key: value}) == [f"INFO {BITS}{key}: {ENVIRONMENT[key]} -> {value}"]
+def test_changes_that_affect_the_last_bits_are_named(key, value, log_lines):
+    assert log_of(log_lines, ENVIRONMENT, **{key: value}) == [f"INFO {BITS}{key}: {ENVIRONMENT[key]} -> {value}"]
 
 
-def test_all_changes_in_one_line(lines):
-    (line,) = log_of(lines, ENVIRONMENT, torch="2.13.0", threads=4)
+def test_all_changes_in_one_line(log_lines):
+    (line,) = log_of(log_lines, ENVIRONMENT, torch="2.13.0", threads=4)
     assert line == f"INFO {BITS}torch: 2.9.0 -> 2.13.0; threads: 2 -> 4"
 
 
 @pytest.mark.parametrize(
     "recorded", [ENVIRONMENT, {**ENVIRONMENT, "added_later": 1}, {"torch": "2.9.0"}, {}, None, "text"]
 )
-def test_nothing_is_logged_without_changes(recorded, lines):
-    assert log_of(lines, recorded) == []
+def test_nothing_is_logged_without_changes(recorded, log_lines):
+    assert log_of(log_lines, recorded) == []
 
 
-def test_untrusted_values_are_truncated(lines):
-    (line,) = log_of(lines, {**ENVIRONMENT, "torch": "x" * 10**6})
+def test_untrusted_values_are_truncated(log_lines):
+    (line,) = log_of(log_lines, {**ENVIRONMENT, "torch": "x" * 10**6})
     assert len(line) < 300
 
 
-def test_a_run_records_its_own_environment(lines, cwd):
+def test_a_run_records_its_own_environment(log_lines, cwd):
     shutil.rmtree("run")
     train(NAME, STEPS)
     state = json.loads(next(cwd.glob("run/snapshots/*/state.json")).read_text())
     assert state["environment"]["torch"] == torch.__version__
     assert (state["environment"]["threads"], state["environment"]["transport"]) == (1, "none")
     train(NAME, STEPS + 1)
-    assert lines_with(lines, BITS) == []
+    assert lines_with(log_lines, BITS) == []
     torch.set_num_threads(2)
     train(NAME, STEPS + 2)
-    assert lines_with(lines, BITS) == [f"INFO {BITS}threads: 1 -> 2"]
+    assert lines_with(log_lines, BITS) == [f"INFO {BITS}threads: 1 -> 2"]
 
 
 # The learning rate
 
 
 @pytest.mark.parametrize(("steps", "schedule_steps", "warns"), [(60, None, True), (100, None, False), (60, 500, False)])
-def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, lines):
+def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, log_lines):
     base = configuration(NAME, steps)
     config = replace(base, optimizer=replace(base.optimizer, warmup_steps=100, schedule_steps=schedule_steps))
     dataset = SimpleNamespace(train="x" * 90, val="y" * 10, vocab_size=2)
     runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
     log_start(config, runtime, dataset, torch.nn.Linear(1, 1), Path("run"), range(0, steps))
     expected = ["WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach optimizer.lr"]
-    assert lines_with(lines, "warm-up") == (expected if warns else [])
+    assert lines_with(log_lines, "warm-up") == (expected if warns else [])
 
 
-def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
+def test_a_longer_schedule_is_named_when_the_rate_jumps(log_lines):
     def config(steps: int, schedule_steps: int | None = None, epochs: int | None = None):
         base = configuration(NAME, steps)
         return replace(
@@ -155,11 +133,11 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
         )
 
     def resumed(before, now) -> list[str]:
-        lines.clear()
+        log_lines.clear()
         state = {"config": before.to_dict(), "environment": ENVIRONMENT}
         runtime = SimpleNamespace(environment=lambda: ENVIRONMENT)
         log_changes(Snapshot(20, {}, {}, state), now, runtime, steps_per_epoch=30)
-        return list(lines)
+        return list(log_lines)
 
     assert resumed(config(20), config(40)) == [
         "INFO the learning rate of step 21 is 5.50e-04 instead of 1.00e-04, because its schedule has 40 steps instead "
@@ -174,37 +152,37 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(lines):
 # Deleted snapshots
 
 
-def test_deleted_snapshots_are_reported(lines):
+def test_deleted_snapshots_are_reported(log_lines):
     shutil.rmtree("run/snapshots")
     losses = train(NAME, STEPS)
-    assert lines_with(lines, "WARNING") == [
+    assert lines_with(log_lines, "WARNING") == [
         "WARNING metrics.jsonl is at step 4, but there is no snapshot: training starts at step 1"
     ]
     assert len(losses) == STEPS
 
 
-def test_a_new_run_reports_no_deleted_snapshots(lines):
+def test_a_new_run_reports_no_deleted_snapshots(log_lines):
     shutil.rmtree("run")
     train(NAME, STEPS)
     train(NAME, MORE_STEPS)
-    assert lines_with(lines, "WARNING", "no snapshot") == []
+    assert lines_with(log_lines, "WARNING", "no snapshot") == []
 
 
 # The end
 
 
 @pytest.mark.parametrize("least_s", [0.0, 1e6])  # the run began with this process, perhaps long ago
-def test_goodput_is_logged_only_for_long_runs(least_s, lines, monkeypatch):
+def test_goodput_is_logged_only_for_long_runs(least_s, log_lines, monkeypatch):
     monkeypatch.setattr(composition, "MIN_GOODPUT_S", least_s)
     train(NAME, STEPS + 1)
     pattern = r"INFO goodput \d+\.\d%: startup, stalls for snapshots and repeated steps took [\d:]+ of [\d:]+"
-    assert [bool(re.fullmatch(pattern, line)) for line in lines_with(lines, "goodput")] == [True] * (least_s == 0)
+    assert [bool(re.fullmatch(pattern, line)) for line in lines_with(log_lines, "goodput")] == [True] * (least_s == 0)
 
 
 # Clocks
 
 
-def test_a_clock_that_goes_back(lines, monkeypatch, cwd):
+def test_a_clock_that_goes_back(log_lines, monkeypatch, cwd):
     """By 60 days at the start, and further whenever it is read: no time is negative, goodput is a share."""
     real, calls = time.time, itertools.count()
 
@@ -217,7 +195,7 @@ def test_a_clock_that_goes_back(lines, monkeypatch, cwd):
     assert 0 < result["goodput"] <= 1 and result["wall_seconds"] > 0
     state = json.loads(max(cwd.glob("run/snapshots/*/state.json")).read_text())["train_state"]
     assert state["wasted_seconds"] > 0
-    (line,) = lines_with(lines, "the first step was done after")
+    (line,) = lines_with(log_lines, "the first step was done after")
     assert float(line.split()[-2]) > 0
 
 
