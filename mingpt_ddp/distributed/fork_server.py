@@ -3,11 +3,13 @@
 The server dies with the process that started it, and its children die with the server.
 """
 
+import contextlib
 import os
 import signal
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 LONGEST_TMPDIR = 70  # bytes: the server's socket is 32 longer, and a socket's address has at most 103
@@ -32,3 +34,11 @@ def start_server() -> None:
         os.environ.clear()
         os.environ.update(before)
         tempfile.tempdir = directory
+
+
+def stop_server() -> None:
+    """Kill the server and wait until it has ended: one that is still dying would be asked to fork."""
+    server: Any = forkserver._forkserver
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()

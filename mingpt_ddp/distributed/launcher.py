@@ -24,7 +24,7 @@ from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
-from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, start_server
+from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, start_server, stop_server
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
@@ -123,14 +123,21 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
         start_server()  # again, if it has died
     context: Any = multiprocessing.get_context(config.ddp.launcher)
     workers = [context.Process(target=_worker, args=(environ, overrides)) for environ in environs]
-    with _started(workers) as received:
-        code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
+    received: list[int] = []
+    index = 0
+    try:
+        with _started(workers, received):
+            code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
+    except (EOFError, ConnectionError):  # the fork server died before it had forked all
+        code = SERVER_DIED
     ended = code not in (0, config.ddp.preempted_exit_code) or first.is_standalone
     number = received[-1] if received and ended else 0  # other nodes may not see result.json
     if code < 0 and not number:  # it could not log this itself
         log.error("error: rank %d was killed by %s", first.rank + index, signal.Signals(-code).name)
-    if code == SERVER_DIED and not number:
-        log.error("error: the fork server of the workers was killed")
+    if code == SERVER_DIED and config.ddp.launcher == "forkserver":
+        stop_server()
+        if not number:
+            log.error("error: the fork server of the workers was killed")
     return code, number
 
 
@@ -150,9 +157,8 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
-    """Start the workers and forward the signals that this process receives; yield the list of these."""
-    received: list[int] = []
+def _started(workers: list[BaseProcess], received: list[int]) -> Iterator[None]:
+    """Start the workers; forward the signals that this process receives, and append them to `received`."""
     unsent: deque[int] = deque()  # a handler may interrupt itself
 
     def send() -> None:
@@ -180,7 +186,7 @@ def _started(workers: list[BaseProcess]) -> Iterator[list[int]]:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         send()  # what arrived before all had started
-        yield received
+        yield
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

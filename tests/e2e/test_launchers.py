@@ -13,7 +13,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, children, committed, is_running, python_main, torchrun, wait_for
+from launching import (
+    ROOT,
+    TINY,
+    Job,
+    call,
+    children,
+    committed,
+    is_running,
+    python_main,
+    read,
+    torchrun,
+    wait_for,
+)
 from multiprocess.ranks import configure, free_port, run_ranks
 from pause_points import train, weights
 
@@ -192,13 +204,32 @@ def slow_run(tmp_path):
 def test_the_server_that_forks_the_workers_is_killed(slow_run):
     """The workers die with the fork server, and another server forks new ones."""
     workers = slow_run.workers()
-    server = next(pid for pid in children(slow_run.process.pid) if workers[0] in children(pid))
-    os.kill(server, signal.SIGKILL)
+    os.kill(server_of(slow_run), signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")
     wait_for(lambda: "\nstep " in slow_run.text().partition("resuming from the snapshot")[2], what="the resumption")
     assert "\nerror: the fork server of the workers was killed\nrestart 1 of " in slow_run.text()
     slow_run.process.send_signal(signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
+
+
+def test_the_server_is_killed_before_it_forks(tmp_path):
+    job = Job([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
+    wait_for(lambda: server_of(job) is not None, what="the fork server")
+    os.kill(server_of(job), signal.SIGSTOP)  # while it imports torch
+    # The launcher blocks signals while it starts workers, and sleeps when it waits for the server.
+    asked = re.compile(r"State:\tS.*SigBlk:\t\w+[13579bdf]\n", re.DOTALL)
+    wait_for(lambda: asked.search(read(job.process.pid, "status")), what="a request")
+    os.kill(server_of(job), signal.SIGKILL)
+    assert job.wait() == 0, job.text()
+    assert "error: the fork server of the workers was killed\nrestart 1 of " in job.text()
+    assert "Traceback" not in job.text()
+    assert result(tmp_path / "outputs" / "run")["step"] == STEPS
+
+
+def server_of(job: Job) -> int | None:
+    """Return the process id of a fork server that is about to import or has imported what it preloads."""
+    pids = children(job.process.pid)
+    return next((pid for pid in pids if "forkserver import main" in read(pid, "cmdline")), None)
 
 
 def test_a_signal_for_all_processes(slow_run, tmp_path):

@@ -120,7 +120,8 @@ def join_workers():
     ) -> tuple[tuple[int, int], list[int | None]]:
         context = multiprocessing.get_context("fork")
         workers = [context.Process(target=finish, args=ending) for ending in endings]
-        with _started(workers) as received:
+        received: list[int] = []
+        with _started(workers, received):
             ended = _join(workers, timeout_s, preempted_code)
         assert not received
         return ended, [worker.exitcode for worker in workers]
@@ -158,7 +159,7 @@ def test_the_root_cause_of_several_failures(endings, cause):
     """A death by a signal takes precedence, then an error that a restart cannot fix, or unavailable storage."""
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=finish, args=(ending, 0)) for ending in endings]
-    with _started(workers):
+    with _started(workers, []):
         for worker in workers:
             worker.join()
         assert _join(workers, 60, 0) == cause
@@ -167,7 +168,8 @@ def test_the_root_cause_of_several_failures(endings, cause):
 def test_signals_are_forwarded(join_workers):
     before = signal.getsignal(signal.SIGUSR1)
     worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
-    with _started([worker]) as received:
+    received: list[int] = []
+    with _started([worker], received):
         os.kill(os.getpid(), signal.SIGUSR1)
         assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
     assert received == [signal.SIGUSR1]
@@ -178,7 +180,8 @@ def test_signals_that_are_ignored_stay_so():
     """As SIGHUP under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _started([]) as received:
+        received: list[int] = []
+        with _started([], received):
             os.kill(os.getpid(), signal.SIGHUP)
             assert received == []
     finally:
@@ -196,6 +199,7 @@ def test_a_signal_during_the_start_reaches_the_workers(monkeypatch):
 
     monkeypatch.setattr(signal, "signal", install_and_send)
     worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
-    with _started([worker]) as received:
+    received: list[int] = []
+    with _started([worker], received):
         assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
     assert received == [signal.SIGUSR1]
