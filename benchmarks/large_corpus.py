@@ -63,7 +63,7 @@ def own_mb() -> float:
 
 def data_config(text: Path) -> Any:
     import mingpt_ddp.training.run  # noqa: F401  (torch and the other imports of a training process)
-    from mingpt_ddp.config.schema import DataConfig
+    from mingpt_ddp.config.components import DataConfig
 
     return DataConfig(
         name="large",

@@ -169,8 +169,8 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
 
 def _check_urls(config: Config) -> None:
     """Raise a ConfigError for a URL that no installed library can open."""
-    if not config.data.reader:
-        check_url(config.data.path, "data.path")
+    if (path := getattr(config.data, "path", None)) and not getattr(config.data, "reader", None):
+        check_url(path, "data.path")
     for key in ("path", "fallback_path"):
         if url := getattr(config.snapshot, key):
             check_url(url, f"snapshot.{key}", writable=True)

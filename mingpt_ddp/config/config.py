@@ -10,15 +10,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from mingpt_ddp.config import schema
+from mingpt_ddp.config import components, schema
 from mingpt_ddp.config.fields import changes_numbers
 from mingpt_ddp.config.hints import suggest
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
+DEFAULT_CHOICE = {"task": "language_model"}
 OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
 
 
@@ -27,9 +28,10 @@ class Config:
     """The configuration of a run, resolved, checked and immutable."""
 
     run: schema.RunConfig
-    model: schema.ModelConfig
-    optimizer: schema.OptimizerConfig
-    data: schema.DataConfig
+    task: components.TaskConfig
+    model: components.ModelConfig
+    optimizer: components.OptimizerConfig
+    data: Any  # components.DataConfig for text, DatasetConfig for samples
     ddp: schema.DDPConfig
     trainer: schema.TrainerConfig
     snapshot: schema.SnapshotConfig
@@ -64,8 +66,8 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
         values: a configuration as plain values; its model, optimizer and reader determine the keys.
     """
     defaults: dict[str, Any] = {}
-    for group, (selector, classes) in GROUPS.items():
-        cls = classes[values[group].get(selector)]
+    for group, (_, classes) in GROUPS.items():
+        cls = classes[selected(group, values.get(group, {}))[1] or DEFAULT_CHOICE.get(group)]
         known = default_values(cls)
         for field in filter(changes_numbers, fields(cls)):
             defaults[f"{group}.{field.name}"] = known.get(field.name)
@@ -135,6 +137,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
+    values = {"task": {}, **values}  # runs of earlier versions are language models
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
@@ -144,9 +147,10 @@ def build_group(group: str, values: Any) -> Any:
     Raises:
         NotRegisteredError: the selected name is not registered.
     """
-    selector, classes = GROUPS[group]
     check(isinstance(values, dict), f"the group {group} is missing")
-    choice = values.get(selector) if selector else None
+    classes = GROUPS[group][1]
+    selector, choice = selected(group, values)
+    choice = DEFAULT_CHOICE.get(group) if choice is None else choice
     if not (choice is None or isinstance(choice, str)) or choice not in classes:
         known = ", ".join("null" if name is None else name for name in classes)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")

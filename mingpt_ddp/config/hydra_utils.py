@@ -31,17 +31,15 @@ FLAGS = (*SWITCHES, "--cfg", "--package", "--shell-completion", "--experimental-
 def _store_defaults() -> None:
     """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
 
-    conf/config.yaml begins with `schema`, the groups that have one dataclass. A preset of a model or an optimizer
-    begins with its own, as in `defaults: [/schema/model/gpt]`.
+    conf/config.yaml begins with `schema`, the groups that have one dataclass. Presets of the other groups begin with
+    their own, as in `defaults: [/schema/model/gpt]`, or `[/schema/data/text]`.
     """
     store = ConfigStore.instance().store
-    one_class = {group: default_values(classes[None]) for group, (_, classes) in GROUPS.items() if None in classes}
-    store(name="schema", node=one_class)
-    for group, (selector, classes) in GROUPS.items():
-        for name, cls in classes.items():
-            if name is not None:
-                node = {str(selector): name, **default_values(cls)}
-                store(group=f"schema/{group}", name=name, package=f"_global_.{group}", node=node)
+    store(name="schema", node={group: default_values(c[None]) for group, (keys, c) in GROUPS.items() if not keys})
+    for group, (keys, classes) in GROUPS.items():
+        for name, cls in classes.items() if keys else ():
+            node = default_values(cls) | ({} if name is None else {keys[0]: name})
+            store(group=f"schema/{group}", name=name or "text", package=f"_global_.{group}", node=node)
 
 
 _store_defaults()

@@ -1,4 +1,4 @@
-"""Models, optimizers and readers by name: the built-in ones, and those that a user's Python file registers.
+"""Tasks, models, optimizers, datasets and readers by name: the built-in ones, and those of a user's Python file.
 
 A file is run only if the command line, or a YAML file that it selects, names it as `code`; names in a snapshot or in a
 run's recorded configuration are never followed. docs/your-own-model.md is the tutorial.
@@ -13,15 +13,31 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from mingpt_ddp.config.components import (
+    DataConfig,
+    DatasetConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TaskConfig,
+    UserCodeConfig,
+)
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.schema import GROUPS, DataConfig, ModelConfig, OptimizerConfig, UserCodeConfig
-from mingpt_ddp.config.validation import check, field_types, is_supported
-from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
+from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.validation import field_types, is_supported
+from mingpt_ddp.errors import CodeError, ConfigError, UserError
 
-__all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register"]
+__all__ = [
+    *("DataConfig", "DataError", "DatasetConfig", "ModelConfig", "OptimizerConfig", "TaskConfig"),
+    *("check", "register"),
+]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-BASES: dict[str, type[UserCodeConfig]] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
+BASES: dict[str, type[UserCodeConfig]] = {
+    **{"task": TaskConfig, "model": ModelConfig, "optimizer": OptimizerConfig},
+    **{"dataset": DatasetConfig, "data": DataConfig},  # two kinds in the group data: samples, and readers of text
+}
+# The registered configurations of each kind by name.
+CONFIGS = {kind: GROUPS["data" if kind == "dataset" else kind][1] for kind in BASES}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
@@ -31,18 +47,21 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
     """Register a class or function under a name, as a decorator.
 
     Args:
-        group: "model", for a class or function (config, vocab_size, block_size) -> nn.Module with the methods of
-            `mingpt_ddp.models.LanguageModel`; "optimizer", for (model, config) -> torch.optim.Optimizer; "data", for
-            (config) -> an iterator of str, the pieces of the text in order.
-        name: the value of `model.architecture`, `optimizer.name` or `data.reader` that selects it.
-        config: its keys: a frozen dataclass that inherits from ModelConfig, OptimizerConfig or DataConfig.
+        group: "task", for a subclass of `mingpt_ddp.tasks.Task`; "model", for a class or function
+            (config, outputs, inputs) -> nn.Module, see `Task.build_model`; "optimizer", for (model, config) ->
+            torch.optim.Optimizer; "dataset", for (config) -> `mingpt_ddp.data.samples.Datasets`; "data", for (config)
+            -> an iterator of str, the pieces of the text in order.
+        name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset` or `data.reader` that
+            selects it.
+        config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig, OptimizerConfig, DatasetConfig
+            or DataConfig.
 
     Raises:
         ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.
     """
     if group not in BASES:
         raise ValueError(f"@register({group!r}, ...): the group must be one of {', '.join(BASES)}")
-    if name in GROUPS[group][1]:
+    if name in CONFIGS[group]:
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
     if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
@@ -52,7 +71,7 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
             raise TypeError(f"{label}.{field} has a type that YAML cannot represent; use numbers, text, lists or null")
 
     def add(builder: Builder) -> Builder:
-        GROUPS[group][1][name], BUILDERS[group][name] = config, builder
+        CONFIGS[group][name], BUILDERS[group][name] = config, builder
         _entries.append((group, name, config, builder))
         return builder
 
@@ -71,8 +90,11 @@ def is_user_defined(group: str, name: str) -> bool:
 
 
 def uses_user_code(config: Config) -> bool:
-    """Return whether the model or the optimizer is a user's."""
-    return is_user_defined("model", config.model.architecture) or is_user_defined("optimizer", config.optimizer.name)
+    """Return whether the task, the model, the optimizer or the dataset is a user's."""
+    chosen = {"task": config.task.name, "model": config.model.architecture, "optimizer": config.optimizer.name}
+    if isinstance(config.data, DatasetConfig):
+        chosen["dataset"] = config.data.dataset
+    return any(is_user_defined(kind, name) for kind, name in chosen.items())
 
 
 def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, Any]:
@@ -89,7 +111,7 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
     for _, entries in _files.values():  # from an earlier job of the sweep; not registered for this one
         for group, name, _, _ in entries:
             BUILDERS[group].pop(name, None)
-            GROUPS[group][1].pop(name, None)
+            CONFIGS[group].pop(name, None)
     values, directories = dict(values), list(directories)
     for group in BASES:
         keys = values.get(group)
@@ -127,7 +149,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
         for group, name, config, builder in entries:
             if BUILDERS[group].get(name, builder) is not builder:
                 raise CodeError(f"{_relative(path)}: @register({group!r}, {name!r}, ...): {TAKEN}")
-            GROUPS[group][1][name], BUILDERS[group][name] = config, builder
+            CONFIGS[group][name], BUILDERS[group][name] = config, builder
         return known
     try:
         content = path.read_bytes()

@@ -1,32 +1,36 @@
 """Every key of the configuration, once: type, unit, bounds, default, meaning, and whether it changes the numbers.
 
 One frozen dataclass per group; pydantic checks the values (mingpt_ddp/config/validation.py). docs/configuration.md and
-`main.py --help` are generated from this file.
+`main.py --help` are generated from this file and components.py, which has the groups that users can extend.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from mingpt_ddp.config.fields import (
-    DecayFactor,
-    LearningRate,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    UnitInterval,
-    key,
-    neutral,
+from mingpt_ddp.config.components import (
+    AdamWConfig,
+    ConvNetConfig,
+    DataConfig,
+    DatasetConfig,
+    DigitsConfig,
+    GPTConfig,
+    MNISTConfig,
+    ModelConfig,
+    ModernConfig,
+    MuonConfig,
+    SGDConfig,
+    TaskConfig,
 )
+from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, key, neutral
 from mingpt_ddp.config.validation import check, check_directory, check_url
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
-BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,129 +55,6 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserCodeConfig:
-    """A group that users can extend with their own Python file (mingpt_ddp/config/registry.py)."""
-
-    code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
-    code_sha256: str | None = neutral(None, "SHA-256 of that file; null: any content")
-
-    def __post_init__(self) -> None:
-        """Check what several keys must satisfy together; subclasses override this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(UserCodeConfig):
-    """The keys of every model."""
-
-    name: str = neutral(..., "a label for directories and logs")
-    architecture: str = key(..., "the registered model to build: gpt, modern or your own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelConfig):
-    """The keys of the built-in decoders."""
-
-    n_layer: Annotated[PositiveInt, Field(le=10_000)] = key(..., "blocks")
-    n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "attention heads per block; a divisor of n_embd")
-    n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "width of the residual stream", "features")
-    dropout: DecayFactor = key(0.0, "fraction of the activations that dropout zeroes", "probability")
-
-    def __post_init__(self) -> None:
-        divides = self.n_embd % self.n_head == 0
-        check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(TransformerConfig):
-    """A GPT-2 style decoder (mingpt_ddp/models/gpt.py)."""
-
-    bias: bool = key(False, "biases in linear layers and layer norms, as in GPT-2")
-    activation: Literal["gelu", "gelu_tanh"] = key("gelu", "exact, or GPT-2's approximation, which is slower on a CPU")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModernConfig(TransformerConfig):
-    """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models/modern.py)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        even = self.n_embd // self.n_head % 2 == 0
-        check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(UserCodeConfig):
-    """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
-
-    name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
-    lr: LearningRate = key(1e-3, "learning rate at the peak of the schedule; muon's is for matrices")
-    weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(0.1, "of matrices; vectors are not decayed")
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "how the learning rate decays")
-    schedule_steps: PositiveInt | None = key(None, "length of the schedule; null: the run's", "steps")
-    warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(0.1, "final learning rate over the peak")
-    decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig(OptimizerConfig):
-    """AdamW for all parameters."""
-
-    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.99), "decay per step of both moments")
-    eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGDConfig(OptimizerConfig):
-    """Stochastic gradient descent with momentum for all parameters."""
-
-    momentum: DecayFactor = key(0.9, "decay per step of the moving average")
-    nesterov: bool = key(True, "Nesterov's momentum")
-
-    def __post_init__(self) -> None:
-        check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig(OptimizerConfig):
-    """Muon for the matrices of the hidden layers, AdamW for everything else (mingpt_ddp/optim/muon.py)."""
-
-    momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
-    embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
-    head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
-    vector_lr: LearningRate = key(0.1, "AdamW's peak for parameters that are not matrices")
-    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.95), "AdamW's decay per step of both moments")
-    eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig(UserCodeConfig):
-    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py and dataloader.py)."""
-
-    name: str | None = neutral(None, "a label for directories and logs; null: the file name of path")
-    path: str = key(..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise")
-    sha256: str | None = key(None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content")
-    block_size: PositiveInt = key(64, "context length", "characters")
-    stride: PositiveInt | None = key(None, "between the starts of windows; null: block_size", "characters")
-    train_split: Annotated[float, Field(gt=0, lt=1)] = key(0.9, "share of the text to train on, from its start")
-    truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
-    cache_dir: str | None = neutral(None, "local directory of encoded texts; null: the user's cache directory")
-    reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
-
-    def __post_init__(self) -> None:
-        check_url("data.path", self.path)
-        if self.cache_dir is not None:
-            check_directory("data.cache_dir", self.cache_dir)
-        is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
-        check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
-
-    @property
-    def label(self) -> str:
-        """The name of the text in directories and logs."""
-        return self.name or PurePosixPath(self.path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem or "text"
-
-
-@dataclass(frozen=True, kw_only=True)
 class DDPConfig:
     """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
 
@@ -191,7 +72,7 @@ class DDPConfig:
     static_graph: bool = neutral(False, "the same parameters are used in every step")
     find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
     comm_hook: Literal["none", "fp16", "bf16"] = neutral("none", "type that gradients are cast to for the all-reduce")
-    sync_batchnorm: bool = neutral(False, "batch normalisation over all ranks")
+    sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
 
     def __post_init__(self) -> None:
         taken = self.preempted_exit_code in (1, 2, 75)  # a crash, a user's error, storage that is unavailable
@@ -264,14 +145,30 @@ class SnapshotConfig:
         check(len({*urls}) == len(urls), f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
 
 
-MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
-# Per group: the key that selects its dataclass (None if there is only one), and the dataclasses by its value.
-GROUPS: dict[str, tuple[str | None, dict[str | None, type]]] = {
-    "run": (None, {None: RunConfig}),
-    "model": ("architecture", MODELS),
-    "optimizer": ("name", {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
-    "data": ("reader", {None: DataConfig}),
-    "ddp": (None, {None: DDPConfig}),
-    "trainer": (None, {None: TrainerConfig}),
-    "snapshot": (None, {None: SnapshotConfig}),
+# Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a group without a value.
+Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
+MODELS: dict[str | None, type] = {
+    "gpt": GPTConfig,
+    "modern": ModernConfig,
+    "convnet": ConvNetConfig,
+    "toy": ModelConfig,
 }
+GROUPS: dict[str, Selection] = {
+    "run": ((), {None: RunConfig}),
+    "task": (("name",), dict.fromkeys(("language_model", "classification", "regression"), TaskConfig)),
+    "model": (("architecture",), MODELS),
+    "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
+    "data": (
+        ("dataset", "reader"),
+        {None: DataConfig, "digits": DigitsConfig, "mnist": MNISTConfig, "toy": DatasetConfig},
+    ),
+    "ddp": ((), {None: DDPConfig}),
+    "trainer": ((), {None: TrainerConfig}),
+    "snapshot": ((), {None: SnapshotConfig}),
+}
+
+
+def selected(group: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the key that selects the dataclass of a group, and its value; None if there is only one dataclass."""
+    keys, _ = GROUPS[group]
+    return next(((key, values[key]) for key in keys if values.get(key) is not None), (keys[0] if keys else "", None))

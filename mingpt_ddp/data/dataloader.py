@@ -3,29 +3,31 @@
 Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.schema import TrainerConfig
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str
 SHUFFLE_CHUNK = 1 << 13  # positions of an epoch permuted at a time
 GATHER_TOKENS = 1 << 15  # tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache
+TOKENS_PER_BATCH = 4096  # in evaluation
 MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences of one forward pass; `index` counts the micro-batches of a step over all ranks."""
+    """What one forward pass takes; `index` counts the micro-batches of a step over all ranks."""
 
     index: int
-    x: Tensor  # (B, T) int64
-    y: Tensor  # (B, T) int64, the token after each in x
+    batch: Any  # of text: x and y (B, T) int64, where y has the token after each in x; of samples: collated ones
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,24 @@ class BatchPlan:
         return range(rank, self.n_micro, self.world_size)
 
 
-def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = None) -> BatchPlan:
+def plan_batches(config: Config, world_size: int, kept: int | None = None) -> BatchPlan:
     """Split the batch into micro-batches, at least one per rank.
 
     Args:
         kept: micro-batch size of the snapshot to resume.
 
     Raises:
-        ConfigError: more ranks than micro-batches, or several micro-batches with CUDA graphs.
+        ConfigError: more ranks than micro-batches; or several micro-batches of a rank with CUDA graphs or synchronized
+            batch normalization, whose statistics are those of one forward pass.
     """
-    batch = trainer.batch_size
+    trainer, batch = config.trainer, config.trainer.batch_size
+    if config.ddp.sync_batchnorm:
+        if batch % world_size or trainer.micro_batch_size not in (None, batch // world_size):
+            raise ConfigError(
+                f"ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size={batch} a multiple of the "
+                f"{world_size} ranks, and trainer.micro_batch_size=null"
+            )
+        return BatchPlan(batch, batch // world_size, world_size)
     sizes = (size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
     micro = trainer.micro_batch_size or kept or max(sizes)
     plan = BatchPlan(batch, micro, world_size)
@@ -69,6 +79,26 @@ def plan_batches(trainer: TrainerConfig, world_size: int, kept: int | None = Non
             f"{micro} sequences; use trainer.compile=true"
         )
     return plan
+
+
+class Loader(Protocol):
+    """The training data as an endless sequence of batches, each a pure function of the seed and the step."""
+
+    steps_per_epoch: int
+    items_per_step: int  # tokens, or samples
+
+    def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
+        """Return the micro-batches of a rank in a step; steps count from 1."""
+
+
+class Split(Protocol):
+    """Data to evaluate, every item once."""
+
+    def __len__(self) -> int:
+        """Return the number of batches, over all ranks."""
+
+    def batches(self, rank: int, world_size: int) -> Iterator[Any]:
+        """Yield the batches of a rank: number i is for rank i mod world size."""
 
 
 class TokenLoader:
@@ -86,6 +116,7 @@ class TokenLoader:
         """
         self.stride = stride or block_size
         self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
+        self.items_per_step = batch_size * block_size
         self.windows_per_epoch = (len(tokens) - block_size) // self.stride
         self.steps_per_epoch = self.windows_per_epoch // batch_size
         if self.steps_per_epoch == 0:
@@ -116,7 +147,7 @@ class TokenLoader:
         starts = self._window_starts(epoch, first * self.batch_size, (first + count) * self.batch_size)
         own = starts.reshape(count, plan.n_micro, size)[:, indices.start :: plan.world_size]
         x, y = self._tokens.gather(own.reshape(-1))
-        micros = list(map(MicroBatch, [*indices] * count, x.split(size), y.split(size)))
+        micros = list(map(MicroBatch, [*indices] * count, zip(x.split(size), y.split(size), strict=True)))
         return [micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))]
 
     def _window_starts(self, epoch: int, begin: int, end: int) -> Ints:
@@ -162,3 +193,31 @@ class TokenWindows:
     def _send(self, values: Ints) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
         return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+
+
+class TokenSplit:
+    """A text for evaluation: every token predicted once, or those of a fixed sample of windows."""
+
+    def __init__(self, tokens: Ints, block_size: int, device: torch.device, windows: int | None = None) -> None:
+        """
+        Args:
+            windows: number of windows to evaluate, the same ones every time; None: the whole text.
+        """
+        self.tokens, self.device = tokens, device
+        n_targets, n_windows = len(tokens) - 1, (len(tokens) - 1) // block_size
+        starts: Sequence[int] = range(0, n_windows * block_size, block_size)
+        if windows is not None and windows < n_windows:
+            sample = feistel_permute(np.arange(windows), n_windows, derive_seed("evaluation"))
+            starts, n_targets = (np.sort(sample) * block_size).tolist(), windows * block_size
+        rows = max(1, TOKENS_PER_BATCH // block_size)
+        self._batches = [(starts[i : i + rows], block_size) for i in range(0, len(starts), rows)]
+        if rest := n_targets % block_size:  # one shorter window
+            self._batches.append(([n_targets - rest], rest))
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batches(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield x and y (B, T) of a rank's disjoint windows."""
+        for starts, length in self._batches[rank::world_size]:
+            yield TokenWindows(self.tokens, length + 1, self.device, resident=False).gather(np.array(starts))

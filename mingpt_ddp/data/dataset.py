@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.errors import DataError
 
 
@@ -23,7 +23,7 @@ class EncodedText:
 
 
 class TextDataset:
-    """The tokens, memory-mapped and split: `train` first, `val` after it, without overlap."""
+    """The tokens, memory-mapped and split without overlap: `train`, then `val`, then `test`, which may be empty."""
 
     def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
         """
@@ -34,8 +34,8 @@ class TextDataset:
         self.vocab_size = len(encoded.vocabulary)
         tokens: Any = np.memmap(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype, mode="r")
         tokens = tokens[: int(len(tokens) * config.truncate)]
-        boundary = int(len(tokens) * config.train_split)
-        self.train, self.val = tokens[:boundary], tokens[boundary:]
+        boundary, end = int(len(tokens) * config.train_split), len(tokens) - int(len(tokens) * config.test_split)
+        self.train, self.val, self.test = tokens[:boundary], tokens[boundary:end], tokens[end:]
         if len(self.train) < config.block_size + 1:
             raise DataError(
                 f"the training text has {len(self.train)} characters, one window needs data.block_size + 1 = "

@@ -19,13 +19,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 
+from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
-from mingpt_ddp.config.schema import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.download import download, download_path, open_filesystem, user_cache
 from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
@@ -69,12 +69,6 @@ def prepare(config: DataConfig) -> EncodedText:
         raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}; choose another") from error
 
 
-def user_cache() -> Path:
-    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute path."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mingpt_ddp"
-
-
 def _source(config: DataConfig, cache: Path) -> OpenBytes:
     """Return a function that opens the text's bytes; download a remote file into the cache first."""
     if config.reader is not None:
@@ -82,10 +76,11 @@ def _source(config: DataConfig, cache: Path) -> OpenBytes:
     if config.path == BUILTIN:
         content = python_docs().encode()
         return lambda: io.BufferedReader(io.BytesIO(content))
-    proxies = {"client_kwargs": {"trust_env": True}} if config.path.startswith(("http://", "https://")) else {}
-    fs, name = fsspec.core.url_to_fs(config.path, **proxies)
-    if "file" not in fs.protocol and "local" not in fs.protocol:
-        name = _download(fs, name, cache / "downloads" / hashlib.sha256(config.path.encode()).hexdigest()[:16], config)
+    fs, name, is_local = open_filesystem(config.path)
+    target = download_path(config.path, cache)
+    if not is_local and not (target.exists() and config.sha256 and _sha256(_opener(target)) == config.sha256):
+        download(fs, name, target, lambda path: _checked_sha256(_opener(path), config))
+    name = name if is_local else str(target)
     if os.path.exists(name) and not os.path.isfile(name):
         raise DataError(f"data.path={config.path} is not a regular file")
     return _opener(name)
@@ -93,19 +88,6 @@ def _source(config: DataConfig, cache: Path) -> OpenBytes:
 
 def _opener(path: str | Path) -> OpenBytes:
     return lambda: open(path, "rb")
-
-
-def _download(fs: Any, name: str, target: Path, config: DataConfig) -> Path:
-    """Download a file to `target`, unless it exists with the expected SHA-256."""
-    if target.exists() and config.sha256 and _sha256(_opener(target)) == config.sha256:
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
-        download = Path(directory) / "download"
-        fs.get_file(name, str(download))
-        _checked_sha256(_opener(download), config)
-        os.replace(download, target)
-    return target
 
 
 def python_docs() -> str:

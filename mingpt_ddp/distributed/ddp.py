@@ -21,6 +21,7 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.shared_memory import SharedMemoryAllReduce
+from mingpt_ddp.distributed.sync_batchnorm import synchronize
 from mingpt_ddp.errors import ConfigError
 
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
@@ -44,7 +45,8 @@ class DDPStrategy:
         """Return the model for training. All ranks receive the weights of rank zero."""
         ddp = self.config.ddp
         if self.group.world_size > 1 and ddp.sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+            on_gpu = self.device.type == "cuda"
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else synchronize(model)
         compiled: Any = model
         if self.compiles:
             torch_internals.compile_deterministically(self.config.trainer.deterministic)
@@ -168,14 +170,18 @@ def _missing_requirement(device: torch.device) -> str | None:
     return None
 
 
-def check_compiles(model: nn.Module, config: Config, x: Tensor, y: Tensor) -> None:
+def check_compiles(model: nn.Module, config: Config, call: Callable[[nn.Module], object]) -> None:
     """Capture the graph of the model without generating code.
+
+    Args:
+        call: calls the model that it receives.
 
     Raises:
         ConfigError: torch cannot capture the model as one graph.
     """
     with report_compile_errors(config):
-        torch.compile(model, fullgraph=True, dynamic=False, backend="eager")(x, y)
+        compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+        call(compiled)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The runtime of a rank: device, precision, process group, strategy."""
 
 import gc
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -60,6 +61,10 @@ class Runtime:
         """Return a context in which matrix products are computed in `dtype`."""
         return nullcontext() if self.precision == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
 
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Copy a CPU tensor to the device, without waiting for a GPU."""
-        return tensor if tensor.device == self.device else tensor.pin_memory().to(self.device, non_blocking=True)
+    def to_device(self, batch: Any) -> Any:
+        """Copy the CPU tensors of a batch (in tuples, lists and dicts) to the device, without waiting for a GPU."""
+        if isinstance(batch, Tensor):
+            return batch if batch.device == self.device else batch.pin_memory().to(self.device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self.to_device(value) for key, value in batch.items()}
+        return type(batch)(map(self.to_device, batch)) if isinstance(batch, (tuple, list)) else batch

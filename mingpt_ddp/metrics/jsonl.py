@@ -19,8 +19,9 @@ log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
 MAX_SIZE, MAX_LINES = 1 << 28, 2_000_000  # bytes; lines, which as records take more memory
 KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}  # of records, by tag
-KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/mfu": "mfu", "val/loss": "val_loss"}
+KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/samples_per_s": "samples_per_s", "speed/mfu": "mfu"}
 KEYS |= {"speed/matmul_utilization": "matmul_utilization"}
+EVALUATIONS = ("val/", "test/", "train/loss_")  # prefixes of tags that a task names; their keys are like val_accuracy
 
 
 class JSONLLogger:
@@ -37,6 +38,7 @@ class JSONLLogger:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
+        values |= {tag.replace("/", "_"): value for tag, value in metrics.items() if tag.startswith(EVALUATIONS)}
         self._append({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}})
 
     def complete(self, step: int, config: Config) -> None:

@@ -17,23 +17,28 @@ REPETITIONS = 5  # per measurement; the fastest counts
 class Meter:
     """Accumulate losses and times without waiting for the device; only `read` and `state` synchronize."""
 
-    def __init__(self, runtime: Runtime, tokens_per_step: int) -> None:
-        self.runtime, self.tokens_per_step = runtime, tokens_per_step
+    def __init__(self, runtime: Runtime, items_per_step: int, unit: str) -> None:
+        """
+        Args:
+            unit: of the items, as in `tokens`.
+        """
+        self.runtime, self.items_per_step, self.unit = runtime, items_per_step, unit
         self.grad_norm = torch.zeros((), device=runtime.device)  # of the last step, before clipping
         self._reset()
 
     def _reset(self) -> None:
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        self._sums = {"loss": torch.zeros((), dtype=torch.float64, device=self.runtime.device)}
         self._steps, self._timed_steps, self._data_s = 0, 0, 0.0
         self._since = time.perf_counter()
 
-    def record(self, loss: Tensor, grad_norm: Tensor, data_time_s: float) -> None:
+    def record(self, losses: dict[str, Tensor], grad_norm: Tensor, data_time_s: float) -> None:
         """Add one step.
 
         Args:
-            loss: this rank's share of the step's mean loss; the shares of all ranks add up to it.
+            losses: this rank's share of the step's mean losses by name; the shares of all ranks add up to them.
         """
-        self._loss_sum += loss
+        for name, loss in losses.items():
+            self._sums[name] = self._sums[name] + loss if name in self._sums else loss.double()
         self.grad_norm = grad_norm
         self._data_s += data_time_s
         self._steps += 1
@@ -45,14 +50,14 @@ class Meter:
 
     def read(self) -> dict[str, float]:
         """Return the metrics of the steps since the last reading by tag, {} without steps, and reset. A collective."""
-        loss_sum, steps = self.state()
+        sums, steps = self.state()
         if steps == 0:
             return {}
         elapsed = max(time.perf_counter() - self._since, 1e-9)
         metrics = {
-            "train/loss": loss_sum / steps,
+            **{f"train/{name}": total / steps for name, total in sums.items()},
             "train/grad_norm": float(self.grad_norm),
-            "speed/tokens_per_s": self._timed_steps * self.tokens_per_step / elapsed,
+            f"speed/{self.unit}_per_s": self._timed_steps * self.items_per_step / elapsed,
             "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
             "speed/data_ms": self._data_s / max(1, self._timed_steps) * 1e3,
             "memory/peak_mib": peak_memory(self.runtime.device) / 2**20,
@@ -60,13 +65,16 @@ class Meter:
         self._reset()
         return metrics
 
-    def state(self) -> tuple[float, int]:
-        """Return the loss sum over all ranks since the last reading, and the number of steps. A collective."""
-        return float(self.runtime.group.all_reduce(self._loss_sum.cpu().reshape(1).clone())), self._steps
+    def state(self) -> tuple[dict[str, float], int]:
+        """Return the sums over all ranks since the last reading, and the number of steps. A collective."""
+        totals = self.runtime.group.all_reduce(torch.stack([*self._sums.values()]).cpu())
+        return dict(zip(self._sums, totals.tolist(), strict=True)), self._steps
 
-    def load_state(self, loss_sum: float, steps: int) -> None:
-        """Restore an interval; rank zero holds the whole sum, so that `state` returns it bit for bit."""
-        self._loss_sum.fill_(self.runtime.group.env.call_on_rank_zero(lambda: loss_sum) or 0.0)
+    def load_state(self, sums: dict[str, float], steps: int) -> None:
+        """Restore an interval; rank zero holds the whole sums, so that `state` returns them bit for bit."""
+        own = self.runtime.group.env.call_on_rank_zero(lambda: sums) or dict.fromkeys(sums, 0.0)
+        device = self.runtime.device
+        self._sums = {name: torch.tensor(total, dtype=torch.float64, device=device) for name, total in own.items()}
         self._steps = steps
 
 

@@ -1,16 +1,14 @@
 """Send the metrics of a run to the log, the progress bar, TensorBoard and metrics.jsonl."""
 
 import logging
-import math
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import yaml
 from torch import nn
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
@@ -18,26 +16,28 @@ from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.models import flops_per_token
+from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-NATS_PER_BIT = math.log(2)
+SPLITS = {"val": "validation", "test": "test"}
 
 
 class MetricsProcessor:
     """Collect metrics as dicts by tag and pass them to the sinks. docs/logs.md documents the tags."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, directory: Path, model: nn.Module, steps: range, started_at: float
+        self, runtime: Runtime, task: Task, loader: Loader, model: nn.Module, steps: range, started_at: float
     ) -> None:
         """
         Args:
-            directory: of the run.
             model: not wrapped; utilization is logged if it has `flops_per_token()`.
             steps: range(steps done so far, steps of the whole run).
             started_at: time.monotonic() when this attempt began.
         """
-        self.config, self.runtime, self.steps = config, runtime, steps
+        self.runtime, self.task, self.steps, self.steps_per_epoch = runtime, task, steps, loader.steps_per_epoch
+        directory = run_directory(task.config)
         env = runtime.group.env
         self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}")
         jsonl = env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []
@@ -45,7 +45,7 @@ class MetricsProcessor:
         # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
-        self.meter = Meter(runtime, config.trainer.batch_size * config.data.block_size)
+        self.meter = Meter(runtime, loader.items_per_step, task.unit)
         self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
         self._is_set_up = False
@@ -66,7 +66,7 @@ class MetricsProcessor:
             return
         begin = time.perf_counter()
         self.tensorboard.open()
-        step, config = self.steps.start + 1, yaml.safe_dump(self.config.to_dict(), sort_keys=False)
+        step, config = self.steps.start + 1, yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
         self.runtime.group.env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
         if self._flops_per_token is not None:
             self._matmul_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
@@ -96,33 +96,33 @@ class MetricsProcessor:
         self._set_up()
         communication_s, exposed_s = self.runtime.strategy.comm_times(model)
         times = {"speed/communication_ms": communication_s * 1e3, "speed/communication_exposed_ms": exposed_s * 1e3}
-        metrics = {"train/lr": lr, **measured, **times}
+        metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured, **times}
+        per_s = metrics[f"speed/{self.task.unit}_per_s"]
         if self._flops_per_token is not None:
-            tokens_per_s = metrics["speed/tokens_per_s"] / self.runtime.group.world_size
-            flops = self._flops_per_token * tokens_per_s
+            flops = self._flops_per_token * per_s / self.runtime.group.world_size
             metrics["speed/matmul_utilization"] = flops / self._matmul_flops
             if self._peak_flops is not None:
                 metrics["speed/mfu"] = flops / self._peak_flops
         run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput}) or {}
         for logger in self.loggers:
             logger.log(step, {**metrics, **run_metrics})
-        brief = f"loss {metrics['train/loss']:.4f}, {metrics['speed/tokens_per_s']:,.0f} tokens/s"
+        brief = f"loss {metrics['train/loss']:.4f}, {per_s:,.0f} {self.task.unit}/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
         self.progress.set_postfix_str(brief, refresh=False)
         left = timedelta(seconds=round(min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)))
         details = f"lr {lr:.2e}, gradient norm {metrics['train/grad_norm']:.2f}, {left} left"
         file_only = {"file_only": not self.progress.disable}
-        log.info("step %d/%d: %s, %s", step, self.steps.stop, brief, details, extra=file_only)
+        epochs = f"epoch {-(-step // self.steps_per_epoch)}/{-(-self.steps.stop // self.steps_per_epoch)}"
+        log.info("step %d/%d: %s, %s, %s", step, self.steps.stop, brief, epochs, details, extra=file_only)
         return metrics
 
-    def log_validation(self, step: int, loss: float) -> None:
-        """Log the validation loss, in nats per character."""
+    def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
+        """Log the task's metrics of a split, `val` or `test`."""
         self._set_up()
-        bits = loss / NATS_PER_BIT
         for logger in self.run_loggers:
-            logger.log(step, {"val/loss": loss, "val/bits_per_char": bits})
-        log.info("step %d: validation loss %.4f nats (%.4f bits) per character", step, loss, bits)
+            logger.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
+        log.info("step %d: %s %s", step, SPLITS[split], self.task.describe(metrics))
 
     def log_sample(self, step: int, text: str | None) -> None:
         """Log a generated text; None on ranks that did not generate it."""
@@ -133,7 +133,7 @@ class MetricsProcessor:
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
         for logger in self.run_loggers:
-            logger.complete(step, self.config)
+            logger.complete(step, self.task.config)
 
     def close(self) -> None:
         self.progress.close()

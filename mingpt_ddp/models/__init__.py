@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mingpt_ddp.config.components import ModelConfig, TransformerConfig
 from mingpt_ddp.config.registry import BUILDERS
-from mingpt_ddp.config.schema import ModelConfig
 from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.models.convnet import ConvNet
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
+from mingpt_ddp.models.toy import ToyModel
 
-BUILDERS["model"].update(gpt=GPT, modern=Modern)
+BUILDERS["model"].update(gpt=GPT, modern=Modern, convnet=ConvNet, toy=ToyModel)
 
 
 class LanguageModel(Protocol):
@@ -94,19 +96,26 @@ def flops_per_token(model: nn.Module) -> float | None:
     return float(count)
 
 
-def build_model(config: ModelConfig, vocab_size: int, block_size: int) -> nn.Module:
+def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]) -> nn.Module:
     """Build the model that `config` describes; torch's global generator draws its weights.
 
     Args:
-        block_size: context length, set as an attribute unless the model sets it.
+        outputs: classes or target features; of a language model the vocabulary size.
+        inputs: the shape of an input; of a language model the context length, set as the attribute `block_size` unless
+            the model sets it.
 
     Raises:
         CodeError: the user's builder returned something other than an nn.Module.
+        ConfigError: the model does not take such inputs.
     """
-    model = BUILDERS["model"][config.architecture](config, vocab_size, block_size)
+    if isinstance(config, TransformerConfig) != isinstance(inputs, int) and not config.code:
+        fits = "language_model" if isinstance(config, TransformerConfig) else "classification or regression"
+        raise ConfigError(f"model.architecture={config.architecture} needs task.name={fits}")
+    model = BUILDERS["model"][config.architecture](config, outputs, inputs)
     if not isinstance(model, nn.Module):
         raise CodeError(f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}")
-    vars(model).setdefault("block_size", block_size)
+    if isinstance(inputs, int):
+        vars(model).setdefault("block_size", inputs)
     return model
 
 

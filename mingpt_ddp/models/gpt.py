@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.schema import ModernConfig
+from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
 

@@ -2,7 +2,7 @@
 
 import math
 
-from mingpt_ddp.config.schema import OptimizerConfig
+from mingpt_ddp.config.components import OptimizerConfig
 
 
 def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:

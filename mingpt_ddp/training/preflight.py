@@ -1,30 +1,27 @@
 """Checks before anything is written: the model fits into memory, and user code trains and resumes exactly."""
 
 import hashlib
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
-from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.ddp import check_compiles
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.models import build_model, count_parameters, eval_mode, flops_per_token
+from mingpt_ddp.models import count_parameters, flops_per_token
 from mingpt_ddp.snapshots import state_dict
+from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
-ROWS, LENGTH = 2, 64  # of the batch of a trial step: sequences, characters of each
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
-TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # relative to the largest logit; covers summation order and TF32
 
 
-def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
+def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     """Check that a built-in model fits the smallest memory of all ranks. A collective.
 
     Raises:
@@ -34,7 +31,7 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
         return
     memory = min(runtime.group.all_gather(total_memory(runtime.device)))
     with torch.device("meta"):  # allocates nothing
-        count = count_parameters(build_model(config.model, vocab_size, config.data.block_size))
+        count = count_parameters(task.build_model())
     if count * BYTES > memory:
         raise ConfigError(
             f"the model {config.model.name} has {count:,} parameters, which need {count * BYTES / 2**30:,.0f} GiB with "
@@ -42,42 +39,46 @@ def check_fits(config: Config, runtime: Runtime, vocab_size: int) -> None:
         )
 
 
-def check_resumes_exactly(config: Config, runtime: Runtime, vocab_size: int, batch: MicroBatch) -> None:
+def check_resumes_exactly(runtime: Runtime, task: Task, batch: Any) -> None:
     """Train three steps, restore the state after the second into fresh objects, and compare the third bit for bit.
+
+    Args:
+        batch: of one micro-batch, on the CPU.
 
     Raises:
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
-    x, y = (runtime.to_device(part[:ROWS, :LENGTH].contiguous()) for part in (batch.x, batch.y))
+    config, batch = task.config, runtime.to_device(batch)
+    part = task.trial_batch(batch)
     with attribute_errors_to_user_code():
-        first = _Trial(config, runtime, vocab_size)
+        first = _Trial(runtime, task)
         flops_per_token(first.model)
         state_dict.check_savable(first.model, first.optimizer)
-        with eval_mode(first.model), torch.no_grad():
-            first.call_model(x[:, :1])  # the first call of sampling
-            first.call_model(runtime.to_device(batch.x[:1]))
+        with runtime.autocast():
+            task.check_model(first.model, batch, trained=False)
         if runtime.compiles:
-            check_compiles(first.model, config, x, y)
+            check_compiles(first.model, config, lambda model: task.loss(model, part))
+        first = _Trial(runtime, task)  # the checks may have changed buffers
         fresh = first.digest()
-        first.step(1, x, y)
+        first.step(1, part)
         state_dict.check_savable(first.model, first.optimizer)
-        first.step(2, x, y)
+        first.step(2, part)
         saved = [{name: t.detach().to("cpu", copy=True) for name, t in tensors.items()} for tensors in first.state()]
-        loss, end = first.step(3, x, y), first.digest()
+        loss, end = first.step(3, part), first.digest()
         del first
-        second = _Trial(config, runtime, vocab_size)
+        second = _Trial(runtime, task)
         if fresh != second.digest():
             raise _not_exact(f"model {config.model.architecture}", "first weights depend")
         state_dict.load_model_state(second.model, saved[0])
         state_dict.load_optimizer_state(second.model, second.optimizer, saved[1])
-        again = second.step(3, x, y)
+        again = second.step(3, part)
         if runtime.device.type == "cpu" or config.trainer.deterministic:  # otherwise GPU summation order varies
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
                 raise _not_exact(f"model {config.model.architecture}", "loss depends")
             if end != second.digest():
                 raise _not_exact(f"optimizer {config.optimizer.name}", "step depends")
-        second.check_is_causal_lm(x, y)
+        task.check_model(second.model, part, trained=True)
 
 
 def _not_exact(part: str, depends: str) -> CodeError:
@@ -90,27 +91,15 @@ def _not_exact(part: str, depends: str) -> CodeError:
 class _Trial:
     """A fresh model and optimizer, built as every start of the run builds them."""
 
-    def __init__(self, config: Config, runtime: Runtime, vocab_size: int) -> None:
-        self.config, self.runtime, self.vocab_size = config, runtime, vocab_size
-        self.model, self.optimizer = build_model_and_optimizer(config, runtime, vocab_size)
+    def __init__(self, runtime: Runtime, task: Task) -> None:
+        self.config, self.runtime, self.task = task.config, runtime, task
+        self.model, self.optimizer = build_model_and_optimizer(runtime, task)
 
-    def call_model(self, *inputs: Tensor) -> Tensor:
-        """Return the logits (B, T, V) for tokens (B, T), or the loss if targets are given; check the shape."""
-        with self.runtime.autocast():
-            output: Tensor = self.model(*inputs)
-        shape = (*inputs[0].shape, self.vocab_size) if len(inputs) == 1 else ()
-        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        if found != shape:
-            wanted = f"model(tokens) must return logits of shape {shape}"
-            if not shape:
-                wanted = "model(tokens, targets) must return the mean loss, a scalar"
-            raise CodeError(f"the model {self.config.model.architecture}: {wanted}, not {found}")
-        return output
-
-    def step(self, step: int, x: Tensor, y: Tensor) -> Tensor:
+    def step(self, step: int, batch: Any) -> Tensor:
         """Take an optimizer step with the seeds of the run, and return its loss."""
         seed_everything("dropout", self.config.run.seed, step, 0)
-        loss = self.call_model(x, y)
+        with self.runtime.autocast():
+            loss = named_losses(self.task.loss(self.model, batch))["loss"]
         loss.backward()
         unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         if unused and self.runtime.group.world_size > 1 and not self.config.ddp.find_unused_parameters:
@@ -122,34 +111,6 @@ class _Trial:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
-
-    def check_is_causal_lm(self, x: Tensor, y: Tensor) -> None:
-        """Check causality and the loss; call it after steps, since initial outputs are often zero."""
-        other = x.clone()
-        other[:, -1] = (x[:, -1] + 1) % self.vocab_size
-        with eval_mode(self.model), torch.no_grad():
-            logits, loss, again, later = self.model(x), self.model(x, y), self.model(x), self.model(other)
-            alone = torch.cat([self.model(row) for row in x.split(1)])
-        coarsest = max(torch.finfo(t.dtype).eps for t in (logits, loss))
-        logits = logits.float()
-        tolerance = max(TOLERANCE[x.device.type], 8 * coarsest) * max(1.0, float(logits.abs().max()))
-        expected = float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))
-        if not math.isfinite(expected):
-            return  # trainer.on_nonfinite handles it in the first steps
-        name = self.config.model.architecture
-        later = torch.cat([later[:, :-1].float(), logits[:, -1:]], dim=1)  # the last position may change
-        for found, problem in (
-            (again, "is random in evaluation mode: apply dropout only if self.training is true"),
-            (later, "is not causal: its logits at a position depend on later characters"),
-            (alone, "mixes sequences: the logits of one depend on the others in its batch"),
-        ):
-            if not torch.allclose(found.float(), logits, rtol=0, atol=tolerance):
-                raise CodeError(f"the model {name} {problem}")
-        if not math.isclose(float(loss), expected, abs_tol=tolerance):
-            raise CodeError(
-                f"the model {name}: model(tokens, targets) must return the mean cross-entropy of its logits, which in "
-                f"evaluation mode are {expected:.4f} nats, not {float(loss):.4f}"
-            )
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the tensors of a snapshot: those of the model and of the optimizer, by name."""

@@ -3,33 +3,27 @@
 import contextlib
 import logging
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import uses_user_code
-from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
-from mingpt_ddp.data.dataset import EncodedText, TextDataset
-from mingpt_ddp.data.prepare import prepare
-from mingpt_ddp.data.rng import derive_seed
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.inference.generate import SamplingParams, generate_text
-from mingpt_ddp.metrics.processor import NATS_PER_BIT, MetricsProcessor
+from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.load import load, stores_of_run
-from mingpt_ddp.snapshots.manager import Check, SnapshotManager
+from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
 from mingpt_ddp.storage.urls import open_storage
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.save_schedule import SaveSchedule
@@ -41,7 +35,6 @@ from mingpt_ddp.training.trial_pruning import MedianPruner
 
 log = logging.getLogger(__name__)
 
-SAMPLE_CHARACTERS = 400
 MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
 PER_NODE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ between ranks
 
@@ -61,33 +54,28 @@ def run(
         started_at: time.monotonic() when this attempt began; None: when the process did.
 
     Returns:
-        The last validation loss in nats per character, or None if a signal ended the run early.
+        The last validation loss, or None if a signal ended the run early.
     """
     interrupt, started_at = interrupt or SignalHandler(), started_at or process_start_time()
     _check_same_config(config, runtime)
-    text = EncodedText(**runtime.group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
-    dataset = TextDataset(text, config.data)
-    block_size, batch_size, seed = config.data.block_size, config.trainer.batch_size, config.run.seed
-    loader = TokenLoader(dataset.train, block_size, config.data.stride, batch_size, seed, runtime.device)
+    task = build_task(config, runtime.group)
+    loader = task.train_loader(runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
-    check = partial(check_state, config=config, text=text)
     directory = run_directory(config)
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
-    _preflight(config, runtime, stores, dataset.vocab_size, loader, check)  # refuses before anything is written
+    _preflight(runtime, task, loader, stores)  # refuses before anything is written
 
     with contextlib.ExitStack() as resources:
         owner = _lock_directory(config, runtime, directory, stores, resources)
         last_log_time = owner.last_log_time() if owner else 0.0
         logs.to_file(directory, runtime.group.env)
         manager = SnapshotManager(config, runtime, stores, directory)
-        snapshot = manager.load_latest(check)
+        snapshot = manager.load_latest(partial(check_state, task=task))
 
-        model, optimizer = build_model_and_optimizer(config, runtime, dataset.vocab_size)
+        model, optimizer = build_model_and_optimizer(runtime, task)
         state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
-        windows = config.trainer.eval_steps and config.trainer.eval_steps * batch_size
-        evaluator = Evaluator(dataset.val, block_size, runtime, windows)
-        sample = partial(_sample, config, runtime, model, CharTokenizer(dataset.vocabulary))
-        log_start(config, runtime, dataset, model, directory, range(state.step, steps))
+        evaluator = Evaluator(task, runtime)
+        log_start(runtime, task, model, directory, range(state.step, steps))
 
         is_complete = state.step > steps or (state.step == steps and state.val_step == steps)
         previous = recorded_config(directory) if owner else None
@@ -97,33 +85,36 @@ def run(
             status = RunStatus.COMPLETE
             if previous:
                 warn_of_unused_changes(previous, config)
-            if state.val_step != state.step:  # saved between two evaluations, under a larger limit
-                state.val_loss = evaluator.run(model)
-            log.info("a sample:\n%s\n", sample(state.step))
+            if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
+                state.val_metrics = evaluator.run(model, "val") or {}
+                state.val_loss = state.val_metrics["loss"]
+            if text := task.sample(model, state.step):
+                log.info("a sample:\n%s\n", text)
+            test_metrics = evaluator.run(model, "test") or {}
         else:
             if owner and snapshot:
                 log_changes(snapshot, config, runtime, loader.steps_per_epoch)
             elif owner:
                 warn_of_lost_snapshots(directory)
             micro_batch_size = snapshot.state["micro_batch_size"] if snapshot else None
-            plan = plan_batches(config.trainer, runtime.group.world_size, micro_batch_size)
+            plan = plan_batches(config, runtime.group.world_size, micro_batch_size)
             state.world_size = runtime.group.world_size
             undone = max(0.0, last_log_time - state.saved_at) if state.saved_at else 0.0
             state.wasted_seconds += undone + time.monotonic() - started_at
-            train_step = TrainStep(config, runtime, loader, plan, model, optimizer)
-            metrics = MetricsProcessor(config, runtime, directory, model, range(state.step, steps), started_at)
+            train_step = TrainStep(runtime, task, loader, plan, model, optimizer)
+            metrics = MetricsProcessor(runtime, task, loader, model, range(state.step, steps), started_at)
             context = Context(config, runtime, state, metrics, MedianPruner(config, runtime, directory), interrupt)
-            saves = SaveSchedule(context, manager, train_step, text)
-            trainer = Trainer(context, saves, evaluator, sample)
+            saves = SaveSchedule(context, manager, train_step)
+            trainer = Trainer(context, saves, evaluator)
             if owner:
                 owner.clear_result()
             status = trainer.fit()
-            state = context.state
+            state, test_metrics = context.state, trainer.test_metrics
 
         if owner:
-            owner.write_result(_result(state, config, loader.steps_per_epoch, status))
+            owner.write_result(_result(state, task, loader, status, test_metrics))
             if status is RunStatus.COMPLETE:
-                _log_end(state, directory)
+                _log_end(state, task, directory, test_metrics)
     return None if status is RunStatus.PREEMPTED else state.val_loss
 
 
@@ -148,25 +139,24 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
             raise ConfigError(f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}")
 
 
-def _preflight(
-    config: Config, runtime: Runtime, stores: list[SnapshotStore], vocab_size: int, loader: TokenLoader, check: Check
-) -> None:
+def _preflight(runtime: Runtime, task: Task, loader: Loader, stores: list[SnapshotStore]) -> None:
     """Check the batch, the snapshots, the memory and the user's code. A collective."""
-    plan = plan_batches(config.trainer, runtime.group.world_size)
+    config = task.config
+    plan = plan_batches(config, runtime.group.world_size)
 
     def check_resume() -> None:
         # For any run.resume: refuse another format or an unreadable location before anything is written.
         own = [store.check_format() for store in stores_of_run(stores, run_directory(config))]
         if config.run.source is not None and not any(own):
             source = load(config.run.source)
-            check(source.step, source.state)
-            plan_batches(config.trainer, runtime.group.world_size, source.state["micro_batch_size"])
+            check_state(source.step, source.state, task)
+            plan_batches(config, runtime.group.world_size, source.state["micro_batch_size"])
 
     runtime.group.run_on_rank_zero(check_resume)
-    check_fits(config, runtime, vocab_size)
+    check_fits(config, runtime, task)
     if uses_user_code(config):
         first = partial(loader.get_batch, 1, plan, 0)
-        runtime.group.run_on_rank_zero(lambda: check_resumes_exactly(config, runtime, vocab_size, first()[0]))
+        runtime.group.run_on_rank_zero(lambda: check_resumes_exactly(runtime, task, first()[0].batch))
 
 
 def _lock_directory(
@@ -187,35 +177,33 @@ def _lock_directory(
     return owner
 
 
-def _log_end(state: TrainState, directory: Path) -> None:
+def _log_end(state: TrainState, task: Task, directory: Path, test_metrics: dict[str, float]) -> None:
     total_s = state.wall_seconds + state.wasted_seconds
+    elapsed = timedelta(seconds=round(total_s))
     if total_s >= MIN_GOODPUT_S:
-        lost, total = (timedelta(seconds=round(s)) for s in (state.stall_seconds + state.wasted_seconds, total_s))
+        lost = timedelta(seconds=round(state.stall_seconds + state.wasted_seconds))
         causes = "startup, stalls for snapshots and repeated steps"
-        log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, total)
-    nats = state.val_loss or 0.0
-    loss = f"{nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per character"
-    log.info("done: validation loss %s after %d steps; the run is in %s", loss, state.step, directory)
+        log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
+    values = f"validation {task.describe(state.val_metrics)}"
+    if test_metrics:
+        values += f"; test {task.describe(test_metrics)}"
+    log.info("done: %s after %d steps and %s; the run is in %s", values, state.step, elapsed, directory)
 
 
-def _sample(config: Config, runtime: Runtime, model: nn.Module, tokenizer: CharTokenizer, step: int) -> str | None:
-    """Generate a text on rank zero, keyed by the seed and the step; return None on other ranks."""
-    seed = derive_seed("sample", config.run.seed, step)
-    sampling = SamplingParams(temperature=0.8, top_k=40)
-    generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
-    return runtime.group.env.call_on_rank_zero(lambda: generate()[0])
-
-
-def _result(state: TrainState, config: Config, steps_per_epoch: int, status: RunStatus) -> dict[str, Any]:
+def _result(
+    state: TrainState, task: Task, loader: Loader, status: RunStatus, test_metrics: dict[str, float]
+) -> dict[str, Any]:
     return {
         "status": status.value,
         "step": state.step,
-        "epoch": state.step / steps_per_epoch,
+        "epoch": state.step / loader.steps_per_epoch,
         "train_loss": state.train_loss,
         "val_loss": state.val_loss,
-        "bits_per_char": state.val_loss and state.val_loss / NATS_PER_BIT,
+        **{f"val_{name}": value for name, value in state.val_metrics.items()},
+        **{f"test_{name}": value for name, value in test_metrics.items()},
+        **(task.derive(state.val_metrics) if state.val_metrics else {}),
         "best_val_loss": state.best_val_loss,
-        "tokens": state.step * config.trainer.batch_size * config.data.block_size,
+        task.unit: state.step * loader.items_per_step,
         "wall_seconds": state.wall_seconds,
         "goodput": state.goodput,
         "world_size": state.world_size,

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import StorageUnavailableError
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
@@ -63,9 +62,9 @@ class SaveSchedule:
     All ranks call the same methods at the same step.
     """
 
-    def __init__(self, context: Context, manager: SnapshotManager, train_step: TrainStep, text: EncodedText) -> None:
+    def __init__(self, context: Context, manager: SnapshotManager, train_step: TrainStep) -> None:
         self.context, self.config, self.manager = context, context.config.snapshot, manager
-        self.train_step, self.text, self.anomaly = train_step, text, AnomalyPolicy(context)
+        self.train_step, self.anomaly = train_step, AnomalyPolicy(context)
         self._interval_s = FIRST_S  # with every_steps=auto
         self._since, self._cost_s = time.monotonic(), 0.0  # time of the last snapshot, and stalls since
         per_epoch = (self.config.every_epochs or 0) * train_step.loader.steps_per_epoch
@@ -148,8 +147,7 @@ class SaveSchedule:
     def restore_latest(self) -> TrainState | None:
         """Load the newest snapshot into the model, the optimizer and the scaler; return its TrainState, if any."""
         self.manager.wait()
-        check = partial(check_state, config=self.context.config, text=self.text)
-        found = self.manager.load_latest(check)
+        found = self.manager.load_latest(partial(check_state, task=self.train_step.task))
         model, optimizer = self.train_step.model, self.train_step.optimizer
         return restore(found, model, optimizer, self.context.runtime.scaler) if found else None
 
@@ -171,7 +169,9 @@ class SaveSchedule:
         """
         self.context.metrics.tensorboard.flush()
         state, train_step, meter = self.update_wall_time(), self.train_step, self.context.metrics.meter
-        state.loss_sum, state.loss_steps = meter.state()
+        sums, state.loss_steps = meter.state()
+        state.loss_sum = sums.pop("loss")
+        state.loss_part_sums = sums
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._is_due = False
         if self.config.every_steps == "auto":
@@ -181,5 +181,5 @@ class SaveSchedule:
         self._since, self._cost_s = time.monotonic(), 0.0
         model, optimizer = train_step.model, train_step.optimizer
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
-        values = snapshot_state(self.context, self.text, train_step.plan.micro_batch_size)
+        values = snapshot_state(self.context, train_step.task, train_step.plan.micro_batch_size)
         return state.step, values, tensors, state.best_step

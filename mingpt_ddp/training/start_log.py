@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from mingpt_ddp.config.config import LIMITS, Config
-from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -18,6 +17,7 @@ from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.run_dir import difference
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.train_step import count_steps
 
 log = logging.getLogger(__name__)
@@ -25,17 +25,15 @@ log = logging.getLogger(__name__)
 LR_TOLERANCE = 0.01  # relative
 
 
-def log_start(
-    config: Config, runtime: Runtime, dataset: TextDataset, model: nn.Module, directory: Path, steps: range
-) -> None:
+def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, steps: range) -> None:
     """Log the data, the model, the device and the limits.
 
     Args:
         steps: range(steps done so far, steps of the whole run).
     """
+    config = task.config
     log.info("run %s", directory)
-    characters = f"{len(dataset.train):,} training and {len(dataset.val):,} validation characters"
-    log.info("%s: %s, %d distinct", config.data.label, characters, dataset.vocab_size)
+    log.info("%s", task.describe_data())
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
     log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
     if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:

@@ -9,16 +9,19 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, from_mapping
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, flatten, from_mapping, numeric_keys
 from mingpt_ddp.config.validation import build
-from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.trial_pruning import MedianPruner
+
+DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")  # its content counts, wherever it comes from
+DATA_SHA256 = "data.path (the content's SHA-256)"
 
 
 @dataclass
@@ -26,14 +29,16 @@ class TrainState:
     """Progress and losses. The data order and all random numbers follow from the step."""
 
     step: int = 0  # optimizer steps done
-    train_loss: float | None = None  # nats per character, mean of the last log interval
+    train_loss: float | None = None  # mean of the last log interval
     val_loss: float | None = None
+    val_metrics: dict[str, float] = field(default_factory=dict)  # all of the evaluation, by name
     val_step: int | None = None  # of val_loss
     best_val_loss: float | None = None
     best_step: int | None = None
     world_size: int = 1  # of the last attempt that trained
     wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
     loss_sum: float = 0.0  # of the current log interval
+    loss_part_sums: dict[str, float] = field(default_factory=dict)  # of the task's several losses, if it has some
     loss_steps: int = 0
     stall_seconds: float = 0.0  # of wall_seconds, stalled by snapshots
     wasted_seconds: float = 0.0  # startup and lost work, of all attempts
@@ -61,15 +66,14 @@ class Context:
     interrupt: SignalHandler
 
 
-def snapshot_state(context: Context, text: EncodedText, micro_batch_size: int) -> dict[str, Any]:
+def snapshot_state(context: Context, task: Task, micro_batch_size: int) -> dict[str, Any]:
     """Return the content of state.json."""
     context.state.saved_at = time.time()
     return {
         "train_state": asdict(context.state),
         "scaler": context.runtime.scaler.state_dict(),
         "micro_batch_size": micro_batch_size,
-        "vocabulary": text.vocabulary,
-        "text": {"sha256": text.sha256, "length": text.length},
+        **task.state(),
         "config": context.config.to_dict(),
         "environment": context.runtime.environment(),
     }
@@ -90,26 +94,28 @@ def _train_state(state: Any) -> TrainState:
     return build(TrainState, known, "train_state")
 
 
-def check_state(step: int, state: Any, config: Config, text: EncodedText) -> None:
+def check_state(step: int, state: Any, task: Task) -> None:
     """Refuse a snapshot that this run cannot resume from.
 
     Args:
         state: the parsed state.json, untrusted.
 
     Raises:
-        SnapshotError: its model, text or data order differs, or it was not written by a run.
+        SnapshotError: its task, model, data or data order differs, or it was not written by a run.
     """
+    config = task.config
     try:
         recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}  # ddp may differ, even in its keys
         with contextlib.suppress(NotRegisteredError):  # of another model or optimizer: compared below
             recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
         if _train_state(state).step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
             raise ValueError(f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}")
-        old = identity(recorded, state["text"]["sha256"])
+        old = flatten(recorded) | {DATA_SHA256: (state.get("text") or state["data"])["sha256"][:16]}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
         raise SnapshotError(f"the snapshot of step {step} has an invalid state: {str(error)[:300]}") from error
-    new = identity(config.to_dict(), text.sha256)
-    differences = [f"{k} ({str(old.get(k))[:100]} there, {new[k]} now)" for k in new if old.get(k) != new[k]]
+    new = flatten(config.to_dict()) | {DATA_SHA256: task.sha256[:16]}
+    keys = [*identity_keys(config.to_dict()), DATA_SHA256]
+    differences = [f"{k} ({str(old.get(k))[:100]} there, {new.get(k)} now)" for k in keys if old.get(k) != new.get(k)]
     if differences:
         advice = "or choose another run.name, or run.resume=never"
         if config.run.source is not None:  # it would continue the training of another run
@@ -120,10 +126,8 @@ def check_state(step: int, state: Any, config: Config, text: EncodedText) -> Non
         )
 
 
-def identity(config: dict[str, Any], text_sha256: str) -> dict[str, Any]:
-    """Return the values that must match for a run to resume from a snapshot, by configuration key."""
+def identity_keys(config: dict[str, Any]) -> list[str]:
+    """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *CODE_LOCATION_KEYS)]
-    keys += [f"data.{key}" for key in ("block_size", "stride", "train_split", "truncate")]
-    keys += ["trainer.batch_size", "optimizer.name", "run.seed"]
-    values = {key: config[key.split(".")[0]].get(key.split(".")[1]) for key in keys}
-    return values | {"data.path (the text's SHA-256)": text_sha256[:16]}
+    keys += [key for key in numeric_keys(config) if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS]
+    return [*keys, "trainer.batch_size", "optimizer.name", "run.seed"]

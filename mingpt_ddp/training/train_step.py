@@ -1,6 +1,6 @@
 """One optimizer step: forward and backward on this rank's micro-batches, clipping, the update.
 
-A model is any module that turns (x, y) into a mean loss. Its gradients are averaged over the ranks during the last
+The task turns a model and a micro-batch into a mean loss. The gradients are averaged over the ranks during the last
 micro-batch's backward pass, by DistributedDataParallel (distributed/ddp.py).
 """
 
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, TokenLoader
+from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.models import apply_activation_checkpointing, build_model
+from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr
 from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.tasks.task import Task, named_losses
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,11 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def build_model_and_optimizer(config: Config, runtime: Runtime, vocab_size: int) -> tuple[nn.Module, Optimizer]:
+def build_model_and_optimizer(runtime: Runtime, task: Task) -> tuple[nn.Module, Optimizer]:
     """Build both, with weights drawn from the seed."""
+    config = task.config
     seed_everything("weights", config.run.seed)
-    model = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
+    model = task.build_model().to(runtime.device)
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
     return model, build_optimizer(model, config.optimizer)
@@ -43,16 +45,16 @@ class TrainStep:
 
     def __init__(
         self,
-        config: Config,
         runtime: Runtime,
-        loader: TokenLoader,
+        task: Task,
+        loader: Loader,
         plan: BatchPlan,
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        self.config, self.runtime, self.loader, self.plan = config, runtime, loader, plan
+        self.config, self.runtime, self.task, self.loader, self.plan = task.config, runtime, task, loader, plan
         self.model, self.optimizer = model, optimizer
-        self.steps = count_steps(config, loader.steps_per_epoch)
+        self.steps = count_steps(self.config, loader.steps_per_epoch)
         if isinstance(optimizer, Muon):
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
         self.parameters = list(model.parameters())
@@ -66,18 +68,19 @@ class TrainStep:
         if self.runtime.compiles:
             log.info("compiling the model; the first time this may take minutes")
         first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
-        self.runtime.strategy.warm_up(self.parallel_model, lambda: self._loss(first))
+        self.runtime.strategy.warm_up(self.parallel_model, lambda: self._losses(first)["loss"])
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
-    def forward_backward(self, step: int) -> Tensor:
-        """Accumulate the gradients of the step's mean loss; return this rank's share of that loss."""
+    def forward_backward(self, step: int) -> dict[str, Tensor]:
+        """Accumulate the gradients of the step's mean `loss`; return this rank's share of it and of its parts."""
         self.runtime.strategy.begin_step()
-        loss = torch.zeros((), device=self.runtime.device)
+        losses: dict[str, Tensor] = {}
         batch = self._fetch(step)
         for micro in batch:
-            loss += self._forward_backward(step, micro, syncs=micro is batch[-1])
-        return loss
+            for name, loss in self._forward_backward(step, micro, syncs=micro is batch[-1]).items():
+                losses[name] = losses[name] + loss if name in losses else loss
+        return losses
 
     def _fetch(self, step: int) -> list[MicroBatch]:
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
@@ -86,8 +89,8 @@ class TrainStep:
         self.data_time_s = time.perf_counter() - begin
         return batch
 
-    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool) -> Tensor:
-        """Accumulate the gradients of one micro-batch; return its share of the step's mean loss.
+    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool) -> dict[str, Tensor]:
+        """Accumulate the gradients of one micro-batch; return its share of the step's mean losses.
 
         Args:
             syncs: this backward pass reduces the gradients over the ranks.
@@ -96,16 +99,15 @@ class TrainStep:
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
         with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
-            loss = self._loss(micro)
+            losses = self._losses(micro)
             self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(loss * (world_size / n_micro)).backward()
-        return loss.detach() / n_micro
+            self.runtime.scaler.scale(losses["loss"] * (world_size / n_micro)).backward()
+        return {name: loss.detach() / n_micro for name, loss in losses.items()}
 
-    def _loss(self, micro: MicroBatch) -> Tensor:
+    def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
         with self.runtime.autocast():
-            loss: Tensor = self.parallel_model(self.runtime.to_device(micro.x), self.runtime.to_device(micro.y))
-        return loss
+            return named_losses(self.task.loss(self.parallel_model, self.runtime.to_device(micro.batch)))
 
     def clip_grad_norm(self) -> Tensor:
         """Clip the gradients; return their norm before clipping."""
@@ -139,7 +141,7 @@ class TrainStep:
         """
         found = ""
         for micro in self._fetch(step):
-            loss = self._forward_backward(step, micro, syncs=False)
+            loss = self._forward_backward(step, micro, syncs=False)["loss"]
             gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
             tensors = {"the loss of": loss, **gradients}
             found = next((k for k, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "")

@@ -17,7 +17,6 @@ from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import Context, TrainState
 
 log = logging.getLogger(__name__)
-Sampler = Callable[[int], str | None]  # takes a step; returns a text, None on other ranks
 
 
 class StepFlags:
@@ -36,11 +35,12 @@ class StepFlags:
 class Trainer:
     """Train a run from its current step to its last one."""
 
-    def __init__(self, context: Context, saves: SaveSchedule, evaluator: Evaluator, sample: Sampler) -> None:
-        self.context, self.saves, self.evaluator, self.sample = context, saves, evaluator, sample
+    def __init__(self, context: Context, saves: SaveSchedule, evaluator: Evaluator) -> None:
+        self.context, self.saves, self.evaluator = context, saves, evaluator
         self.train_step, self.anomaly, self.steps = saves.train_step, saves.anomaly, saves.train_step.steps
         self.config, self.metrics = context.config.trainer, context.metrics
-        self.metrics.meter.load_state(self.state.loss_sum, self.state.loss_steps)
+        self._load_meter()
+        self.test_metrics: dict[str, float] = {}
         self._ended: RunStatus | None = None  # before the last step
         self._lr = 0.0
 
@@ -62,6 +62,8 @@ class Trainer:
             self._resume_pending_evaluation()
             while self.state.step < self.steps and self._ended is None:
                 self._step(self.state.step + 1)
+            if self._ended is None:
+                self._test()
             if self._ended is not RunStatus.PREEMPTED:
                 self.metrics.complete(self.state.step)
         finally:
@@ -99,9 +101,9 @@ class Trainer:
         if step in self.state.skipped_steps:
             log.info("step %d is skipped after the rollback", step)
             return StepFlags(self._exchange_flags(torch.zeros(()))())
-        loss = self.train_step.forward_backward(step)
+        losses = self.train_step.forward_backward(step)
         self.saves.wait_for_staging()
-        wait_for_flags = self._exchange_flags(loss)
+        wait_for_flags = self._exchange_flags(losses["loss"])
         grad_norm = self.train_step.clip_grad_norm()
         flags = StepFlags(wait_for_flags())
         checks = self.anomaly.checks_every_step
@@ -110,7 +112,7 @@ class Trainer:
             return flags if self._skip(step, anomaly) else None
         self.anomaly.on_step_accepted(step, flags.loss)
         self._lr = self.train_step.optimizer_step(step)
-        self.metrics.meter.record(loss, grad_norm, self.train_step.data_time_s)
+        self.metrics.meter.record(losses, grad_norm, self.train_step.data_time_s)
         return flags
 
     def _exchange_flags(self, loss: Tensor) -> Callable[[], Tensor]:
@@ -150,9 +152,13 @@ class Trainer:
         restored.wasted_seconds = left.wasted_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: rolled back to the snapshot of step %d, to skip step %d", message, restored.step, step)
         self.context.state = restored
-        self.metrics.meter.load_state(restored.loss_sum, restored.loss_steps)
+        self._load_meter()
         self.metrics.rollback(restored.step)
         return True
+
+    def _load_meter(self) -> None:
+        state = self.state
+        self.metrics.meter.load_state({"loss": state.loss_sum, **state.loss_part_sums}, state.loss_steps)
 
     def _is_due(self, every: int | None) -> bool:
         step = self.state.step
@@ -174,21 +180,35 @@ class Trainer:
         if not self._is_due(self.config.eval_every) or self._ended or state.val_step == state.step:
             return False
         begin = time.perf_counter()
-        loss = self.evaluator.run(self.train_step.model, stop=lambda: self.context.interrupt.signal_name is not None)
+        metrics = self._run_evaluator("val")
         self.metrics.meter.pause(time.perf_counter() - begin)
-        if loss is None:
-            self._ended = RunStatus.PREEMPTED
+        if metrics is None:
             return False
+        loss = metrics["loss"]
         if not math.isfinite(loss):
             raise TrainingError(
                 f"the validation loss of step {state.step} is {loss}; start again with a lower optimizer.lr"
             )
-        state.val_loss, state.val_step = loss, state.step
+        state.val_loss, state.val_metrics, state.val_step = loss, metrics, state.step
         improved = state.best_val_loss is None or loss < state.best_val_loss
         if improved:
             state.best_val_loss, state.best_step = loss, state.step
-        self.metrics.log_validation(state.step, loss)
+        self.metrics.log_evaluation(state.step, "val", metrics)
         return improved and self.context.config.snapshot.keep_best
+
+    def _test(self) -> None:
+        """Evaluate the test split, if there is one, at the end of the run."""
+        self.test_metrics = self._run_evaluator("test") or {}
+        if self.test_metrics:
+            self.metrics.log_evaluation(self.state.step, "test", self.test_metrics)
+
+    def _run_evaluator(self, split: str) -> dict[str, float] | None:
+        """Return the metrics of a split; None if a signal interrupted it, which preempts the run."""
+        interrupt = self.context.interrupt
+        metrics = self.evaluator.run(self.train_step.model, split, stop=lambda: interrupt.signal_name is not None)
+        if metrics is None:
+            self._ended = RunStatus.PREEMPTED
+        return metrics
 
     def _maybe_prune(self) -> None:
         """End the job of a sweep if the pruner says so after an evaluation."""
@@ -200,7 +220,8 @@ class Trainer:
 
     def _log_sample(self) -> None:
         self.context.runtime.group.set_activity("sampling")
-        self.metrics.log_sample(self.state.step, self.sample(self.state.step))
+        step, train_step = self.state.step, self.train_step
+        self.metrics.log_sample(step, train_step.task.sample(train_step.model, step))
 
     def _log(self) -> None:
         state = self.saves.update_wall_time()

@@ -11,8 +11,8 @@ import torch
 from launching import ROOT, TINY, call, python_main
 from multiprocess.ranks import configure
 
+from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.schema import GPTConfig
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime

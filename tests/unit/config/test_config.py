@@ -11,15 +11,10 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
+from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, numeric_keys, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory, to_config
-from mingpt_ddp.config.schema import (
-    GROUPS,
-    MODELS,
-    DataConfig,
-    SnapshotConfig,
-    TrainerConfig,
-)
+from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, TrainerConfig
 from mingpt_ddp.errors import ConfigError
 
 CONF = config_directory()

@@ -56,7 +56,7 @@ def test_a_builder_of_another_module(directory):
     """A name belongs to the file that registers it, even if the builder comes from another module."""
     (directory / "own_parts.py").write_text("def build(config, vocab_size, block_size):\n    return 'parts'\n")
     (directory / "three.py").write_text(
-        "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.config.schema import *\n"
+        "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.config.components import *\n"
         + FILE.format(key="three").split("@register")[0]
         + 'register("model", "mine", Mine)(own_parts.build)\n'
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.config.components import DataConfig
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mingpt_ddp.config.schema import DataConfig, TrainerConfig
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.schema import TrainerConfig
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, TokenWindows, plan_batches
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.errors import ConfigError, DataError

@@ -242,7 +242,7 @@ CONCURRENT = """
 import json, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from mingpt_ddp.config.schema import DataConfig
+from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.prepare import prepare
 config = DataConfig(**json.loads(sys.argv[1]))
 print("ready", flush=True)

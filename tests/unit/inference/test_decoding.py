@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mingpt_ddp import torch_internals
-from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference import decoding
 from mingpt_ddp.inference.decoding import FastLayerNorm, FastLinear, choose_precision, prepare

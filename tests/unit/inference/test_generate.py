@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.schema import GPTConfig
+from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.inference import generate as module

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mingpt_ddp.config.schema import ModernConfig
+from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import Modern, build_model
 from mingpt_ddp.models.modern import rotary_table, rotate

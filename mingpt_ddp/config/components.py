@@ -1,0 +1,208 @@
+"""The keys of the groups that users can extend with a Python file: task, model, optimizer, data.
+
+The rest of the schema, and the table of all groups, is in schema.py.
+"""
+
+# ruff: noqa: RUF009  key() returns a dataclass field
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mingpt_ddp.config.fields import (
+    DecayFactor,
+    LearningRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+    key,
+    neutral,
+)
+from mingpt_ddp.config.validation import check, check_directory, check_url
+
+BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCodeConfig:
+    """A group that users can extend with their own Python file (mingpt_ddp/config/registry.py)."""
+
+    code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
+    code_sha256: str | None = neutral(None, "SHA-256 of that file; null: any content")
+
+    def __post_init__(self) -> None:
+        """Check what several keys must satisfy together; subclasses override this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig(UserCodeConfig):
+    """What the model learns: batch -> loss and metrics (mingpt_ddp/tasks)."""
+
+    name: str = key("language_model", "the registered task: language_model, classification, regression or your own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(UserCodeConfig):
+    """The keys of every model."""
+
+    name: str = neutral(..., "a label for directories and logs")
+    architecture: str = key(..., "the registered model to build: gpt, modern, convnet, toy or your own")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """The keys of the built-in decoders."""
+
+    n_layer: Annotated[PositiveInt, Field(le=10_000)] = key(..., "blocks")
+    n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "attention heads per block; a divisor of n_embd")
+    n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "width of the residual stream", "features")
+    dropout: DecayFactor = key(0.0, "fraction of the activations that dropout zeroes", "probability")
+
+    def __post_init__(self) -> None:
+        divides = self.n_embd % self.n_head == 0
+        check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(TransformerConfig):
+    """A GPT-2 style decoder (mingpt_ddp/models/gpt.py)."""
+
+    bias: bool = key(False, "biases in linear layers and layer norms, as in GPT-2")
+    activation: Literal["gelu", "gelu_tanh"] = key("gelu", "exact, or GPT-2's approximation, which is slower on a CPU")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModernConfig(TransformerConfig):
+    """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models/modern.py)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        even = self.n_embd // self.n_head % 2 == 0
+        check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvNetConfig(ModelConfig):
+    """Convolutions with batch normalization, pooling, a linear classifier (mingpt_ddp/models/convnet.py)."""
+
+    channels: PositiveInt = key(16, "feature maps of the first convolution; the second has twice as many")
+    dropout: DecayFactor = key(0.0, "fraction of the features that dropout zeroes", "probability")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(UserCodeConfig):
+    """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
+
+    name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
+    lr: LearningRate = key(1e-3, "learning rate at the peak of the schedule; muon's is for matrices")
+    weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(0.1, "of matrices; vectors are not decayed")
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "how the learning rate decays")
+    schedule_steps: PositiveInt | None = key(None, "length of the schedule; null: the run's", "steps")
+    warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(0.1, "final learning rate over the peak")
+    decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    """AdamW for all parameters."""
+
+    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.99), "decay per step of both moments")
+    eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig(OptimizerConfig):
+    """Stochastic gradient descent with momentum for all parameters."""
+
+    momentum: DecayFactor = key(0.9, "decay per step of the moving average")
+    nesterov: bool = key(True, "Nesterov's momentum")
+
+    def __post_init__(self) -> None:
+        check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonConfig(OptimizerConfig):
+    """Muon for the matrices of the hidden layers, AdamW for everything else (mingpt_ddp/optim/muon.py)."""
+
+    momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
+    embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
+    head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
+    vector_lr: LearningRate = key(0.1, "AdamW's peak for parameters that are not matrices")
+    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.95), "AdamW's decay per step of both moments")
+    eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(UserCodeConfig):
+    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py and dataloader.py)."""
+
+    name: str | None = neutral(None, "a label for directories and logs; null: the file name of path")
+    path: str = key(..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise")
+    sha256: str | None = key(None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content")
+    block_size: PositiveInt = key(64, "context length", "characters")
+    stride: PositiveInt | None = key(None, "between the starts of windows; null: block_size", "characters")
+    train_split: Annotated[float, Field(gt=0, lt=1)] = key(0.9, "share of the text to train on, from its start")
+    test_split: Annotated[float, Field(ge=0, lt=1)] = key(0.0, "share of the text to test on once, at its end")
+    truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
+    cache_dir: str | None = neutral(None, "local directory of encoded texts; null: the user's cache directory")
+    reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
+
+    def __post_init__(self) -> None:
+        check_url("data.path", self.path)
+        if self.cache_dir is not None:
+            check_directory("data.cache_dir", self.cache_dir)
+        rest = self.train_split + self.test_split < 1
+        check(rest, f"data.test_split={self.test_split} leaves nothing to validate on; lower it or data.train_split")
+        is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
+        check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
+
+    @property
+    def label(self) -> str:
+        """The name of the text in directories and logs."""
+        return self.name or PurePosixPath(self.path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem or "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig(UserCodeConfig):
+    """The keys of every map-style dataset of samples (mingpt_ddp/data/samples.py)."""
+
+    name: str = neutral(..., "a label for directories and logs")
+    dataset: str = key(..., "the registered dataset to build: digits, mnist, toy or your own")
+    num_workers: NonNegativeInt = neutral(0, "processes per rank that load samples; 0: the rank itself")
+    pin_memory: bool = neutral(True, "load batches into page-locked memory, for a GPU")
+
+    @property
+    def label(self) -> str:
+        """The name of the dataset in directories and logs."""
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class DigitsConfig(DatasetConfig):
+    """The 1,797 images of 8 x 8 pixels in scikit-learn (mingpt_ddp/data/images.py)."""
+
+    shift: Annotated[NonNegativeInt, Field(le=3)] = key(
+        0, "augmentation: move training images up to this far", "pixels"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNISTConfig(DatasetConfig):
+    """The 70,000 images of 28 x 28 pixels (mingpt_ddp/data/images.py)."""
+
+    path: str = key(..., "directory or URL of the four idx files, plain or .gz")
+    cache_dir: str | None = neutral(None, "local directory of downloads; null: the user's cache directory")
+    shift: Annotated[NonNegativeInt, Field(le=8)] = key(
+        0, "augmentation: move training images up to this far", "pixels"
+    )
+
+    def __post_init__(self) -> None:
+        check_url("data.path", self.path)
+        if self.cache_dir is not None:
+            check_directory("data.cache_dir", self.cache_dir)

@@ -1,0 +1,54 @@
+"""Files at fsspec URLs: local ones as they are, others downloaded once into the user's cache."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+
+def user_cache() -> Path:
+    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mingpt_ddp"
+
+
+def open_filesystem(url: str) -> tuple[Any, str, bool]:
+    """Return the filesystem of a URL, the name within it, and whether it is local."""
+    proxies = {"client_kwargs": {"trust_env": True}} if url.startswith(("http://", "https://")) else {}
+    fs, name = fsspec.core.url_to_fs(url, **proxies)
+    return fs, name, "file" in fs.protocol or "local" in fs.protocol
+
+
+def download_path(url: str, cache: Path) -> Path:
+    """Return where `download` puts the file of a URL."""
+    return cache / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def download(fs: Any, name: str, target: Path, check: Callable[[Path], object] = lambda _: None) -> None:
+    """Download a file to `target`, atomically.
+
+    Args:
+        check: called with the whole download before it replaces `target`; raises to refuse it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
+        part = Path(directory) / "download"
+        fs.get_file(name, str(part))
+        check(part)
+        os.replace(part, target)
+
+
+def fetch(url: str, cache: Path) -> bytes | None:
+    """Return the content of a file, from the cache if it has been downloaded before; None if there is none."""
+    fs, name, is_local = open_filesystem(url)
+    path = Path(name) if is_local else download_path(url, cache)
+    try:
+        if not is_local and not path.exists():
+            download(fs, name, path)
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None

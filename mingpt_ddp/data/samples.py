@@ -1,0 +1,163 @@
+"""Map-style datasets: samples in an exact order at any world size, and augmentation keyed by (seed, epoch, sample).
+
+Before a sample is read, torch's, NumPy's and Python's global generators are seeded from its key. A random transform
+therefore differs between samples and between epochs, but not between loader processes, ranks, world sizes or restarts.
+"""
+
+import ctypes
+import hashlib
+import itertools
+import random
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
+from mingpt_ddp.data.rng import derive_seed, feistel_permute
+from mingpt_ddp.errors import CodeError, DataError
+
+Key = tuple[int, int]  # epoch and index of a sample
+MAX_BATCH = 256  # samples of a batch in evaluation
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The splits of a dataset, each a map-style torch Dataset: `len(split)` and `split[i]`."""
+
+    train: Any  # Dataset of samples: tensors, or tuples, lists and dicts of tensors and numbers
+    val: Any
+    test: Any = None  # measured once, at the end of a run
+    outputs: int = 1  # of the model: classes, or target features
+    sha256: str = ""  # of the content; a run resumes only with the same
+
+    def digest(self) -> str:
+        """Return the SHA-256 that identifies the data: of the content if it is given, else of the sizes."""
+        sizes = [len(split) for split in (self.train, self.val, self.test or ())]
+        return self.sha256 or hashlib.sha256(str(sizes).encode()).hexdigest()
+
+
+def build_datasets(config: DatasetConfig) -> Datasets:
+    """Build the datasets that `config` describes.
+
+    Raises:
+        CodeError: the user's builder returned something else.
+        DataError: the training or the validation split is empty, or the files cannot be read.
+    """
+    datasets = BUILDERS["dataset"][config.dataset](config)
+    if not isinstance(datasets, Datasets):
+        raise CodeError(f"the dataset {config.dataset} must be mingpt_ddp.data.samples.Datasets, not {type(datasets)}")
+    for name in ("train", "val"):
+        if len(getattr(datasets, name)) == 0:
+            raise DataError(f"the {name} split of data.dataset={config.dataset} has no samples")
+    return datasets
+
+
+class KeyedDataset(Dataset[Any]):
+    """A dataset whose random transforms depend on the key of the sample alone."""
+
+    def __init__(self, dataset: Any, *purpose: int | str) -> None:
+        self.dataset, self.purpose = dataset, purpose
+
+    def __getitem__(self, key: Key) -> Any:
+        seed = derive_seed(*self.purpose, *key)
+        torch.default_generator.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        return self.dataset[key[1]]
+
+
+def _set_up_worker(_: int) -> None:
+    """Let a loader process die with its rank, whose lock and connections it has inherited, and ignore signals."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _loader(dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool) -> Iterator[Any]:
+    """Return collated batches of these samples, in this order."""
+    return iter(
+        DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=config.num_workers,
+            pin_memory=config.pin_memory and on_gpu,
+            worker_init_fn=_set_up_worker,
+            multiprocessing_context="fork" if config.num_workers else None,
+        )
+    )
+
+
+class SampleLoader:
+    """The training samples as an endless sequence of batches; an incomplete last batch of an epoch is dropped."""
+
+    def __init__(self, dataset: Any, config: DatasetConfig, batch_size: int, seed: int, on_gpu: bool) -> None:
+        """
+        Raises:
+            DataError: there are fewer samples than one batch takes.
+        """
+        self.config, self.batch_size, self.seed, self.on_gpu = config, batch_size, seed, on_gpu
+        self.n, self.items_per_step = len(dataset), batch_size
+        self.steps_per_epoch = self.n // batch_size
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"the training split has {self.n} samples, fewer than trainer.batch_size={batch_size}; use a smaller "
+                "batch or more data"
+            )
+        self._dataset = KeyedDataset(dataset, "sample", seed)
+        self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the iterator
+        self._step, self._batch = 0, list[MicroBatch]()  # the latest
+        self._iterator: Iterator[Any] = iter(())
+
+    def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
+        """Return the micro-batches of a rank in a step; steps count from 1."""
+        if (self._plan, self._step) != ((plan, rank), step):
+            if (self._plan, self._step) != ((plan, rank), step - 1):
+                self._iterator = _loader(self._dataset, self._keys(step, plan, rank), self.config, self.on_gpu)
+            indices = plan.indices_for_rank(rank)
+            self._batch = [MicroBatch(j, next(self._iterator)) for j in indices]
+            self._plan, self._step = (plan, rank), step
+        return self._batch
+
+    def _keys(self, first: int, plan: BatchPlan, rank: int) -> Iterator[list[Key]]:
+        """Yield the samples of each micro-batch of a rank, from step `first` on, without end."""
+        for step in itertools.count(first):
+            epoch, number = divmod(step - 1, self.steps_per_epoch)
+            positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size)
+            order = feistel_permute(positions, self.n, derive_seed("order", self.seed, epoch)).tolist()
+            for j in plan.indices_for_rank(rank):
+                begin = j * plan.micro_batch_size
+                yield [(epoch, index) for index in order[begin : begin + plan.micro_batch_size]]
+
+
+class SampleSplit:
+    """A split for evaluation: every sample once, or a fixed part of them."""
+
+    def __init__(self, dataset: Any, config: DatasetConfig, on_gpu: bool, limit: int | None = None) -> None:
+        """
+        Args:
+            limit: number of samples to evaluate, the same ones every time; None: all.
+        """
+        self.config, self.on_gpu, self._dataset = config, on_gpu, KeyedDataset(dataset, "evaluation")
+        indices = range(len(dataset)) if limit is None or limit >= len(dataset) else _part(len(dataset), limit)
+        self._batches = [indices[i : i + MAX_BATCH] for i in range(0, len(indices), MAX_BATCH)]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batches(self, rank: int, world_size: int) -> Iterator[Any]:
+        """Yield the batches of a rank: number i is for rank i mod world size."""
+        own = [[(0, index) for index in batch] for batch in self._batches[rank::world_size]]
+        return _loader(self._dataset, own, self.config, self.on_gpu)
+
+
+def _part(n: int, limit: int) -> Sequence[int]:
+    return sorted(feistel_permute(np.arange(limit), n, derive_seed("evaluation")).tolist())

@@ -1,0 +1,31 @@
+"""Tasks, selected by `task.name`: which data, which model, batch -> loss and metrics.
+
+Nothing else in the package knows what a run learns. docs/your-own-model.md shows how to write one.
+"""
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.data.images import digits, mnist
+from mingpt_ddp.data.toy import toy
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.errors import CodeError
+from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.tasks.supervised import Classification, Regression
+from mingpt_ddp.tasks.task import Mean, Task
+
+__all__ = ["Mean", "Task", "build_task"]
+
+BUILDERS["dataset"].update(digits=digits, mnist=mnist, toy=toy)
+BUILDERS["task"].update(language_model=LanguageModel, classification=Classification, regression=Regression)
+
+
+def build_task(config: Config, group: ProcessGroup) -> Task:
+    """Build the task that `config` describes. A collective.
+
+    Raises:
+        CodeError: the user's builder returned something other than a Task.
+    """
+    task = BUILDERS["task"][config.task.name](config, group)
+    if not isinstance(task, Task):
+        raise CodeError(f"the task {config.task.name} must be a mingpt_ddp.tasks.Task, not {type(task).__name__}")
+    return task

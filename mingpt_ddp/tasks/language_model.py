@@ -1,0 +1,107 @@
+"""Language modelling: predict each token of a text from those before it.
+
+Shapes: B sequences, T tokens, V = vocab_size.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
+from mingpt_ddp.data.dataset import EncodedText, TextDataset
+from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.rng import derive_seed
+from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.inference.generate import SamplingParams, generate_text
+from mingpt_ddp.models.ops import cross_entropy
+from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes
+from mingpt_ddp.tasks.task import Mean, Task
+
+NATS_PER_BIT = math.log(2)
+SAMPLE_CHARACTERS = 400
+TRIAL_ROWS, TRIAL_LENGTH = 2, 64  # sequences, and tokens of each
+
+
+class LanguageModel(Task):
+    """Cross-entropy in nats per token; the model has the interface of `mingpt_ddp.models.LanguageModel`."""
+
+    unit = "tokens"
+
+    def __init__(self, config: Config, group: ProcessGroup) -> None:
+        """Encode the text once per node.
+
+        Raises:
+            ConfigError: the configuration selects a dataset of samples.
+            DataError: the text cannot be read, or is too short.
+        """
+        if not isinstance(config.data, DataConfig):
+            raise ConfigError(
+                f"task.name={config.task.name} needs a text; for data.dataset={config.data.dataset} add "
+                "task=classification or task=regression"
+            )
+        self.config, self.group = config, group
+        self.text = EncodedText(**group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
+        self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
+        self.shape = self.dataset.vocab_size, config.data.block_size
+
+    def train_loader(self, device: torch.device) -> TokenLoader:
+        data, batch_size = self.config.data, self.config.trainer.batch_size
+        return TokenLoader(self.dataset.train, data.block_size, data.stride, batch_size, self.config.run.seed, device)
+
+    def split(self, name: str, device: torch.device) -> TokenSplit | None:
+        tokens = self.dataset.val if name == "val" else self.dataset.test
+        steps = self.config.trainer.eval_steps if name == "val" else None
+        windows = steps and steps * self.config.trainer.batch_size
+        return TokenSplit(tokens, self.config.data.block_size, device, windows) if len(tokens) > 1 else None
+
+    def describe_data(self) -> str:
+        parts = {"training": self.dataset.train, "validation": self.dataset.val, "test": self.dataset.test}
+        *first, last = [f"{len(tokens):,} {name}" for name, tokens in parts.items() if len(tokens)]
+        sizes = f"{', '.join(first)} and {last} characters"
+        return f"{self.config.data.label}: {sizes}, {self.dataset.vocab_size} distinct"
+
+    def state(self) -> dict[str, Any]:
+        text = {"sha256": self.text.sha256, "length": self.text.length}
+        return {"vocabulary": self.text.vocabulary, "text": text}
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss: Tensor = model(*batch)
+        return loss
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
+        tokens, targets = batch
+        logits = model(tokens)
+        correct = (logits.argmax(dim=-1) == targets).sum()
+        n = targets.numel()
+        return {"loss": (cross_entropy(logits, targets).double() * n, n), "accuracy": (correct, n)}
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        return {"bits_per_char": metrics["loss"] / NATS_PER_BIT}
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        bits, accuracy = metrics["bits_per_char"], metrics["accuracy"]
+        return f"loss {metrics['loss']:.4f} nats ({bits:.4f} bits) per character, accuracy {accuracy:.4f}"
+
+    def sample(self, model: nn.Module, step: int) -> str | None:
+        """Generate a text on rank zero, keyed by the seed and the step; return None on other ranks."""
+        seed, sampling = derive_seed("sample", self.config.run.seed, step), SamplingParams(temperature=0.8, top_k=40)
+        tokenizer = CharTokenizer(self.dataset.vocabulary)
+        generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
+        return self.group.env.call_on_rank_zero(lambda: generate()[0])
+
+    def trial_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, y = (part[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous() for part in batch)
+        return x, y
+
+    def check_model(self, model: nn.Module, batch: tuple[Tensor, Tensor], trained: bool) -> None:
+        check = check_is_causal_lm if trained else check_shapes
+        check(model, self.config.model.architecture, self.dataset.vocab_size, *batch)

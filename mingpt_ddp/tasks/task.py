@@ -1,0 +1,158 @@
+"""The base class of all tasks: a map-style dataset, a model, batch -> loss and metrics."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import Loader, Split
+from mingpt_ddp.data.samples import Datasets, SampleLoader, SampleSplit, build_datasets
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.models import build_model, eval_mode
+
+Mean = tuple[Tensor | float, int]  # a sum, and the number of items in it
+
+
+class Task:
+    """What a run learns from a map-style dataset. A task of your own inherits from it and has a `loss`.
+
+    Attributes:
+        config: the whole configuration.
+        datasets: the splits.
+        sha256: of the data; a run resumes only with the same.
+        shape: what the model's builder receives besides its configuration: the outputs, and the shape of an input.
+    """
+
+    unit = "samples"  # what a step consumes; metrics count them per second
+
+    def __init__(self, config: Config, group: ProcessGroup) -> None:
+        """Load the data, first on one rank of every node, which may download it. A collective.
+
+        Raises:
+            ConfigError: the configuration selects text.
+            DataError: the data cannot be read or is too small.
+        """
+        self.config = config
+        if not isinstance(config.data, DatasetConfig):
+            label = config.data.label
+            raise ConfigError(f"task.name={config.task.name} needs a dataset, as in data=digits; {label} is a text")
+        built: list[Datasets] = []
+
+        def build() -> str:
+            built.append(build_datasets(config.data))
+            return built[0].digest()
+
+        self.sha256 = group.run_on_rank_zero(build, per_node=True)
+        self.datasets = built[0] if built else build_datasets(config.data)
+        sample = self.datasets.val[0]  # without augmentation
+        first = sample[0] if isinstance(sample, (tuple, list)) else sample
+        self.shape: tuple[int, Any] = self.datasets.outputs, tuple(getattr(first, "shape", ()))
+
+    # Data.
+
+    def train_loader(self, device: torch.device) -> Loader:
+        """Return the loader of the training split."""
+        config = self.config
+        batch_size, on_gpu = config.trainer.batch_size, device.type == "cuda"
+        return SampleLoader(self.datasets.train, config.data, batch_size, config.run.seed, on_gpu)
+
+    def split(self, name: str, device: torch.device) -> Split | None:
+        """Return a split to evaluate, `val` or `test`; None if there is none. `test` is always whole."""
+        dataset = getattr(self.datasets, name)
+        limit = self.config.trainer.eval_steps if name == "val" else None
+        if dataset is None:
+            return None
+        on_gpu = device.type == "cuda"
+        return SampleSplit(dataset, self.config.data, on_gpu, limit and limit * self.config.trainer.batch_size)
+
+    def describe_data(self) -> str:
+        """Return a line about the data for the log."""
+        sizes = [f"{len(getattr(self.datasets, name) or ()):,} {name}" for name in ("train", "val", "test")]
+        return f"{self.config.data.label}: {', '.join(sizes)} samples"
+
+    def state(self) -> dict[str, Any]:
+        """Return JSON values that a snapshot keeps: what identifies the data, and what sampling needs."""
+        return {"data": {"sha256": self.sha256}}
+
+    # The model.
+
+    def build_model(self) -> nn.Module:
+        """Build the model that `config.model` describes; torch's global generator draws its weights."""
+        return build_model(self.config.model, *self.shape)
+
+    # What it learns.
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor | Mapping[str, Tensor]:
+        """Return the mean loss of a batch, or several by name, whose sum is trained.
+
+        Args:
+            model: call it as model(...), once: gradients are communicated by what wraps it.
+            batch: collated samples, on the device.
+        """
+        raise NotImplementedError
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
+        """Return what evaluation measures, by name: sums over the batch and the number of items in them.
+
+        `loss` is required: snapshots and sweeps compare it. The sums of all ranks are added.
+        """
+        losses, n = self.loss(model, batch), batch_length(batch)
+        return {name: (loss.detach() * n, n) for name, loss in named_losses(losses).items()}
+
+    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return metrics that follow from the means of the others."""
+        return {}
+
+    def describe(self, metrics: Mapping[str, float]) -> str:
+        """Return metrics as text for the log."""
+        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+
+    # Optional.
+
+    def sample(self, model: nn.Module, step: int) -> str | None:
+        """Return a text that the model generates; None: the task has none."""
+        return None
+
+    # Checks of a user's code, before anything is written.
+
+    def trial_batch(self, batch: Any) -> Any:
+        """Return a part of a batch that suffices for trial steps."""
+        return batch
+
+    def check_model(self, model: nn.Module, batch: Any, trained: bool) -> None:
+        """Check what a user's model and task return.
+
+        Args:
+            trained: called again after trial steps, with `trial_batch`.
+
+        Raises:
+            CodeError: another type or shape than the task needs.
+        """
+        name = self.config.task.name
+        for key, loss in named_losses(self.loss(model, batch)).items():
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            if found != ():
+                raise CodeError(f"the task {name}: loss(model, batch) must return scalar tensors, not {found} as {key}")
+        with eval_mode(model), torch.no_grad():
+            metrics = self.metrics(model, batch)
+        if "loss" not in metrics or any(len(mean) != 2 for mean in metrics.values()):
+            raise CodeError(f"the task {name}: metrics(model, batch) must return pairs (sum, number), among them loss")
+
+
+def named_losses(losses: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the total as `loss`, and each of several losses as `loss_<name>`."""
+    if not isinstance(losses, Mapping):
+        return {"loss": losses}
+    parts = {f"loss_{name}": loss for name, loss in losses.items()}
+    return {"loss": torch.stack([*parts.values()]).sum(), **parts}
+
+
+def batch_length(batch: Any) -> int:
+    """Return the number of samples in a collated batch."""
+    if isinstance(batch, Mapping):
+        return batch_length(next(iter(batch.values())))
+    return len(batch) if isinstance(batch, Tensor) else batch_length(batch[0])
