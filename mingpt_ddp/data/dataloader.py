@@ -90,6 +90,9 @@ class Loader(Protocol):
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of a rank in a step; steps count from 1."""
 
+    def close(self) -> None:
+        """Release what the loader holds besides memory."""
+
 
 class Split(Protocol):
     """Data to evaluate, every item once."""
@@ -137,6 +140,9 @@ class TokenLoader:
         if self._plan != (plan, rank) or not self._first <= step < self._first + len(self._steps):
             self._plan, self._first, self._steps = (plan, rank), step, self._gather(step, plan, rank)
         return self._steps[step - self._first]
+
+    def close(self) -> None:
+        """Do nothing: the tokens are memory."""
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
         """Gather this step and following ones of its epoch in one call, to amortize its overhead."""

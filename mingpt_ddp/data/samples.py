@@ -127,6 +127,10 @@ class SampleLoader:
             self._plan, self._step = (plan, rank), step
         return self._batch
 
+    def close(self) -> None:
+        """End the loader processes now: the garbage collector would take down their queues first, and wait for them."""
+        self._iterator = iter(())
+
     def _keys(self, first: int, plan: BatchPlan, rank: int) -> Iterator[list[Key]]:
         """Yield the samples of each micro-batch of a rank, from step `first` on, without end."""
         for step in itertools.count(first):

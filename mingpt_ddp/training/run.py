@@ -66,6 +66,7 @@ def run(
     _preflight(runtime, task, loader, stores)  # refuses before anything is written
 
     with contextlib.ExitStack() as resources:
+        resources.callback(loader.close)
         owner = _lock_directory(config, runtime, directory, stores, resources)
         last_log_time = owner.last_log_time() if owner else 0.0
         logs.to_file(directory, runtime.group.env)
