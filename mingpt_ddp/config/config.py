@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config import components, schema
+from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.fields import changes_numbers
 from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.schema import GROUPS, selected
@@ -151,8 +152,9 @@ def build_group(group: str, values: Any) -> Any:
     classes = GROUPS[group][1]
     selector, choice = selected(group, values)
     choice = DEFAULT_CHOICE.get(group) if choice is None else choice
-    if not (choice is None or isinstance(choice, str)) or choice not in classes:
-        known = ", ".join("null" if name is None else name for name in classes)
+    names = [name for name, cls in classes.items() if issubclass(cls, DatasetConfig) == (selector == "dataset")]
+    if not (choice is None or isinstance(choice, str)) or choice not in names:
+        known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
     known_keys = field_types(classes[choice])
     for key in values:

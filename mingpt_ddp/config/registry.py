@@ -23,12 +23,18 @@ from mingpt_ddp.config.components import (
 )
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.config.validation import field_types, is_supported
-from mingpt_ddp.errors import CodeError, ConfigError, UserError
+from mingpt_ddp.config.validation import check, field_types, is_supported
+from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
 __all__ = [
-    *("DataConfig", "DataError", "DatasetConfig", "ModelConfig", "OptimizerConfig", "TaskConfig"),
-    *("check", "register"),
+    "DataConfig",
+    "DataError",
+    "DatasetConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "TaskConfig",
+    "check",
+    "register",
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])

@@ -171,4 +171,4 @@ GROUPS: dict[str, Selection] = {
 def selected(group: str, values: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the key that selects the dataclass of a group, and its value; None if there is only one dataclass."""
     keys, _ = GROUPS[group]
-    return next(((key, values[key]) for key in keys if values.get(key) is not None), (keys[0] if keys else "", None))
+    return next(((key, values[key]) for key in keys if values.get(key) is not None), (keys[-1] if keys else "", None))

@@ -45,8 +45,7 @@ class DDPStrategy:
         """Return the model for training. All ranks receive the weights of rank zero."""
         ddp = self.config.ddp
         if self.group.world_size > 1 and ddp.sync_batchnorm:
-            on_gpu = self.device.type == "cuda"
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if on_gpu else synchronize(model)
+            model = synchronize(model, self.device)
         compiled: Any = model
         if self.compiles:
             torch_internals.compile_deterministically(self.config.trainer.deterministic)

@@ -1,73 +1,67 @@
-"""Batch normalization whose statistics span all ranks, on a CPU too; torch's own needs a GPU."""
+"""Batch normalization whose statistics span all ranks: torch's on a GPU, and on a CPU, which torch's refuses."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional as F
+
+
+def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
+    """Let the batch normalizations of a model compute their statistics over all ranks; return the model.
+
+    Parameters, buffers and their names stay.
+    """
+    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    norms: list[Any] = [module for module in converted.modules() if isinstance(module, nn.SyncBatchNorm)]
+    for norm in norms if device.type == "cpu" else []:
+        norm.forward = partial(_forward, norm)
+    return converted
 
 
 class _AllReduceSum(torch.autograd.Function):
-    """Sum over ranks. Each rank's loss depends on the sum, so the gradients are summed too."""
+    """Sum over ranks. The loss of each rank depends on the sum, so the gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total := values.clone())
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        total = grad.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total := grad.clone())
         return total
 
 
-class SyncBatchNorm(_BatchNorm):
-    """Normalize each of C channels by the mean and variance of the batches of all ranks.
+def _forward(norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """Normalize each of C channels by the mean and the variance of the batches of all ranks, in fp32.
+
+    Args:
+        x: (B, C, ...)
+
+    Returns:
+        (B, C, ...), in the type of x.
 
     Source: Ioffe and Szegedy 2015, "Batch Normalization" (arXiv:1502.03167).
     """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalized x (B, C, ...), in its type; statistics are computed in fp32."""
-        if not self.training:
-            return super().forward(x)
-        dims = [0, *range(2, x.dim())]
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        values = x.float()
-        count = values.new_full((1,), values.numel() / values.shape[1])
-        total, n = _AllReduceSum.apply(torch.cat([values.sum(dims), count])).split([self.num_features, 1])
-        centered = values - (total / n).view(shape)
-        variance = _AllReduceSum.apply((centered * centered).sum(dims)) / n
-        y = centered * torch.rsqrt(variance + self.eps).view(shape)
-        if self.affine:
-            y = torch.addcmul(self.bias.view(shape), y, self.weight.view(shape))
-        self._update_running_statistics((total / n).detach(), (variance * n / (n - 1).clamp_min(1)).detach())
-        return y.to(x.dtype)
-
-    @torch.no_grad()
-    def _update_running_statistics(self, mean: Tensor, variance: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked += 1
-        weight = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, weight)
-        self.running_var.lerp_(variance, weight)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Accept any number of dimensions; `_BatchNorm.forward` asks."""
-
-
-def synchronize(module: nn.Module) -> nn.Module:
-    """Replace the batch normalizations in a module; return it, or what replaces it. Parameters and buffers stay."""
-    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        new = SyncBatchNorm(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-        new.weight, new.bias = module.weight, module.bias
-        new.running_mean, new.running_var = module.running_mean, module.running_var
-        new.num_batches_tracked = module.num_batches_tracked
-        return new.train(module.training)
-    for name, child in module.named_children():
-        setattr(module, name, synchronize(child))
-    return module
+    if not norm.training:
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+    dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+    values = x.float()
+    count = values.new_full((1,), values.numel() / values.shape[1])
+    total, n = _AllReduceSum.apply(torch.cat([values.sum(dims), count])).split([norm.num_features, 1])
+    mean = total / n
+    centered = values - mean.view(shape)
+    variance = _AllReduceSum.apply((centered * centered).sum(dims)) / n
+    y = centered * torch.rsqrt(variance + norm.eps).view(shape)
+    if norm.weight is not None:
+        y = torch.addcmul(norm.bias.view(shape), y, norm.weight.view(shape))
+    if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
+        with torch.no_grad():
+            norm.num_batches_tracked += 1
+            weight = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            norm.running_mean.lerp_(mean, weight)
+            norm.running_var.lerp_(variance * n / (n - 1).clamp_min(1), weight)
+    return y.to(x.dtype)

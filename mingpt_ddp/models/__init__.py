@@ -108,9 +108,8 @@ def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]
         CodeError: the user's builder returned something other than an nn.Module.
         ConfigError: the model does not take such inputs.
     """
-    if isinstance(config, TransformerConfig) != isinstance(inputs, int) and not config.code:
-        fits = "language_model" if isinstance(config, TransformerConfig) else "classification or regression"
-        raise ConfigError(f"model.architecture={config.architecture} needs task.name={fits}")
+    if isinstance(config, TransformerConfig) and not isinstance(inputs, int):
+        raise ConfigError(f"model.architecture={config.architecture} needs task.name=language_model")
     model = BUILDERS["model"][config.architecture](config, outputs, inputs)
     if not isinstance(model, nn.Module):
         raise CodeError(f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}")

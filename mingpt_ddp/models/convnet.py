@@ -22,7 +22,9 @@ class ConvNet(nn.Module):
             ConfigError: the inputs are not images of at least 4 x 4 pixels.
         """
         if not isinstance(inputs, tuple) or len(inputs) != 3 or min(inputs[1:]) < 4:
-            raise ConfigError(f"model.architecture=convnet needs images (C, H, W) of at least 4 x 4, not {inputs}")
+            raise ConfigError(
+                f"model.architecture=convnet needs images (C, H, W) of at least 4 x 4, not {inputs}, as in data=digits"
+            )
         super().__init__()
         C, H, W = inputs
         n = config.channels

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from mingpt_ddp.config.components import ModelConfig
+from mingpt_ddp.errors import ConfigError
 
 HIDDEN = 10
 
@@ -11,6 +12,8 @@ class ToyModel(nn.Module):
     """Vectors in, vectors out."""
 
     def __init__(self, config: ModelConfig, outputs: int, inputs: tuple[int, ...]) -> None:
+        if not isinstance(inputs, tuple) or len(inputs) != 1:
+            raise ConfigError(f"model.architecture=toy needs vectors, not {inputs}, as in data=toy task=regression")
         super().__init__()
         self.net1 = nn.Linear(inputs[0], HIDDEN)
         self.relu = nn.ReLU()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from launching import ROOT, TINY, call, python_main
 from multiprocess.ranks import configure
+from tasks import text_task
 
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import from_mapping
@@ -85,8 +86,8 @@ def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) ->
         apply_activation_checkpointing(model)
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
     optimizer = build_optimizer(model, config.optimizer)
-    train_step = TrainStep(config, runtime, loader, plan_batches(config.trainer, 1), model, optimizer)
-    meter = Meter(runtime, tokens_per_step=64)
+    train_step = TrainStep(runtime, text_task(config), loader, plan_batches(config, 1), model, optimizer)
+    meter = Meter(runtime, 64, "tokens")
 
     def step(number: int) -> None:
         loss = train_step.forward_backward(number)
@@ -173,9 +174,9 @@ def test_batches_on_the_gpu_equal_those_on_the_cpu(dtype: str, share: float, mon
         torch.cuda.set_sync_debug_mode("default")
     for step, batch in enumerate(batches, start=1):
         for ours, theirs in zip(batch, on_cpu.get_batch(step, plan, 1), strict=True):
-            assert ours.x.device.type == "cuda"
-            assert torch.equal(ours.x.cpu(), theirs.x)
-            assert torch.equal(ours.y.cpu(), theirs.y)
+            for part, expected in zip(ours.batch, theirs.batch, strict=True):
+                assert part.device.type == "cuda"
+                assert torch.equal(part.cpu(), expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")

@@ -20,14 +20,14 @@ PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # From top to bottom: a layer imports itself and lower layers, never a higher one.
 ROOMS = (
-    *("cli", "sweeps", "training", "snapshots", "metrics", "inference", "distributed", "optim", "data", "models"),
-    *("storage", "config", "torch_internals", "errors"),
+    *("cli", "sweeps", "training", "snapshots", "metrics", "tasks", "inference", "distributed", "optim", "data"),
+    *("models", "storage", "config", "torch_internals", "errors"),
 )
 # Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind them.
 DOORS = ("__init__.py", "__main__.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
 # The modules to read in order to understand a run.
 READING_PATH = (
-    *("training", "config", "data", "models", "optim"),
+    *("training", "tasks", "config", "data", "models", "optim"),
     *("distributed/process_group.py", "distributed/runtime.py", "distributed/ddp.py"),
 )
 WORDS = (

@@ -299,7 +299,7 @@ CASES = [
     (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
     (
         own("good") + " model.architecture=tabel",
-        "config error: model.architecture=tabel must be one of gpt, modern, table",
+        "config error: model.architecture=tabel must be one of gpt, modern, convnet, toy, table",
     ),
     (own("good"), "code error: own/good.py:19: TypeError: 'Embedding' object is not subscriptable"),
     (own("good") + " +data.reader=words", "config error: data.reader=words must be one of null, lines"),
@@ -329,7 +329,10 @@ CASES = [
     ("optimizer.lr=interval(1,2)", "config error: optimizer.lr=interval(1,2) has several values: add -m for a sweep"),
     ("optimizer.lr=1,2", "config error: optimizer.lr=1,2 has several values: add -m for a sweep, or write key=[a,b]"),
     ("=3", "config error: "),
-    ("model=huge", "config error: Could not find 'model/huge' Available options in 'model': gpt2 gpt_micro gpt_mini"),
+    (
+        "model=huge",
+        "config error: Could not find 'model/huge' Available options in 'model': convnet gpt2 gpt_micro gpt_mini",
+    ),
     ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),
     ("model=null", "config error: "),
     ("~model", "config error: the group model is missing"),

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, numeric_keys, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory, to_config
-from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, TrainerConfig
+from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, TrainerConfig, selected
 from mingpt_ddp.errors import ConfigError
 
 CONF = config_directory()
@@ -71,7 +71,7 @@ def test_a_limit_on_the_command_line_is_the_only_one(overrides, limits):
 def test_every_folder_of_conf_is_a_known_group():
     """The tests below compose every file; a new folder needs a test of its own."""
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
-    composed_config = {"model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
+    composed_config = {"task", "model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
     assert folders - {"sweep", "hydra"} == composed_config
 
 
@@ -96,9 +96,14 @@ def test_model_with_optimizer(model, optimizer):
 
 @pytest.mark.parametrize("name", choices("data"))
 def test_data(name):
-    config = composed(f"data={name}", *(["data.path=x.txt"] if name == "text_file" else []))
+    config = composed(f"data={name}", *(["data.path=x.txt"] if name in ("text_file", "mnist") else []))
     assert config.data.label == name
-    assert type(config.data) is DataConfig
+    assert type(config.data) is GROUPS["data"][1].get(name, DataConfig)
+
+
+@pytest.mark.parametrize("name", choices("task"))
+def test_task(name):
+    assert composed(f"task={name}").task.name == name
 
 
 @pytest.mark.parametrize("backend", choices("ddp"))
@@ -268,7 +273,7 @@ class Later(TrainerConfig):
 def test_a_key_at_its_default_or_added_later_renames_no_run(default, monkeypatch):
     explicit = changed(default, "trainer.batch_size", TrainerConfig().batch_size)
     assert explicit.run_name() == default.run_name()
-    monkeypatch.setitem(GROUPS, "trainer", (None, {None: Later}))
+    monkeypatch.setitem(GROUPS, "trainer", ((), {None: Later}))
     later = from_mapping(default.to_dict())
     assert later.to_dict()["trainer"]["newer"] == 3
     assert later.run_name() == default.run_name()
@@ -331,13 +336,13 @@ def composed_config(*overrides: str) -> dict:
         return to_plain(compose("config", list(overrides)))
 
 
-@pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
+@pytest.mark.parametrize("group", ["task", "model", "optimizer", "data", "ddp", "trainer", "snapshot"])
 def test_every_key_is_in_the_composed_configuration(group):
     """A preset has what differs; Hydra adds the rest from the schema, so that every key can be overridden."""
     for preset in choices(group):
-        values = composed_config(f"{group}={preset}", "data.path=x.txt")[group]
-        selector, classes = GROUPS[group]
-        cls = classes[values.get(selector)]
+        path = ["data.path=x.txt"] if preset in ("text_file", "mnist") else []
+        values = composed_config(f"{group}={preset}", *path)[group]
+        cls = GROUPS[group][1][selected(group, values)[1]]
         assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OMITTED_IF_NULL}, preset
 
 
@@ -347,11 +352,9 @@ def test_no_preset_repeats_a_default(group):
     for path in (CONF / group).glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
         (node,) = values.pop("defaults", ["/schema"])
-        selector, classes = GROUPS[group]
-        fields = {
-            field.name: field.default
-            for field in dataclasses.fields(classes[node.split("/")[-1] if selector and "/schema/" in node else None])
-        }
+        _, classes = GROUPS[group]
+        name = node.split("/")[-1] if "/schema/" in node and node != "/schema/data/text" else None
+        fields = {field.name: field.default for field in dataclasses.fields(classes[name])}
         repeated = [key for key, value in values.items() if fields[key] == value and (group, key) != ("ddp", "backend")]
         assert not repeated, path
 

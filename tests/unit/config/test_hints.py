@@ -34,7 +34,7 @@ KEYS = {
         ("max_iters", "; did you mean trainer.max_steps (steps: "),
         ("min_lr", "; did you mean optimizer.min_lr_ratio (final learning rate over the peak)?"),
         ("model.hidden_size", "; did you mean model.n_embd ("),
-        ("dataset", "; did you mean data?"),
+        ("dataset", "; did you mean data.dataset?"),
         ("modle.n_head", "; did you mean model.n_head?"),
         ("seed", "; did you mean run.seed?"),
         ("trainer.lr", "; did you mean optimizer.lr?"),

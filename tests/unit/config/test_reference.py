@@ -32,7 +32,7 @@ def test_help_has_every_key_with_unit_default_and_meaning():
     assert (
         "  optimizer.betas=[0.9, 0.99]            decay per step of both moments (list of 2: number >= 0, < 1)" in lines
     )
-    assert "  model      gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini modern_nano" in lines
+    assert "  model      convnet gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini modern_nano toy" in lines
 
 
 def test_version():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ def make(tokens=TOKENS, stride: int | None = None, batch: int = BATCH, seed: int
 
 def batch_of(loader: TokenLoader, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     (micro,) = loader.get_batch(step, BatchPlan(loader.batch_size, loader.batch_size, 1), 0)
-    return micro.x, micro.y
+    return micro.batch
 
 
 def starts(loader: TokenLoader, epoch: int) -> list[int]:
@@ -132,9 +134,9 @@ def test_a_batch_does_not_depend_on_batches_gathered_with_it(together, monkeypat
             for micro in loader.get_batch(step, cut, rank):
                 x, y = batch_of(alone, step)
                 rows = slice(micro.index * cut.micro_batch_size, (micro.index + 1) * cut.micro_batch_size)
-                assert torch.equal(micro.x, x[rows])
-                assert torch.equal(micro.y, y[rows])
-                assert micro.x.is_contiguous() and micro.y.is_contiguous()
+                assert torch.equal(micro.batch[0], x[rows])
+                assert torch.equal(micro.batch[1], y[rows])
+                assert all(part.is_contiguous() for part in micro.batch)
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -150,18 +152,23 @@ def test_windows_are_gathered_for_every_dtype_and_device(dtype, resident):
         assert part.dtype == torch.int64 and part.is_contiguous()
 
 
+def plan_of(trainer: TrainerConfig, world_size: int, kept: int | None = None, sync: bool = False) -> BatchPlan:
+    config: Any = SimpleNamespace(trainer=trainer, ddp=SimpleNamespace(sync_batchnorm=sync))
+    return plan_batches(config, world_size, kept)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("micro", [1, None], ids=["micro=1", "micro=null"])
 def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro):
     """The micro-batches of all ranks, put together by their numbers, are the batch of one rank."""
-    plan = plan_batches(replace(trainer, micro_batch_size=micro), world_size)
+    plan = plan_of(replace(trainer, micro_batch_size=micro), world_size)
     for step in (1, 10, 11):
         micros = [m for rank in range(world_size) for m in make().get_batch(step, plan, rank)]
         micros.sort(key=lambda m: m.index)
         assert [m.index for m in micros] == list(range(plan.n_micro))
         x, y = batch_of(make(), step)
-        assert torch.equal(torch.cat([m.x for m in micros]), x)
-        assert torch.equal(torch.cat([m.y for m in micros]), y)
+        assert torch.equal(torch.cat([m.batch[0] for m in micros]), x)
+        assert torch.equal(torch.cat([m.batch[1] for m in micros]), y)
 
 
 def test_no_window_crosses_the_split(tmp_path):
@@ -230,14 +237,14 @@ def trainer() -> TrainerConfig:
 )
 def test_the_micro_batch_size(trainer, batch, micro, world_size, expected):
     """The configured one, else the largest divisor of the batch that is not above batch / world."""
-    plan = plan_batches(replace(trainer, batch_size=batch, micro_batch_size=micro), world_size)
+    plan = plan_of(replace(trainer, batch_size=batch, micro_batch_size=micro), world_size)
     assert (plan.micro_batch_size, plan.n_micro) == (expected, batch // expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4, 7, 12])
 def test_every_micro_batch_runs_on_one_rank(trainer, world_size):
     """Number j on rank j mod world size, and no rank without work."""
-    plan = plan_batches(trainer, world_size)
+    plan = plan_of(trainer, world_size)
     of_rank = [list(plan.indices_for_rank(rank)) for rank in range(world_size)]
     assert all(numbers and all(j % world_size == rank for j in numbers) for rank, numbers in enumerate(of_rank))
     assert sorted(j for numbers in of_rank for j in numbers) == list(range(plan.n_micro))
@@ -245,8 +252,8 @@ def test_every_micro_batch_runs_on_one_rank(trainer, world_size):
 
 def test_the_snapshot_keeps_the_micro_batch_size(trainer):
     """A run started on 2 ranks resumes with the same micro-batches on 1; a configured size has precedence."""
-    assert plan_batches(trainer, 1, kept=6).micro_batch_size == 6
-    assert plan_batches(replace(trainer, micro_batch_size=3), 1, kept=6).micro_batch_size == 3
+    assert plan_of(trainer, 1, kept=6).micro_batch_size == 6
+    assert plan_of(replace(trainer, micro_batch_size=3), 1, kept=6).micro_batch_size == 3
 
 
 @pytest.mark.parametrize(
@@ -255,6 +262,18 @@ def test_the_snapshot_keeps_the_micro_batch_size(trainer):
 def test_more_ranks_than_micro_batches_names_valid_world_sizes(trainer, micro, kept, world_size, most):
     config = replace(trainer, micro_batch_size=micro)
     with pytest.raises(ConfigError, match=rf"for {world_size} ranks; use at most {most} ranks"):
-        plan_batches(config, world_size, kept)
+        plan_of(config, world_size, kept)
     for fewer in range(1, most + 1):
-        assert plan_batches(config, fewer, kept).n_micro >= fewer
+        assert plan_of(config, fewer, kept).n_micro >= fewer
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_synchronized_batch_normalization_takes_one_micro_batch_per_rank(trainer, world_size):
+    """Whatever the snapshot was written with: the statistics are always those of the whole batch."""
+    assert plan_of(trainer, world_size, kept=6, sync=True).indices_for_rank(0) == range(0, world_size, world_size)
+
+
+@pytest.mark.parametrize(("micro", "world_size"), [(None, 5), (None, 7), (3, 2)])
+def test_synchronized_batch_normalization_refuses_unequal_ranks(trainer, micro, world_size):
+    with pytest.raises(ConfigError, match=r"ddp.sync_batchnorm=true needs one micro-batch per rank"):
+        plan_of(replace(trainer, micro_batch_size=micro), world_size, sync=True)

@@ -43,7 +43,7 @@ def test_one_json_object_a_line(path):
     assert trained == {"step": 10, "train_loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 4000.0}
     assert list(trained) == ["step", "train_loss", "lr", "grad_norm", "tokens_per_s"]
     assert with_utilization == {**trained, "step": 20, "mfu": 0.125, "matmul_utilization": 0.25}
-    assert evaluated == {"step": 20, "val_loss": 2.75}
+    assert evaluated == {"step": 20, "val_loss": 2.75, "val_bits_per_char": 4.0}
     assert complete == {"step": 20}
 
 

@@ -25,11 +25,11 @@ def runtime() -> Runtime:
 
 def record(meter: Meter, *losses: float) -> None:
     for loss in losses:
-        meter.record(torch.tensor(loss), torch.tensor(10 * loss), data_time_s=0.25)
+        meter.record({"loss": torch.tensor(loss)}, torch.tensor(10 * loss), data_time_s=0.25)
 
 
 def test_means_since_the_last_reading(runtime):
-    meter = Meter(runtime, tokens_per_step=768)
+    meter = Meter(runtime, 768, "tokens")
     record(meter, 4.0, 3.0, 2.0)
     first = meter.read()
     assert first["train/loss"] == pytest.approx(3.0)
@@ -41,7 +41,7 @@ def test_means_since_the_last_reading(runtime):
 
 
 def test_time_and_throughput(runtime):
-    meter = Meter(runtime, tokens_per_step=768)
+    meter = Meter(runtime, 768, "tokens")
     record(meter, 1.0, 1.0)
     time.sleep(0.1)
     readings = meter.read()
@@ -51,7 +51,7 @@ def test_time_and_throughput(runtime):
 
 def test_a_pause_does_not_count(runtime):
     """An evaluation or a snapshot must not look like slow steps."""
-    meter = Meter(runtime, tokens_per_step=768)
+    meter = Meter(runtime, 768, "tokens")
     record(meter, 1.0)
     begin = time.perf_counter()
     time.sleep(0.8)
@@ -62,30 +62,40 @@ def test_a_pause_does_not_count(runtime):
 def test_an_interval_split_by_a_snapshot(runtime):
     """The mean over 5 steps does not depend on whether the process was restarted after 3 of them."""
     losses = [4.1, 3.7, 3.2, 2.9, 2.5]
-    uninterrupted = Meter(runtime, tokens_per_step=1)
+    uninterrupted = Meter(runtime, 1, "tokens")
     record(uninterrupted, *losses)
-    before = Meter(runtime, tokens_per_step=1)
+    before = Meter(runtime, 1, "tokens")
     record(before, *losses[:3])
-    loss_sum, steps = before.state()
-    assert (loss_sum, steps) == (pytest.approx(11.0), 3)
-    after = Meter(runtime, tokens_per_step=1)
-    after.load_state(loss_sum, steps)
+    sums, steps = before.state()
+    assert (sums, steps) == ({"loss": pytest.approx(11.0)}, 3)
+    after = Meter(runtime, 1, "tokens")
+    after.load_state(sums, steps)
     record(after, *losses[3:])
     readings, expected = after.read(), uninterrupted.read()
     assert readings["train/loss"] == expected["train/loss"] == pytest.approx(sum(losses) / 5)
-    assert after.state() == uninterrupted.state() == (0.0, 0)
+    assert after.state() == uninterrupted.state() == ({"loss": 0.0}, 0)
+
+
+def test_several_losses_are_averaged_each(runtime):
+    meter = Meter(runtime, 1, "samples")
+    for a, b in ((1.0, 2.0), (3.0, 6.0)):
+        losses = {"loss": torch.tensor(a + b), "loss_a": torch.tensor(a), "loss_b": torch.tensor(b)}
+        meter.record(losses, torch.tensor(1.0), data_time_s=0.0)
+    readings = meter.read()
+    assert [readings[f"train/{name}"] for name in ("loss", "loss_a", "loss_b")] == [6.0, 2.0, 4.0]
+    assert "speed/samples_per_s" in readings
 
 
 def test_reading_the_state_does_not_reset_the_interval(runtime):
-    meter = Meter(runtime, tokens_per_step=1)
+    meter = Meter(runtime, 1, "tokens")
     record(meter, 4.0)
-    assert meter.state() == meter.state() == (4.0, 1)
+    assert meter.state() == meter.state() == ({"loss": 4.0}, 1)
     record(meter, 2.0)
     assert meter.read()["train/loss"] == 3.0
 
 
 def test_a_nonfinite_loss_is_reported(runtime):
-    meter = Meter(runtime, tokens_per_step=1)
+    meter = Meter(runtime, 1, "tokens")
     record(meter, 4.0, math.nan, 4.0)
     assert math.isnan(meter.read()["train/loss"])
 

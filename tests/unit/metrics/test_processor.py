@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from multiprocess.ranks import configure
+from tasks import text_task
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
@@ -35,8 +37,15 @@ def runtime(config):
     return Runtime(config, DistEnv())
 
 
+def make(config: Config, runtime: Runtime, tmp_path: Path, model: nn.Module) -> MetricsProcessor:
+    """Return a processor for the run directory `tmp_path`."""
+    config = replace(config, run=replace(config.run, root=str(tmp_path.parent), name=tmp_path.name))
+    loader = SimpleNamespace(steps_per_epoch=3, items_per_step=12 * 16)
+    return MetricsProcessor(runtime, text_task(config), loader, model, range(0, 9), started_at=0.0)
+
+
 def train(processor: MetricsProcessor, step: int) -> dict[str, float]:
-    processor.meter.record(torch.tensor(4.0), torch.tensor(1.0), data_time_s=0.0)
+    processor.meter.record({"loss": torch.tensor(4.0)}, torch.tensor(1.0), data_time_s=0.0)
     return processor.log_train(step, nn.Linear(1, 1), lr=1e-3, goodput=1.0)
 
 
@@ -45,7 +54,15 @@ def read_back(directory) -> EventAccumulator:
 
 
 TAGS = {
-    *("train/loss", "train/lr", "train/grad_norm", "speed/tokens_per_s", "speed/step_ms", "speed/data_ms"),
+    *(
+        "train/loss",
+        "train/lr",
+        "train/epoch",
+        "train/grad_norm",
+        "speed/tokens_per_s",
+        "speed/step_ms",
+        "speed/data_ms",
+    ),
     *("speed/communication_ms", "speed/communication_exposed_ms", "memory/peak_mib"),
 }
 
@@ -54,9 +71,9 @@ TAGS = {
 def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(rank, config, runtime, tmp_path, monkeypatch):
     env = replace(runtime.group.env, rank=rank)
     monkeypatch.setattr(runtime.group, "env", env)
-    processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
+    processor = make(config, runtime, tmp_path, nn.Linear(1, 1))
     assert set(train(processor, 1)) == TAGS
-    processor.log_validation(1, 3.0)
+    processor.log_evaluation(1, "val", {"loss": 3.0, "accuracy": 0.25, "bits_per_char": 4.0})
     processor.log_sample(1, "ROMEO:" if rank == 0 else None)
     processor.rollback(1)
     processor.complete(1)
@@ -65,7 +82,7 @@ def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(rank, config, ru
     assert directory.name == f"rank{rank}"
     tags = read_back(directory).Tags()
     if rank == 0:
-        assert set(tags["scalars"]) == {*TAGS, "speed/goodput", "val/loss", "val/bits_per_char"}
+        assert set(tags["scalars"]) == {*TAGS, "speed/goodput", "val/loss", "val/accuracy", "val/bits_per_char"}
         assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
         records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
         assert [next(k for k in record if k != "step") for record in records] == [
@@ -79,7 +96,7 @@ def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(rank, config, ru
 
 
 def test_nothing_is_logged_if_all_steps_were_skipped(config, runtime, tmp_path):
-    processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
+    processor = make(config, runtime, tmp_path, nn.Linear(1, 1))
     assert processor.log_train(1, nn.Linear(1, 1), lr=1e-3, goodput=1.0) == {}
     processor.close()
     assert not (tmp_path / "tensorboard").exists()
@@ -106,7 +123,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(processor_module, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype])
     begin = time.perf_counter()
     monkeypatch.setattr(processor_module, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__))
-    processor = MetricsProcessor(config, runtime, tmp_path, model, range(0, 9), started_at=0.0)
+    processor = make(config, runtime, tmp_path, model)
     for step in (1, 2):
         train(processor, step)
         since = processor.meter._since - time.perf_counter()
@@ -131,7 +148,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
 def test_no_utilization_if_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
     assert flops_per_token(nn.Linear(1, 1)) is None
     monkeypatch.setattr(processor_module, "measured_matmul_flops", None)  # not called
-    processor = MetricsProcessor(config, runtime, tmp_path, nn.Linear(1, 1), range(0, 9), started_at=0.0)
+    processor = make(config, runtime, tmp_path, nn.Linear(1, 1))
     assert not {"speed/mfu", "speed/matmul_utilization"} & train(processor, 1).keys()
     processor.close()
     assert "utilization" not in (tmp_path / METRICS).read_text()

@@ -87,8 +87,8 @@ def model() -> nn.Module:
         GPTConfig(
             name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=8, dropout=0.0, bias=True, activation="gelu"
         ),
-        vocab_size=11,
-        block_size=4,
+        11,
+        4,
     )
 
 

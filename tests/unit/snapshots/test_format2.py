@@ -15,7 +15,6 @@ import pytest
 import torch
 from make_format2 import DATA, MORE_STEPS, RUNS, STEPS, configuration, hashes, train
 
-from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
@@ -26,6 +25,7 @@ from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, recorded_config
+from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_state import TrainState, check_state, restore
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
@@ -69,10 +69,10 @@ def test_saving_again_gives_the_same_bytes(name):
     """Restored into a model and an optimizer with other initial values."""
     config = configuration(name, MORE_STEPS)
     runtime = Runtime(config, DistEnv())
-    text = prepare(config.data)
+    task = build_task(config, runtime.group)
     manager = SnapshotManager(config, runtime, [SnapshotStore("run/snapshots")], Path("run"))
-    snapshot = manager.load_latest(partial(check_state, config=config, text=text))
-    model, optimizer = build_model_and_optimizer(config, runtime, len(text.vocabulary))
+    snapshot = manager.load_latest(partial(check_state, task=task))
+    model, optimizer = build_model_and_optimizer(runtime, task)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)

@@ -17,13 +17,13 @@ import pytest
 import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from tasks import text_task
 
 from mingpt_ddp.cli import sample as sample_module
 from mingpt_ddp.cli.sample import SampleConfig, sample
 from mingpt_ddp.cli.snapshots import ExportConfig, export, inspect, verify_step
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import (
@@ -390,7 +390,7 @@ def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
             export(ExportConfig(url, str(tmp_path / f"export {group}{i}")))
             state = load(url).state
             with pytest.raises(SnapshotError):
-                check_state(8, state, from_mapping(json.loads(valid_files[STATE])["config"]), EncodedText(*[""] * 6))
+                check_state(8, state, text_task(from_mapping(json.loads(valid_files[STATE])["config"])))
     assert not (tmp_path / "was here").exists()
 
 

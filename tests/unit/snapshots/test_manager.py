@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from tasks import ENCODED, text_task
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
@@ -27,10 +27,7 @@ from mingpt_ddp.training.train_state import TrainState, check_state, restore, sn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-VOCABULARY = "abcdefgh"
-CORPUS = EncodedText(
-    directory="nowhere", sha256="1" * 64, length=100, vocabulary=VOCABULARY, dtype="uint8", tokens_sha256="2" * 64
-)
+VOCABULARY = ENCODED.vocabulary
 OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snapshot.keep_last=2"]
 
 
@@ -54,7 +51,7 @@ def with_value(config: Config, key: str, value: object) -> Config:
 def state_of(config: Config) -> dict:
     """Return the state in a snapshot of this configuration, after a round trip through JSON."""
     context = SimpleNamespace(config=config, runtime=Runtime(config, DistEnv()), state=TrainState(step=8))
-    return json.loads(json.dumps(snapshot_state(context, CORPUS, micro_batch_size=4)))
+    return json.loads(json.dumps(snapshot_state(context, text_task(config), micro_batch_size=4)))
 
 
 # The identity
@@ -78,30 +75,30 @@ def state_of(config: Config) -> dict:
 def test_a_changed_key_is_named_with_both_values(key, value, config):
     old = config.to_dict()[key.split(".")[0]][key.split(".")[1]]
     with pytest.raises(SnapshotError) as refused:
-        check_state(8, state_of(config), with_value(config, key, value), CORPUS)
+        check_state(8, state_of(config), text_task(with_value(config, key, value)))
     message = str(refused.value)
     assert message.startswith("snapshot error: the snapshot of step 8 was saved with other settings: ")
     assert f" {key} ({old} there, {value} now);" in message
     assert message.endswith("restore them, or choose another run.name, or run.resume=never")
     elsewhere = with_value(with_value(config, key, value), "run.resume", "outputs/other")
     with pytest.raises(SnapshotError, match=r"restore them, or leave run.resume out to start from step 0$"):
-        check_state(8, state_of(config), elsewhere, CORPUS)
+        check_state(8, state_of(config), text_task(elsewhere))
 
 
 def test_every_difference_is_named(config):
     other = with_value(with_value(config, "model.n_layer", 5), "run.seed", 7)
     with pytest.raises(SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"):
-        check_state(8, state_of(config), other, CORPUS)
+        check_state(8, state_of(config), text_task(other))
 
 
 def test_another_optimizer(config):
     with pytest.raises(SnapshotError, match=r"optimizer.name \(adamw there, sgd now\)"):
-        check_state(8, state_of(config), composed("optimizer=sgd"), CORPUS)
+        check_state(8, state_of(config), text_task(composed("optimizer=sgd")))
 
 
 def test_another_text(config):
-    with pytest.raises(SnapshotError, match=r"data.path \(the text's SHA-256\) \(1111111111111111 there, 2222"):
-        check_state(8, state_of(config), config, dataclasses.replace(CORPUS, sha256="2" * 64))
+    with pytest.raises(SnapshotError, match=r"data.path \(the content's SHA-256\) \(1111111111111111 there, 2222"):
+        check_state(8, state_of(config), text_task(config, encoded=dataclasses.replace(ENCODED, sha256="2" * 64)))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def test_another_text(config):
     ],
 )
 def test_keys_that_may_change(key, value, config):
-    check_state(8, state_of(config), with_value(config, key, value), CORPUS)
+    check_state(8, state_of(config), text_task(with_value(config, key, value)))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +139,7 @@ def test_keys_that_may_change(key, value, config):
 def test_an_invalid_state(key, value, config):
     """Its manifest may be valid even so."""
     with pytest.raises(SnapshotError, match="the snapshot of step 8 has an invalid state"):
-        check_state(8, {**state_of(config), key: value}, config, CORPUS)
+        check_state(8, {**state_of(config), key: value}, text_task(config))
 
 
 # Format 2
@@ -154,8 +151,27 @@ def test_the_names_in_state_json(config):
         *("train_state", "scaler", "micro_batch_size", "vocabulary", "text", "config", "environment"),
     ]
     assert list(state_of(config)["train_state"]) == [
-        *("step", "train_loss", "val_loss", "val_step", "best_val_loss", "best_step", "world_size", "wall_seconds"),
-        *("loss_sum", "loss_steps", "stall_seconds", "wasted_seconds", "saved_at", "loss_ema", "consecutive_skips"),
+        *(
+            "step",
+            "train_loss",
+            "val_loss",
+            "val_metrics",
+            "val_step",
+            "best_val_loss",
+            "best_step",
+            "world_size",
+            "wall_seconds",
+        ),
+        *(
+            "loss_sum",
+            "loss_part_sums",
+            "loss_steps",
+            "stall_seconds",
+            "wasted_seconds",
+            "saved_at",
+            "loss_ema",
+            "consecutive_skips",
+        ),
         "skipped_steps",
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
@@ -171,7 +187,7 @@ def test_keys_of_other_versions_are_ignored(config):
     state["text"] |= {"added_later": None}
     state["config"]["ddp"] |= {"powersgd_rank": 4, "bucket_cap_mb": "auto"}
     del state["environment"]
-    check_state(8, state, config, CORPUS)
+    check_state(8, state, text_task(config))
     model, optim = build(config)
     snapshot = Snapshot(8, model_state(model), optimizer_state(model, optim), state)
     restored = restore(snapshot, model, optim, torch.amp.GradScaler("cpu", enabled=False))
@@ -220,14 +236,14 @@ def save(
 ) -> None:
     context = SimpleNamespace(config=manager.config, runtime=manager.runtime, state=train_state)
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optim)}
-    state = snapshot_state(context, CORPUS, micro_batch_size)
+    state = snapshot_state(context, text_task(manager.config), micro_batch_size)
     manager.save(train_state.step, state, tensors, train_state.best_step)
     manager.wait()
     assert manager.last_step == train_state.step
 
 
 def load_latest(manager: SnapshotManager) -> Snapshot | None:
-    return manager.load_latest(partial(check_state, config=manager.config, text=CORPUS))
+    return manager.load_latest(partial(check_state, task=text_task(manager.config)))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

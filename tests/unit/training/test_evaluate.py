@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from multiprocess.ranks import configure
+from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.components import GPTConfig
-from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training import evaluate
 from mingpt_ddp.training.evaluate import Evaluator
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
@@ -26,9 +28,7 @@ LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest 
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_mapping(to_plain(compose("config", ["trainer.device=cpu", "trainer.precision=fp32"])))
-    return Runtime(config, DistEnv())
+    return Runtime(from_mapping(configure("trainer.device=cpu", "trainer.precision=fp32")), DistEnv())
 
 
 def text(length: int) -> np.ndarray:
@@ -36,26 +36,37 @@ def text(length: int) -> np.ndarray:
 
 
 class MeanOfTargets(nn.Module):
-    """A model whose loss is the mean of its targets, so that it reveals which ones were evaluated."""
+    """A model that records the targets that are evaluated; their mean is the loss of `evaluator`'s task."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.signal_name: list[int] = []
+        self.seen: list[int] = []
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        assert torch.equal(x[:, 1:], y[:, :-1])
-        self.signal_name += y.flatten().tolist()
-        return y.double().mean()
+
+def mean_of_targets(model: MeanOfTargets, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+    x, y = batch
+    assert torch.equal(x[:, 1:], y[:, :-1])
+    model.seen += y.flatten().tolist()
+    return {"loss": (y.double().sum(), y.numel())}
+
+
+def evaluator(tokens: np.ndarray, runtime: Runtime, windows: int | None = None) -> Evaluator:
+    changes = [f"trainer.eval_steps={windows}"] if windows else []
+    config = from_mapping(configure(*changes, "trainer.batch_size=1", f"data.block_size={T}"))
+    task = text_task(config, tokens)
+    metrics = task.metrics
+    task.metrics = lambda model, batch: (mean_of_targets if isinstance(model, MeanOfTargets) else metrics)(model, batch)
+    return Evaluator(task, runtime)
 
 
 @pytest.mark.parametrize("per_batch", [1, 2 * T, 4096])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_batch):
     """The characters are their own positions, so that each can be identified; the mean is over characters."""
-    monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
+    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
     model = MeanOfTargets()
-    loss = Evaluator(np.arange(length, dtype=np.uint16), T, runtime).run(model)
-    assert model.signal_name == list(range(1, length))
+    loss = evaluator(np.arange(length, dtype=np.uint16), runtime).run(model, "val")["loss"]
+    assert model.seen == list(range(1, length))
     assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
 
 
@@ -63,7 +74,7 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
 @pytest.mark.parametrize("length", LENGTHS)
 def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_batch):
     """One character after the other, each from those before it in its window."""
-    monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", per_batch)
+    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
     torch.manual_seed(0)
     model = build_model(
         GPTConfig(
@@ -83,19 +94,19 @@ def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_
             scores = model(torch.from_numpy(tokens[window:position].astype(np.int64))[None])[0, -1]
             total -= float(F.log_softmax(scores, dim=-1)[tokens[position]])
     model.train()
-    assert Evaluator(tokens, T, runtime).run(model) == pytest.approx(total / (length - 1), rel=1e-5)
+    assert evaluator(tokens, runtime).run(model, "val")["loss"] == pytest.approx(total / (length - 1), rel=1e-5)
 
 
 @pytest.mark.parametrize("windows", [1, 3, 12, 13, 99])
 def test_a_sample_of_windows(runtime, monkeypatch, windows):
     """103 characters have 12 full windows: a sample has each at most once, and is always the same."""
-    monkeypatch.setattr(evaluate, "TOKENS_PER_BATCH", 2 * T)
+    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 2 * T)
     seen = []
     for _ in range(2):
         model = MeanOfTargets()
-        loss = Evaluator(np.arange(103, dtype=np.uint16), T, runtime, windows).run(model)
-        assert loss == pytest.approx(np.mean(model.signal_name))
-        seen.append(model.signal_name)
+        loss = evaluator(np.arange(103, dtype=np.uint16), runtime, windows).run(model, "val")["loss"]
+        assert loss == pytest.approx(np.mean(model.seen))
+        seen.append(model.seen)
     assert seen[0] == seen[1]
     starts = seen[0][::T]
     if windows < 12:
@@ -108,9 +119,9 @@ def test_a_sample_of_windows(runtime, monkeypatch, windows):
 
 def test_a_sample_is_drawn_from_the_whole_text(runtime):
     model = MeanOfTargets()
-    loss = Evaluator(np.arange(8001, dtype=np.uint16), T, runtime, 300).run(model)
+    loss = evaluator(np.arange(8001, dtype=np.uint16), runtime, 300).run(model, "val")["loss"]
     assert loss == pytest.approx(4000, rel=0.1)
-    assert len(set(model.signal_name)) == 300 * T
+    assert len(set(model.seen)) == 300 * T
 
 
 def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
@@ -121,11 +132,16 @@ def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
         V,
         T,
     ).train()
-    evaluator = Evaluator(text(103), T, runtime)
+    evaluate = partial(evaluator(text(103), runtime).run, model, "val")
     before = torch.get_rng_state()
-    assert evaluator.run(model) == evaluator.run(model)
+    assert evaluate() == evaluate()
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())
-    evaluator.run(model.eval())
+    model.eval()
+    evaluate()
     assert not model.training
+
+
+def test_a_split_that_the_task_lacks(runtime):
+    assert evaluator(text(103), runtime).run(nn.Identity(), "test") == {}

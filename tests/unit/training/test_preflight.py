@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from multiprocess.ranks import configure
+from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from mingpt_ddp.config import registry
 from mingpt_ddp.config.components import AdamWConfig, ModelConfig
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -25,7 +25,7 @@ from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_stat
 from mingpt_ddp.training.preflight import check_resumes_exactly
 
 V, T = 5, 4
-BATCH = MicroBatch(0, torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
+BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def preflight(config, runtime, monkeypatch):
             register("optimizer", "own", AdamWConfig)(lambda model, config: optimizer(model.parameters(), {"lr": 0.1}))
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
         monkeypatch.setattr(runtime.group, "world_size", ranks)
-        check_resumes_exactly(chosen, runtime, V, BATCH)
+        check_resumes_exactly(runtime, text_task(chosen, vocab_size=V), BATCH)
 
     return run
 

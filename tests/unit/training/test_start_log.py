@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from make_format2 import DATA, MORE_STEPS, STEPS, configuration, train
+from tasks import text_task
 
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.snapshots.format import Snapshot
@@ -116,9 +117,8 @@ def test_a_run_records_its_own_environment(log_lines, cwd):
 def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, log_lines):
     base = configuration(NAME, steps)
     config = replace(base, optimizer=replace(base.optimizer, warmup_steps=100, schedule_steps=schedule_steps))
-    dataset = SimpleNamespace(train="x" * 90, val="y" * 10, vocab_size=2)
     runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
-    log_start(config, runtime, dataset, torch.nn.Linear(1, 1), Path("run"), range(0, steps))
+    log_start(runtime, text_task(config), torch.nn.Linear(1, 1), Path("run"), range(0, steps))
     expected = ["WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach optimizer.lr"]
     assert lines_with(log_lines, "warm-up") == (expected if warns else [])
 

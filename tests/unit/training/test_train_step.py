@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from multiprocess.ranks import configure
+from tasks import text_task
 from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
@@ -21,7 +22,8 @@ def train_step(model: nn.Module, *overrides: str) -> TrainStep:
     config = from_mapping(configure("model=gpt_nano", *overrides))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = SimpleNamespace(steps_per_epoch=1)
-    return TrainStep(config, Runtime(config, DistEnv()), loader, BatchPlan(1, 1, 1), model, optimizer)
+    task = text_task(config)
+    return TrainStep(Runtime(config, DistEnv()), task, loader, BatchPlan(1, 1, 1), model, optimizer)
 
 
 def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Module:

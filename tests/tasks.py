@@ -1,0 +1,27 @@
+"""Tasks without files, for tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.tasks.language_model import LanguageModel
+
+ENCODED = EncodedText(
+    directory="nowhere", sha256="1" * 64, length=100, vocabulary="abcdefgh", dtype="uint8", tokens_sha256="2" * 64
+)
+
+
+def text_task(config: Config, val: np.ndarray | str = "yy", vocab_size: int = 8, encoded=ENCODED) -> LanguageModel:
+    """Return a language model task whose validation split is `val`."""
+    task = object.__new__(LanguageModel)
+    task.config, task.group = config, SimpleNamespace(env=DistEnv())
+    task.text, task.sha256 = encoded, encoded.sha256
+    vocabulary = encoded.vocabulary
+    task.dataset = SimpleNamespace(train="x" * 90, val=val, test="", vocab_size=vocab_size, vocabulary=vocabulary)
+    task.shape = vocab_size, config.data.block_size
+    return task
