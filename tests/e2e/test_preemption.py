@@ -155,10 +155,11 @@ def test_torchrun(tmp_path, uninterrupted):
 
 PAUSE_IN_EVALUATION = """
 def patch(evaluate):
-    batches, run = evaluate.Evaluator._batches, evaluate.Evaluator.run
+    from mingpt_ddp.data import dataloader
+    batches, run = dataloader.TokenSplit.batches, evaluate.Evaluator.run
     evaluations = [0]
-    def counted(self):
-        for number, batch in enumerate(batches(self)):
+    def counted(self, *ranks):
+        for number, batch in enumerate(batches(self, *ranks)):
             if number == 3 and evaluations[0] == <evaluation>:
                 pause("evaluation")
             elif evaluations[0] == <evaluation>:
@@ -168,8 +169,8 @@ def patch(evaluate):
     def counted_run(self, *arguments, **named):
         evaluations[0] += 1
         return run(self, *arguments, **named)
-    evaluate.Evaluator._batches, evaluate.Evaluator.run = counted, counted_run
-    evaluate.TOKENS_PER_BATCH = 16
+    dataloader.TokenSplit.batches, evaluate.Evaluator.run = counted, counted_run
+    dataloader.TOKENS_PER_BATCH = 16
 PATCHES["mingpt_ddp.training.evaluate"] = patch
 """
 

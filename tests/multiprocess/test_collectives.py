@@ -70,13 +70,13 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     if rank == 2:  # from here on as the first rank of a second node
         object.__setattr__(runtime.group.env, "local_rank", 0)
     observed["node error"] = call_on_rank_zero(runtime, DataError("node 2 has no disk"), worker=2, per_node=True)
-    meter = Meter(runtime, tokens_per_step=1)
+    meter = Meter(runtime, 1, "tokens")
     for loss in (1.0, 2.0):
-        meter.record(torch.tensor(loss * (rank + 1)), torch.tensor(0.0), 0.0)
+        meter.record({"loss": torch.tensor(loss * (rank + 1))}, torch.tensor(0.0), 0.0)
     state = meter.state()
-    resumed = Meter(runtime, tokens_per_step=1)
+    resumed = Meter(runtime, 1, "tokens")
     resumed.load_state(*state)
-    observed["meter"] = [*state, meter.read()["train/loss"], resumed.read()["train/loss"]]
+    observed["meter"] = [state[0]["loss"], state[1], meter.read()["train/loss"], resumed.read()["train/loss"]]
     if rank == 1:
         runtime.group.report_failure("out of memory")
     observed["failure"] = runtime.group.reported_failure(wait_s=10)

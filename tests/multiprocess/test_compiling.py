@@ -105,10 +105,10 @@ def test_without_a_compiler(monkeypatch, tmp_path):
 
 
 def test_cuda_graphs_need_one_micro_batch_per_step():
-    trainer = config("trainer.compile=cuda_graphs", "trainer.batch_size=12").trainer
-    assert plan_batches(trainer, 1).n_micro == 1
+    settings = config("trainer.compile=cuda_graphs", "trainer.batch_size=12")
+    assert plan_batches(settings, 1).n_micro == 1
     with pytest.raises(ConfigError, match="makes 2 of 6 sequences"):
-        plan_batches(trainer, 2)
+        plan_batches(settings, 2)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -129,5 +129,5 @@ class Printing(nn.Module):
 def test_a_graph_break_is_a_one_line_error():
     ones = torch.ones(2, 3)
     with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
-        ddp.check_compiles(Printing(), config("trainer.compile=true"), ones, ones)
+        ddp.check_compiles(Printing(), config("trainer.compile=true"), lambda model: model(ones, ones))
     torch.compiler.reset()

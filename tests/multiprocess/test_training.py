@@ -19,13 +19,14 @@ from tensorboard.plugins.hparams import metadata as hparams
 from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.data import dataloader
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training import evaluate
+from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
@@ -69,13 +70,13 @@ def untrained_loss(values: dict[str, Any], job: int) -> float:
     """Evaluate an untrained model, in batches so small that every rank evaluates several."""
     config = from_mapping(values)
     runtime = Runtime(config, read_env(), job)
-    corpus = TextDataset(prepare(config.data), config.data)
+    task = build_task(config, runtime.group)
     seed_everything(5)
-    model = build_model(config.model, corpus.vocab_size, config.data.block_size)
-    evaluate.TOKENS_PER_BATCH = 5 * config.data.block_size
-    loss = Evaluator(corpus.val, config.data.block_size, runtime).run(model)
+    dataloader.TOKENS_PER_BATCH = 5 * config.data.block_size
+    metrics = Evaluator(task, runtime).run(task.build_model(), "val")
     runtime.close()
-    return loss
+    assert metrics is not None
+    return metrics["loss"]
 
 
 @pytest.fixture(scope="module")
