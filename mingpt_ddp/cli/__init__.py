@@ -3,7 +3,7 @@
 import re
 import sys
 
-COMMANDS = ("train", "sample", "snapshots", "report")  # mingpt_ddp.X runs X, and mingpt_ddp itself trains
+COMMANDS = ("train", "sample", "evaluate", "snapshots", "report")  # mingpt_ddp.X runs X, and mingpt_ddp itself trains
 
 
 def refuse_other_modules() -> None:

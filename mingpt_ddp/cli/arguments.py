@@ -81,8 +81,9 @@ def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str |
     rest = iter(words)
     for word in rest:
         key, equals, text = word.partition("=")
+        key = key.replace(".", "_") if equals else key  # data.path is the field data_path
         if word.startswith("--"):
-            key = key[2:].replace("-", "_")
+            key = key[2:].replace("-", "_").replace(".", "_")
             text = text if equals else next(rest, "--")
             check(bool(equals) or key not in known or text[:2] != "--", f"{word} has no value; write {word}=VALUE")
             yield word, key, text

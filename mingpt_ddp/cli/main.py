@@ -4,6 +4,7 @@
 
 train      train, as main.py does in a checkout
 sample     generate text from a snapshot
+evaluate   measure the model of a snapshot on a split, or on other data
 snapshots  list, verify, prune and export snapshots
 report     show a sweep, or any runs, as a table and a page
 

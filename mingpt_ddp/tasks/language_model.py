@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -72,6 +73,20 @@ class LanguageModel(Task):
     def state(self) -> dict[str, Any]:
         text = {"sha256": self.text.sha256, "length": self.text.length}
         return {"vocabulary": self.text.vocabulary, "text": text}
+
+    def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
+        """Take the vocabulary of the snapshot; other data is evaluated as a whole.
+
+        Raises:
+            DataError: the text has changed, or has characters that the model does not know.
+        """
+        super().adopt(state, is_other_data)
+        vocabulary = str(state["vocabulary"])
+        if is_other_data:
+            tokens = np.array(CharTokenizer(vocabulary).encode(self.text.vocabulary), dtype=np.uint32)
+            parts = [self.dataset.train, self.dataset.val, self.dataset.test]
+            self.dataset.val = tokens[np.concatenate(parts)]
+        self.dataset.vocabulary, self.shape = vocabulary, (len(vocabulary), self.config.data.block_size)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss: Tensor = model(*batch)

@@ -11,7 +11,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import Loader, Split
 from mingpt_ddp.data.samples import Datasets, SampleLoader, SampleSplit, build_datasets
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.errors import CodeError, ConfigError, DataError
 from mingpt_ddp.models import build_model, eval_mode
 
 Mean = tuple[Tensor | float, int]  # a sum, and the number of items in it
@@ -78,6 +78,19 @@ class Task:
         """Return JSON values that a snapshot keeps: what identifies the data, and what sampling needs."""
         return {"data": {"sha256": self.sha256}}
 
+    def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
+        """Check that a snapshot's model fits the data, to evaluate it.
+
+        Args:
+            state: of the snapshot, untrusted.
+            is_other_data: the user has named other data than that of the snapshot's run.
+
+        Raises:
+            DataError: the data is not that of the snapshot's run.
+        """
+        if not is_other_data and recorded_sha256(state) != self.sha256:
+            raise DataError("the data has changed since the run; give data.path, where it is now")
+
     # The model.
 
     def build_model(self) -> nn.Module:
@@ -141,6 +154,11 @@ class Task:
             metrics = self.metrics(model, batch)
         if "loss" not in metrics or any(len(mean) != 2 for mean in metrics.values()):
             raise CodeError(f"the task {name}: metrics(model, batch) must return pairs (sum, number), among them loss")
+
+
+def recorded_sha256(state: Any) -> str:
+    """Return the SHA-256 of the data of a snapshot; raise LookupError or TypeError for an invalid state."""
+    return str((state.get("text") or state["data"])["sha256"])
 
 
 def named_losses(losses: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:

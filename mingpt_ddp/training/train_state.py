@@ -17,7 +17,7 @@ from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
-from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.tasks.task import Task, recorded_sha256
 from mingpt_ddp.training.trial_pruning import MedianPruner
 
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")  # its content counts, wherever it comes from
@@ -110,7 +110,7 @@ def check_state(step: int, state: Any, task: Task) -> None:
             recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
         if _train_state(state).step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
             raise ValueError(f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}")
-        old = flatten(recorded) | {DATA_SHA256: (state.get("text") or state["data"])["sha256"][:16]}
+        old = flatten(recorded) | {DATA_SHA256: recorded_sha256(state)[:16]}
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
         raise SnapshotError(f"the snapshot of step {step} has an invalid state: {str(error)[:300]}") from error
     new = flatten(config.to_dict()) | {DATA_SHA256: task.sha256[:16]}

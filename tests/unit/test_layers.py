@@ -24,7 +24,7 @@ ROOMS = (
     *("models", "storage", "config", "torch_internals", "errors"),
 )
 # Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind them.
-DOORS = ("__init__.py", "__main__.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
+DOORS = ("__init__.py", "__main__.py", "evaluate.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
 # The modules to read in order to understand a run.
 READING_PATH = (
     *("training", "tasks", "config", "data", "models", "optim"),
