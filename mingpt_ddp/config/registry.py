@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.schema import GROUPS, DataConfig, ModelConfig, OptimizerConfig, UserCodeConfig
+from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DataConfig, DDPConfig, ModelConfig, OptimizerConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
-__all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register"]
+__all__ = ["DataConfig", "DataError", "ModelConfig", "OptimizerConfig", "check", "register", "register_comm_hook"]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-BASES: dict[str, type[UserCodeConfig]] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
+BASES: dict[str, type] = {"model": ModelConfig, "optimizer": OptimizerConfig, "data": DataConfig}
+# The registered configurations of each kind by name.
+CONFIGS = {kind: GROUPS[kind][1] for kind in BASES}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
+BASES["comm_hook"], CONFIGS["comm_hook"], BUILDERS["comm_hook"] = DDPConfig, COMM_HOOKS, {}
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
 
 
-def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[Builder], Builder]:
+def register(group: str, name: str, config: type) -> Callable[[Builder], Builder]:
     """Register a class or function under a name, as a decorator.
 
     Args:
@@ -42,7 +45,7 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
     """
     if group not in BASES:
         raise ValueError(f"@register({group!r}, ...): the group must be one of {', '.join(BASES)}")
-    if name in GROUPS[group][1]:
+    if name in CONFIGS[group]:
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
     if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
@@ -52,14 +55,30 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
             raise TypeError(f"{label}.{field} has a type that YAML cannot represent; use numbers, text, lists or null")
 
     def add(builder: Builder) -> Builder:
-        GROUPS[group][1][name], BUILDERS[group][name] = config, builder
+        CONFIGS[group][name], BUILDERS[group][name] = config, builder
         _entries.append((group, name, config, builder))
         return builder
 
     return add
 
 
-Entry: TypeAlias = tuple[str, str, type[UserCodeConfig], Callable[..., Any]]  # group, name, config, builder
+def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
+    """Register a communication hook of DDP under a name, as a decorator.
+
+    The hook is a function (state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor], as torch's
+    own: the future holds the average of `bucket.buffer()` over all ranks, with the same bits on each. `state` is None,
+    because snapshots hold no state of hooks.
+
+    Args:
+        name: the value of `ddp.comm_hook` that selects it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return register("comm_hook", name, DDPConfig)
+
+
+Entry: TypeAlias = tuple[str, str, type, Callable[..., Any]]  # group, name, config, builder
 
 _files: dict[Path, tuple[str, list[Entry]]] = {}  # files run so far: their SHA-256 and entries
 _entries: list[Entry] = []  # registered by the most recent file
@@ -89,7 +108,7 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
     for _, entries in _files.values():  # from an earlier job of the sweep; not registered for this one
         for group, name, _, _ in entries:
             BUILDERS[group].pop(name, None)
-            GROUPS[group][1].pop(name, None)
+            CONFIGS[group].pop(name, None)
     values, directories = dict(values), list(directories)
     for group in BASES:
         keys = values.get(group)
@@ -127,7 +146,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
         for group, name, config, builder in entries:
             if BUILDERS[group].get(name, builder) is not builder:
                 raise CodeError(f"{_relative(path)}: @register({group!r}, {name!r}, ...): {TAKEN}")
-            GROUPS[group][1][name], BUILDERS[group][name] = config, builder
+            CONFIGS[group][name], BUILDERS[group][name] = config, builder
         return known
     try:
         content = path.read_bytes()
