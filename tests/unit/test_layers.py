@@ -24,7 +24,10 @@ ROOMS = (
     *("storage", "config", "torch_internals", "errors"),
 )
 # Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind them.
-DOORS = ("__init__.py", "__main__.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
+DOORS = (
+    *("__init__.py", "__main__.py", "collectives.py", "registry.py", "report.py", "sample.py"),
+    "snapshots/__main__.py",
+)
 # The modules to read in order to understand a run.
 READING_PATH = (
     *("training", "config", "data", "models", "optim"),
@@ -103,7 +106,7 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 6903, total
+    assert total <= 7132, total
     assert reading_path <= 2900, reading_path
 
 
