@@ -3,7 +3,8 @@
 import re
 import sys
 
-COMMANDS = ("train", "sample", "evaluate", "snapshots", "report")  # mingpt_ddp.X runs X, and mingpt_ddp itself trains
+# mingpt_ddp.X runs X, and mingpt_ddp itself trains.
+COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "collectives")
 
 
 def refuse_other_modules() -> None:

@@ -21,19 +21,20 @@ CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
 FREE_TEXT = {"free_text": True}  # metadata of a field that may contain what looks like a URL with a password
 
 
-def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
-    """Call a command with the command-line arguments and exit with its code; without arguments print the usage.
+def run_command(usage: str, command: Command | Mapping[str, Command], needs_arguments: bool = True) -> None:
+    """Call a command with the command-line arguments and exit with its code.
 
     Args:
         command: one, or several by name, selected by the first argument. The type of its parameter `config`
             defines its keys.
+        needs_arguments: print the usage if there are none.
     """
     words = sys.argv[1:]
     if sys.stdout:  # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
-        if not words or {"-h", "--help"} & set(words):
+        if (needs_arguments and not words) or {"-h", "--help"} & set(words):
             echo(usage)
             sys.exit(0)
         if isinstance(command, Mapping):

@@ -2,11 +2,12 @@
 
     mingpt-ddp COMMAND [URL ...] [key=value ...]
 
-train      train, as main.py does in a checkout
-sample     generate text from a snapshot
-evaluate   measure the model of a snapshot on a split, or on other data
-snapshots  list, verify, prune and export snapshots
-report     show a sweep, or any runs, as a table and a page
+train        train, as main.py does in a checkout
+sample       generate text from a snapshot
+evaluate     measure the model of a snapshot on a split, or on other data
+snapshots    list, verify, prune and export snapshots
+report       show a sweep, or any runs, as a table and a page
+collectives  check and time the communication between ranks
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.
 """

@@ -19,10 +19,9 @@ from mingpt_ddp.config.components import (
     ModelConfig,
     OptimizerConfig,
     TaskConfig,
-    UserCodeConfig,
 )
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
@@ -35,21 +34,23 @@ __all__ = [
     "TaskConfig",
     "check",
     "register",
+    "register_comm_hook",
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-BASES: dict[str, type[UserCodeConfig]] = {
+BASES: dict[str, type] = {
     **{"task": TaskConfig, "model": ModelConfig, "optimizer": OptimizerConfig},
     **{"dataset": DatasetConfig, "data": DataConfig},  # two kinds in the group data: samples, and readers of text
 }
 # The registered configurations of each kind by name.
 CONFIGS = {kind: GROUPS["data" if kind == "dataset" else kind][1] for kind in BASES}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
+BASES["comm_hook"], CONFIGS["comm_hook"], BUILDERS["comm_hook"] = DDPConfig, COMM_HOOKS, {}
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
 
 
-def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[Builder], Builder]:
+def register(group: str, name: str, config: type) -> Callable[[Builder], Builder]:
     """Register a class or function under a name, as a decorator.
 
     Args:
@@ -84,7 +85,23 @@ def register(group: str, name: str, config: type[UserCodeConfig]) -> Callable[[B
     return add
 
 
-Entry: TypeAlias = tuple[str, str, type[UserCodeConfig], Callable[..., Any]]  # group, name, config, builder
+def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
+    """Register a communication hook of DDP under a name, as a decorator.
+
+    The hook is a function (state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor], as torch's
+    own: the future holds the average of `bucket.buffer()` over all ranks, with the same bits on each. `state` is None,
+    because snapshots hold no state of hooks.
+
+    Args:
+        name: the value of `ddp.comm_hook` that selects it.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    return register("comm_hook", name, DDPConfig)
+
+
+Entry: TypeAlias = tuple[str, str, type, Callable[..., Any]]  # group, name, config, builder
 
 _files: dict[Path, tuple[str, list[Entry]]] = {}  # files run so far: their SHA-256 and entries
 _entries: list[Entry] = []  # registered by the most recent file

@@ -28,7 +28,7 @@ from mingpt_ddp.config.components import (
     TaskConfig,
 )
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, key, neutral
-from mingpt_ddp.config.validation import check, check_directory, check_url
+from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
 
@@ -71,7 +71,7 @@ class DDPConfig:
     gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
     static_graph: bool = neutral(False, "the same parameters are used in every step")
     find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
-    comm_hook: Literal["none", "fp16", "bf16"] = neutral("none", "type that gradients are cast to for the all-reduce")
+    comm_hook: str = neutral("none", "how gradients are averaged: none, fp16, bf16, ring or your own")
     sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
 
     def __post_init__(self) -> None:
@@ -79,7 +79,11 @@ class DDPConfig:
         check(not taken, f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or 143 in pods")
         both = self.static_graph and self.find_unused_parameters
         check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
-        half = self.comm_hook != "none" and self.backend == "mpi"
+        hooks = [*map(str, COMM_HOOKS)]
+        meant = did_you_mean(self.comm_hook, hooks)
+        hint = f"{', '.join(hooks)}{f'; did you mean {meant}?' if meant else ''}"
+        check(self.comm_hook in hooks, f"ddp.comm_hook={self.comm_hook} must be one of {hint}")
+        half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
         check(not half, f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
 
 
@@ -145,6 +149,8 @@ class SnapshotConfig:
         check(len({*urls}) == len(urls), f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
 
 
+# The registered values of ddp.comm_hook; none of them has keys of its own.
+COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16", "ring"), DDPConfig)
 # Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a group without a value.
 Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
 MODELS: dict[str | None, type] = {

@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.ring import ring_hook
 from mingpt_ddp.distributed.shared_memory import SharedMemoryAllReduce
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
 from mingpt_ddp.errors import ConfigError
@@ -28,7 +30,9 @@ WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
 TIMED_EVERY = 10  # steps between two that DDP times
 # Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32. DDP accepts torch's
 # bf16 hook only with NCCL, although gloo can sum bf16 too.
-HALF_PRECISION = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+BUILDERS["comm_hook"].update(
+    fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook, ring=ring_hook
+)
 COMPILE_BACKEND = "inductor"
 COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "clang++", "c++"))}
 MIN_CAPABILITY = (7, 0)  # of a GPU, for Triton
@@ -67,8 +71,7 @@ class DDPStrategy:
         torch_internals.keep_process_group(parallel)
         torch_internals.time_communication(parallel, TIMED_EVERY)
         if ddp.comm_hook != "none":
-            hook = partial(HALF_PRECISION[ddp.comm_hook], None)  # type: ignore[arg-type]
-            parallel.register_comm_hook(hook, self._comm_hook)
+            parallel.register_comm_hook(partial(BUILDERS["comm_hook"][ddp.comm_hook], None), self._comm_hook)
         elif self.group.shared_memory is not None:
             gradients = [p for p in model.parameters() if p.requires_grad]
             all_reduce = SharedMemoryAllReduce(self.group.shared_memory, gradients).all_reduce

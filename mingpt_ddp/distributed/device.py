@@ -32,6 +32,8 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
         raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
     if ddp.backend == "mpi" and not dist.is_mpi_available():
         raise ConfigError("ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo")
+    if ddp.comm_hook == "ring" and ddp.backend == "gloo" and on_gpu:
+        raise ConfigError("ddp.comm_hook=ring: gloo cannot send tensors of a GPU; use ddp.backend=nccl")
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()

@@ -15,7 +15,7 @@ from multiprocessing import util
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError, StorageUnavailableError, UserError, printable
 
 if TYPE_CHECKING:
@@ -50,12 +50,14 @@ def exit_process(message: str | None, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Report errors of a command-line tool as one line and an exit code."""
+    """Report errors of a command-line tool as one line and an exit code; once if torchrun started several ranks."""
     try:
         yield
     except BrokenPipeError:  # stdout was closed early, e.g. piped into head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
+        if isinstance(error, UserError) and has_parent_launcher():
+            ProcessExit().user_error(error)
         text = str(error) if isinstance(error, UserError) else f"error: {' '.join(str(error).split())}"
         print(printable(text)[:LONGEST_LINE], file=sys.stderr)
         sys.exit(USER_ERROR)

@@ -17,7 +17,7 @@ from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import DDPConfig
@@ -76,6 +76,12 @@ def train_on_workers(
     if code and env.is_rank_zero and not env.is_standalone:
         time.sleep(STORE_LINGER_S)
     return code, interrupted
+
+
+def run_under_torchrun(module: str, workers: int, arguments: list[str]) -> NoReturn:
+    """Replace this process by torchrun, which runs the module in local workers."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
+    os.execve(sys.executable, [*torchrun, "-m", module, *arguments], _shared_environ(workers, is_local=True))
 
 
 def _run_with_restarts(

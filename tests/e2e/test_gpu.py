@@ -180,7 +180,7 @@ def test_batches_on_the_gpu_equal_those_on_the_cpu(dtype: str, share: float, mon
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
-@pytest.mark.parametrize("hook", ["none", "fp16", "bf16"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "ring"])
 def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_path: Path) -> None:
     options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
     options += [

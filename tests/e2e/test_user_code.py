@@ -10,7 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
+from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
 
 from mingpt_ddp.cli.sample import SampleConfig, sample
 from mingpt_ddp.cli.snapshots import ExportConfig, export
@@ -121,3 +121,27 @@ def test_code_is_run_only_if_the_user_names_it(uninterrupted, tmp_path):
         sample(SampleConfig(str(uninterrupted)), "")
     assert export(ExportConfig(str(uninterrupted), str(tmp_path / "export"))) == 0
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(uninterrupted)
+
+
+HOOK = """
+import torch.distributed as dist
+from mingpt_ddp.registry import register_comm_hook
+
+@register_comm_hook("mine")
+def average(state, bucket):
+    print("averaged", bucket.buffer().numel(), "gradients", flush=True)
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+"""
+
+
+def test_a_communication_hook(tmp_path):
+    """Two local workers use it; without its file the name is refused."""
+    (tmp_path / "hooks.py").write_text(HOOK)
+    settings = [*TINY, "trainer.device=cpu", "ddp.comm_hook=mine", "ddp.nproc_per_node=2", "run.name=hook"]
+    done = call([*python_main(), *settings, f"+data.code={tmp_path / 'hooks.py'}"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("averaged") >= 2 * 12
+    done = call([*python_main(), *settings], tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == "config error: ddp.comm_hook=mine must be one of none, fp16, bf16, ring\n"

@@ -47,6 +47,8 @@ JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {
     "unused": (["ddp.find_unused_parameters=true"], [STEPS], (2,)),
     "fp16": (["ddp.comm_hook=fp16"], [STEPS], (2,)),
     "bf16": (["ddp.comm_hook=bf16"], [STEPS], (2,)),
+    "ring": (["ddp.comm_hook=ring"], [STEPS], (2, 3)),
+    "ring, parts": (["ddp.comm_hook=ring"], [5, STEPS], (3,)),
     "nonfinite": (["trainer.on_nonfinite=skip"], [STEPS], (2,)),
     "nonfinite, parts": (["trainer.on_nonfinite=skip"], [3, STEPS], (2,)),
     "small buckets": ([GLOO, "ddp.bucket_cap_mb=0.001"], [STEPS], (2, 3)),
@@ -177,14 +179,16 @@ def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
         assert not outcomes["gloo"]["shared"]
 
 
-@pytest.mark.parametrize("job_name", ["gloo", "static", "static, shared", "unused", "small buckets"])
+@pytest.mark.parametrize("job_name", ["gloo", "static", "static, shared", "unused", "small buckets", "ring"])
 def test_every_exact_transport_gives_the_same_bits_on_two_ranks(two, job_name):
     """A sum of two does not depend on the order. The steps accumulate micro-batches, with evaluations in between."""
     assert same_bytes(two, "shared", job_name)
 
 
-def test_shared_memory_matches_gloo_on_three_ranks(three):
-    assert max_difference(three, "shared", "gloo") < 1e-5
+@pytest.mark.parametrize("job_name", ["gloo", "ring"])
+def test_shared_memory_matches_others_on_three_ranks(three, job_name):
+    assert 0 < max_difference(three, "shared", job_name) < 1e-5
+    assert three[1][0][job_name]["loss"] == pytest.approx(three[1][0]["shared"]["loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("hook", ["fp16", "bf16"])
@@ -207,7 +211,7 @@ def test_a_change_of_transport_is_logged_on_resume(three):
     assert lines("shared, later not", rank=1) == lines("shared, parts", rank=0) == []
 
 
-@pytest.mark.parametrize("job_name", ["shared", "small buckets"])
+@pytest.mark.parametrize("job_name", ["shared", "small buckets", "ring"])
 def test_a_resumed_run_equals_an_uninterrupted_one_on_three_ranks(three, job_name):
     assert same_bytes(three, job_name, f"{job_name}, parts")
 
@@ -319,7 +323,8 @@ def test_another_user_cannot_impersonate_a_rank():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["ddp.comm_hook=powersgd"], "ddp.comm_hook='powersgd' must be one of none, fp16, bf16$"),
+        (["ddp.comm_hook=powersgd"], "ddp.comm_hook=powersgd must be one of none, fp16, bf16, ring$"),
+        (["ddp.comm_hook=rnig"], "ddp.comm_hook=rnig must be one of none, fp16, bf16, ring; did you mean ring\\?$"),
         (["+ddp.powersgd_rank=4"], "ddp.powersgd_rank is not a key"),
         (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs 16-bit all-reduce"),
         (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0.0 must be greater than 0"),

@@ -24,7 +24,10 @@ ROOMS = (
     *("models", "storage", "config", "torch_internals", "errors"),
 )
 # Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind them.
-DOORS = ("__init__.py", "__main__.py", "evaluate.py", "registry.py", "report.py", "sample.py", "snapshots/__main__.py")
+DOORS = (
+    *("__init__.py", "__main__.py", "collectives.py", "evaluate.py", "registry.py", "report.py", "sample.py"),
+    "snapshots/__main__.py",
+)
 # The modules to read in order to understand a run.
 READING_PATH = (
     *("training", "tasks", "config", "data", "models", "optim"),
@@ -103,8 +106,8 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 6860, total
-    assert reading_path <= 2900, reading_path
+    assert total <= 7900, total
+    assert reading_path <= 3500, reading_path
 
 
 @every_module

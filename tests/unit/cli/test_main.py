@@ -19,7 +19,10 @@ PACKAGE = ROOT / "mingpt_ddp"
 MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
 RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_ddp"}
 OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
-REFUSAL = "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.snapshots, mingpt_ddp.report\n"
+REFUSAL = (
+    "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.snapshots, mingpt_ddp.report, "
+    "mingpt_ddp.collectives\n"
+)
 
 
 @pytest.fixture
@@ -42,7 +45,8 @@ def test_no_other_module_is_runnable():
 
 @pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
 def test_commands_run(name):
-    spelled = [["-m", name, "--help"], [f"-m{name}"], ["-Wignore", "-m", name]]
+    bare = ["--help"] if name == "mingpt_ddp.collectives" else []  # which runs without arguments
+    spelled = [["-m", name, "--help"], [f"-m{name}", *bare], ["-Wignore", "-m", name, *bare]]
     for args in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
         done = python_m(*args)
         assert (done.returncode, done.stderr) == (0, "") and f"python -m {name} " in done.stdout

@@ -6,8 +6,8 @@ import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
 from mingpt_ddp.config.registry import BUILDERS, run_code
-from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.errors import CodeError
+from mingpt_ddp.config.schema import GROUPS, DDPConfig
+from mingpt_ddp.errors import CodeError, ConfigError
 
 FILE = """
 from dataclasses import dataclass
@@ -73,3 +73,32 @@ def test_a_name_registered_twice_in_a_configuration(known_before, directory):
         known(directory, "two.py")
     with pytest.raises(CodeError, match=r"two.py:.*@register\('model', 'mine', ...\): the name is taken"):
         run_code({"model": {"code": "one.py"}, "optimizer": {"code": "two.py"}}, [directory])
+
+
+HOOK = """
+from mingpt_ddp.registry import register_comm_hook
+
+@register_comm_hook({name!r})
+def average(state, bucket):
+    return {result!r}
+"""
+
+
+def test_a_communication_hook_belongs_to_its_job(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(HOOK.format(name="mine", result=name))
+    for name in ("one", "two", "one"):
+        run_code({"data": {"code": f"{name}.py"}}, [tmp_path])
+        assert BUILDERS["comm_hook"]["mine"](None, None) == name
+        assert DDPConfig(comm_hook="mine").comm_hook == "mine"
+    run_code({}, [])
+    with pytest.raises(ConfigError, match=r"comm_hook=mine must be one of none, fp16, bf16, ring$"):
+        DDPConfig(comm_hook="mine")
+
+
+def test_the_name_of_a_communication_hook_is_taken(tmp_path):
+    (tmp_path / "ring.py").write_text(HOOK.format(name="ring", result=""))
+    with pytest.raises(
+        CodeError, match=r"ring.py:4: ValueError: @register\('comm_hook', 'ring', ...\): the name is taken"
+    ):
+        run_code({"data": {"code": "ring.py"}}, [tmp_path])

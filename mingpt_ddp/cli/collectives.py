@@ -1,0 +1,171 @@
+"""Check and time the communication between the ranks of a cluster, before training on it.
+
+    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576 json=collectives.json
+    python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
+
+operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter, all_to_all, send_recv,
+                  ring (an all-reduce written by hand), barrier (all)
+backend           auto (the default: NCCL on GPUs, else gloo), gloo, nccl or mpi
+device            auto (the default: the GPU if there is one), cpu or cuda
+min_bytes         the smallest message, rounded to whole numbers of 4 bytes per rank (8)
+max_bytes         the largest (16777216)
+factor            between two sizes (8)
+repetitions       of every operation and size (20)
+timeout_s         how long a rank waits for the others (120)
+plot, json        files to write: a page with the curves (it needs plotly), and the numbers
+nproc_per_node    start this many local processes with torchrun
+
+Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the repetitions, on
+the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for all_reduce and ring, (n-1)/n for gather,
+all_gather, scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests defines it.
+"""
+
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.config.fields import PositiveInt
+from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
+from mingpt_ddp.config.validation import check, hint_at
+from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process
+from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.storage.storage import atomic_write
+
+if TYPE_CHECKING:
+    from mingpt_ddp.distributed.collectives import Measurement
+
+HEADER = f"{'operation':<14} {'bytes':>11} {'latency (us)':>12} {'algbw (GB/s)':>12} {'busbw (GB/s)':>12}"
+
+
+@dataclass(frozen=True)
+class CollectivesConfig:
+    """The keys of the command line, as the usage above describes them."""
+
+    operations: list[str] = field(default_factory=list)
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    min_bytes: PositiveInt = 8
+    max_bytes: PositiveInt = 16 << 20
+    factor: Annotated[int, Field(ge=2)] = 8
+    repetitions: PositiveInt = 20
+    timeout_s: Annotated[float, Field(ge=1, le=1e7)] = 120.0
+    plot: str | None = None
+    json: str | None = None
+    nproc_per_node: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        smallest, largest = self.min_bytes, self.max_bytes
+        check(smallest <= largest, f"min_bytes={smallest} must be at most max_bytes={largest}")
+        for key, path in (("plot", self.plot), ("json", self.json)):
+            is_file = path is None or (bool(path.strip()) and "://" not in path)
+            check(is_file, f"{key}={path} must be a local file")
+        check(not self.plot or find_spec("plotly") is not None, "plot needs plotly; pip install 'mingpt_ddp[report]'")
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the message sizes in bytes."""
+        size = self.min_bytes
+        while size <= self.max_bytes:
+            yield size
+            size *= self.factor
+
+
+def main() -> None:
+    """Run `python -m mingpt_ddp.collectives`."""
+    run_command(__doc__, _command, needs_arguments=False)
+
+
+def _command(config: CollectivesConfig) -> int:
+    exits, env = ProcessExit(), read_env()
+    if env.is_standalone and config.nproc_per_node:
+        from mingpt_ddp.distributed.launcher import run_under_torchrun
+
+        run_under_torchrun("mingpt_ddp.collectives", config.nproc_per_node, sys.argv[1:])
+    start = "start it with torchrun --nproc_per_node=3 -m mingpt_ddp.collectives, or set nproc_per_node=3"
+    check(env.world_size > 1, f"collectives needs several ranks; {start}")
+    try:
+        code = _exercise(config, env, exits)
+    except UserError:
+        raise
+    except Exception as error:
+        exits.failure(error)
+    exit_process(None, code)  # as train: at a normal end a thread of torch sometimes aborts
+
+
+def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> int:
+    # torch takes a second to import: only after the keys are validated.
+    from mingpt_ddp.distributed.collectives import OPERATIONS, measure
+    from mingpt_ddp.distributed.device import choose_device, set_up_device
+    from mingpt_ddp.distributed.process_group import ProcessGroup
+
+    for name in config.operations:
+        check(name in OPERATIONS, f"{name} is not an operation; {hint_at(name, OPERATIONS)}")
+    ddp = DDPConfig(backend=config.backend, timeout_s=config.timeout_s)
+    device = choose_device(TrainerConfig(device=config.device), ddp, env)
+    set_up_device(device, deterministic=False)
+    if device.type == "cpu" and config.backend == "auto":  # not shared memory
+        ddp = replace(ddp, backend="gloo")
+    group = exits.group = ProcessGroup(env, device, ddp, job=0)
+    hosts = len(set(group.all_gather(socket.gethostname())))
+    about = {"ranks": group.world_size, "hosts": hosts, "backend": group.transport, "device": device.type}
+    title = ", ".join(f"{key} {value}" for key, value in about.items())
+    env.call_on_rank_zero(lambda: echo(f"{title}\n{HEADER}"))
+    rows: list[Measurement] = []
+    for name in config.operations or OPERATIONS:
+        for size in [0] if name == "barrier" else config.sizes():
+            row = measure(group, device, name, size, config.repetitions)
+            rows.append(row)
+            env.call_on_rank_zero(partial(echo, _line(row, group.transport)))
+            if row.fault is not None:
+                env.call_on_rank_zero(partial(print, f"error: {row.fault}", file=sys.stderr, flush=True))
+                group.close()
+                return FAILURE
+            if row.latency_s is None:
+                break
+    group.run_on_rank_zero(lambda: _write(config, title, {**about, "results": [asdict(row) for row in rows]}))
+    env.call_on_rank_zero(lambda: echo("every result is correct"))
+    group.close()
+    return 0
+
+
+def _line(row: "Measurement", backend: str) -> str:
+    start = f"{row.operation:<14} {row.bytes:>11}"
+    if row.latency_s is None:
+        return f"{start}  not supported by {backend}"
+    return f"{start} {row.latency_s * 1e6:>12.1f} {row.algbw / 1e9:>12.3f} {row.busbw / 1e9:>12.3f}"
+
+
+def _write(config: CollectivesConfig, title: str, content: dict[str, Any]) -> None:
+    """Write the files that the command line names; called on one rank."""
+    try:
+        if config.json is not None:
+            atomic_write(Path(config.json), json.dumps(content, indent=1).encode())
+        if config.plot is not None:
+            atomic_write(Path(config.plot), _page(title, content["results"]).encode())
+    except OSError as error:
+        raise RunError(f"cannot write the plot or the json file: {error}") from error
+
+
+def _page(title: str, rows: list[dict[str, Any]]) -> str:
+    """Return an HTML page with the bus bandwidth of every operation over the message size."""
+    import plotly.io
+
+    names = dict.fromkeys(row["operation"] for row in rows if row["busbw"])
+    drawn = {name: [row for row in rows if row["operation"] == name] for name in names}
+    curves = [
+        {"name": name, "x": [row["bytes"] for row in points], "y": [row["busbw"] / 1e9 for row in points]}
+        for name, points in drawn.items()
+    ]
+    axes = {"xaxis": "message (bytes)", "yaxis": "busbw (GB/s)"}
+    layout = {axis: {"type": "log", "title": {"text": text}} for axis, text in axes.items()}
+    figure = {"data": curves, "layout": {"title": {"text": title}, **layout}}
+    return str(plotly.io.to_html(figure, include_plotlyjs=True))

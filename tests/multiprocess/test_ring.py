@@ -1,0 +1,85 @@
+"""The ring all-reduce: the same bits on every rank, and the sum of torch's all-reduce up to rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.device import choose_device
+from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.ring import ring_all_reduce, ring_hook
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError
+from multiprocess.ranks import configure, run_ranks
+
+SIZES = (1, 2, 3, 4, 5, 11, 1000, 65_537)  # some below the number of ranks, most not divisible by it
+
+
+class Scaled(nn.Module):
+    """Parameters whose gradients are the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(5))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return scale * (self.first.sum() + self.second.sum())
+
+
+def average(rank: int) -> list[float]:
+    """Return the gradients of a model in two buckets, each of which the hook averages."""
+    model = DDP(Scaled(), bucket_cap_mb=1e-5)
+    model.register_comm_hook(None, ring_hook)
+    for _ in range(2):
+        model.zero_grad()
+        model(float(rank)).backward()
+    return torch.cat([p.grad for p in model.parameters()]).tolist()
+
+
+def reduce_all(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return the bits of the sums by size, their largest distance from torch's, and averaged gradients."""
+    runtime = Runtime(from_mapping(config), read_env())
+    bits, distances = [], []
+    for size in SIZES:
+        generator = torch.Generator().manual_seed(10 * size + runtime.group.rank)
+        values = torch.randn(size, generator=generator).to(getattr(torch, dtype))
+        expected = values.clone()
+        dist.all_reduce(expected)
+        ring_all_reduce(values)
+        bits.append(values.view(torch.uint8).numpy().tobytes().hex())
+        distances.append(float((values - expected).abs().max()))
+    gradients = average(runtime.group.rank)
+    runtime.close()
+    return {"bits": bits, "distance": max(distances), "gradients": gradients}
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "float32"), (3, "bfloat16"), (4, "float32")])
+def test_every_rank_has_the_same_sum(world_size, dtype, tmp_path):
+    results = run_ranks(world_size, reduce_all, tmp_path, config=configure("ddp=gloo"), dtype=dtype)
+    assert all(result == results[0] for result in results)
+    assert results[0]["distance"] < (1e-5 if dtype == "float32" else 0.1)
+    assert results[0]["gradients"] == pytest.approx([(world_size - 1) / 2] * 12)
+
+
+def test_a_single_rank_keeps_its_values(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        values = torch.arange(5.0)
+        ring_all_reduce(values)
+        assert values.tolist() == [0, 1, 2, 3, 4]
+        assert average(3) == [3.0] * 12
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gloo_cannot_send_tensors_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config = from_mapping(configure("ddp=gloo", "ddp.comm_hook=ring", "trainer.device=cuda"))
+    with pytest.raises(ConfigError, match="gloo cannot send tensors of a GPU"):
+        choose_device(config.trainer, config.ddp, DistEnv())
