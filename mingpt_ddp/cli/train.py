@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 import hydra
@@ -44,7 +45,7 @@ def main() -> None:
             print(text)
             exit_process(None, 0)
         _prepare(exits.env)
-        forks = any(re.match(r"ddp\.nproc_per_node=[1-9]", word) for word in sys.argv)
+        forks = any(re.match(r"ddp\.nproc_per_node=[1-9g]", word) for word in sys.argv)
         if exits.env.is_standalone and forks and "ddp.launcher=spawn" not in sys.argv:
             start_server()  # its imports take longer than composing the configuration
         with sweep.active():
@@ -123,7 +124,9 @@ def train(cfg: DictConfig) -> float:
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
-    env = read_env(config.ddp.nproc_per_node or 1)
+    if config.ddp.nproc_per_node == "gpu":
+        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus()))
+    env = read_env(config.ddp.local_workers or 1)
     _check_urls(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
@@ -144,6 +147,14 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
     runtime.close()
     return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
+
+
+def _count_gpus() -> int:
+    import torch
+
+    if not (count := torch.cuda.device_count()):  # asks the driver: does not initialize CUDA
+        raise ConfigError("ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers")
+    return count
 
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:

@@ -105,6 +105,12 @@ class OptimizerConfig(UserCodeConfig):
     warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(0.1, "final learning rate over the peak")
     decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
+    lr_scaling: Literal["none", "linear", "sqrt"] = key("none", "of all learning rates, by batch over reference batch")
+    reference_batch_size: PositiveInt | None = key(None, "lr_scaling: the batch that lr is meant for", "sequences")
+
+    def __post_init__(self) -> None:
+        is_known = self.lr_scaling == "none" or self.reference_batch_size is not None
+        check(is_known, f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +129,7 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = key(True, "Nesterov's momentum")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
 
 

@@ -24,6 +24,7 @@ from mingpt_ddp.errors import ConfigError
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
 FLAGS = (*SWITCHES, "--cfg", "--package", "--shell-completion", "--experimental-rerun", *FLAGS_WITH_VALUE[::2])
 
@@ -96,14 +97,19 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
         ConfigError, CodeError: a key, a value or a user's file is invalid; one line.
     """
     values = to_plain(cfg)
-    _prefer_typed_limit(values.get("trainer"), set(map(key_of, overrides)))
+    typed = set(map(key_of, overrides))
+    if typed >= {*BATCH_SIZES}:
+        raise ConfigError("trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one of them")
+    _prefer_typed_limit(values.get("trainer"), typed)
     directories = [Path(s.path).absolute() for s in hydra.runtime.config_sources if s.schema == "file"]
     with attribute_errors_to_user_code():
         return from_mapping(run_code(values, directories))
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets one limit, unset the other one, which is a preset's or the default."""
+    """If the command line sets one of two limits or batch sizes, unset the other, which is a preset's or the default."""
+    if "trainer.batch_size" in typed:
+        trainer["batch_size_per_rank"] = None
     for limit, other in (LIMITS, reversed(LIMITS)):
         if f"trainer.{limit}" in typed and f"trainer.{other}" not in typed and trainer.get(limit) is not None:
             trainer[other] = None

@@ -62,7 +62,9 @@ class DDPConfig:
     launcher: Literal["forkserver", "spawn"] = neutral("forkserver", "how workers start: forked, or new interpreters")
     backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral("auto", "auto: nccl on GPUs, else gloo or shared memory")
     timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(600.0, "how long a rank waits for the others", "seconds")
-    nproc_per_node: NonNegativeInt | None = neutral(None, "local workers to start; null or 0: this process trains")
+    nproc_per_node: NonNegativeInt | Literal["gpu"] | None = neutral(
+        None, "local workers to start; null or 0: this process trains; gpu: one per visible GPU"
+    )
     max_restarts: NonNegativeInt = neutral(3, "of the nproc_per_node workers")
     preempted_exit_code: Annotated[int, Field(ge=0, le=255)] = neutral(
         0, "after a preemption; 143 in pods to start again"
@@ -73,6 +75,11 @@ class DDPConfig:
     find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
     comm_hook: str = neutral("none", "how gradients are averaged: none, fp16, bf16, ring or your own")
     sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
+
+    @property
+    def local_workers(self) -> int:
+        """The number of workers to start; `nproc_per_node=gpu` has been resolved."""
+        return int(self.nproc_per_node or 0)
 
     def __post_init__(self) -> None:
         taken = self.preempted_exit_code in (1, 2, 75)  # a crash, a user's error, storage that is unavailable
@@ -96,6 +103,7 @@ class TrainerConfig:
     )
     max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; if typed alone, the only limit", "steps")
     batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
+    batch_size_per_rank: PositiveInt | None = key(None, "instead of batch_size, at the first start", "sequences")
     micro_batch_size: PositiveInt | None = key(None, "per rank per forward; null: the largest that fits", "sequences")
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "auto: bf16 on a GPU that supports it, else fp32")
@@ -119,7 +127,7 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         limits = (self.max_epochs, self.max_steps)
         check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
-        micro, batch = self.micro_batch_size, self.batch_size
+        micro, batch = self.micro_batch_size, self.batch_size_per_rank or self.batch_size
         fits = micro is None or batch % micro == 0
         check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")
 

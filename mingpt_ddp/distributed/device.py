@@ -39,9 +39,12 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     gpus = torch.cuda.device_count()
     # A scheduler may expose one GPU per process; the workers of one parent have the same CUDA_VISIBLE_DEVICES.
     index = env.local_rank if gpus > 1 or has_parent_launcher() else 0
-    if index >= gpus:
-        raise ConfigError(f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks or use the CPU")
-    return torch.device("cuda", index)
+    if index >= gpus and ddp.backend != "gloo":  # gloo's ranks may share a GPU
+        raise ConfigError(
+            f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, use the CPU, or share them with "
+            "ddp.backend=gloo"
+        )
+    return torch.device("cuda", index % gpus)
 
 
 def refuse_shared_gpus(gpus: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks of this process; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR, PET_NODE_RANK etc."""
+"""The ranks of this process; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc."""
 
 import os
 import time
@@ -43,7 +43,7 @@ def read_env(per_pod: int = 1) -> DistEnv:
         ConfigError: some of them are missing or inconsistent.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return _read_pod_env(per_pod)
+        return _read_mpi_env() or _read_pod_env(per_pod)
     needed = ["RANK", "WORLD_SIZE"]
     if os.environ.get("WORLD_SIZE") and _read_int("WORLD_SIZE") > 1:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
@@ -64,6 +64,27 @@ def read_env(per_pod: int = 1) -> DistEnv:
     if not 0 <= env.rank < env.world_size:
         raise ConfigError(f"RANK={env.rank} must lie in 0 .. WORLD_SIZE - 1 = {env.world_size - 1}")
     return env
+
+
+def _read_mpi_env() -> DistEnv | None:
+    """Read the variables that mpirun of Open MPI sets; None without them.
+
+    MASTER_ADDR and MASTER_PORT name the store, by default on this machine if it has all ranks.
+    """
+    if _read_int("OMPI_COMM_WORLD_SIZE", "1") == 1:
+        return None
+    world_size, local_size = _read_int("OMPI_COMM_WORLD_SIZE"), _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "0")
+    host = os.environ.get("MASTER_ADDR", "localhost" if local_size == world_size else "")
+    if not host:
+        raise ConfigError("mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST, the machine of rank 0")
+    return DistEnv(
+        rank=_read_int("OMPI_COMM_WORLD_RANK"),
+        local_rank=_read_int("OMPI_COMM_WORLD_LOCAL_RANK"),
+        world_size=world_size,
+        master_address=(host, _read_int("MASTER_PORT", "29500")),
+        is_standalone=False,
+        has_local_rank=True,
+    )
 
 
 def _read_pod_env(workers: int) -> DistEnv:

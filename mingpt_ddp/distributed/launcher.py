@@ -54,7 +54,7 @@ def train_on_workers(
         ConfigError: WORLD_SIZE is too small for the workers.
         RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
-    n = config.ddp.nproc_per_node or 0
+    n = config.ddp.local_workers
     if not env.is_rank_zero:
         logs.to_console(DistEnv())
         log.info("starting %d local workers; rank 0 runs at %s:%d", n, *env.master_address)
@@ -122,7 +122,7 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
         The exit code of the first worker that failed, -n if signal n killed it, else 0 or ddp.preempted_exit_code;
         and the signal that this process received, or 0.
     """
-    n = config.ddp.nproc_per_node or 0
+    n = config.ddp.local_workers
     shared = _shared_environ(n, first.is_standalone)
     environs = [{**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)} for index in range(n)]
     if config.ddp.launcher == "forkserver":

@@ -1,8 +1,23 @@
 """The learning-rate schedule."""
 
 import math
+from dataclasses import replace
+from typing import TypeVar
 
 from mingpt_ddp.config.components import OptimizerConfig
+
+T = TypeVar("T", bound=OptimizerConfig)
+
+
+def scale_lr(config: T, batch_size: int) -> T:
+    """Return the configuration with `lr` scaled by `lr_scaling`; the rates of other parameters keep their ratio to it.
+
+    Sources: linear for SGD, Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677); the square root for
+    Adam, Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287).
+    """
+    ratio = batch_size / (config.reference_batch_size or batch_size)
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    return replace(config, lr=config.lr * factor)
 
 
 def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,7 @@ def run(
     """
     interrupt, started_at = interrupt or SignalHandler(), started_at or process_start_time()
     _check_same_config(config, runtime)
+    config = _with_batch_size(config, runtime.group.world_size)
     task = build_task(config, runtime.group)
     loader = task.train_loader(runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
@@ -138,6 +140,15 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     for rank, other in enumerate(configs):
         if differences := difference(configs[0], other):
             raise ConfigError(f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}")
+
+
+def _with_batch_size(config: Config, world_size: int) -> Config:
+    """Return the configuration with `batch_size` for `batch_size_per_rank`; the run keeps its name."""
+    per_rank = config.trainer.batch_size_per_rank
+    if per_rank is None:
+        return config
+    trainer = replace(config.trainer, batch_size=per_rank * world_size, batch_size_per_rank=None)
+    return replace(config, run=replace(config.run, name=config.run_name()), trainer=trainer)
 
 
 def _preflight(runtime: Runtime, task: Task, loader: Loader, stores: list[SnapshotStore]) -> None:

@@ -14,7 +14,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import count_parameters
-from mingpt_ddp.optim.lr_schedule import get_lr
+from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.run_dir import difference
 from mingpt_ddp.tasks.task import Task
@@ -39,6 +39,10 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
     if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
         end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps.stop}"
         log.info("%s, before trainer.max_steps=%d; set it to null to continue", end, config.trainer.max_steps)
+    if config.optimizer.lr_scaling != "none":
+        rates = (scale_lr(config.optimizer, config.trainer.batch_size).lr, config.optimizer.lr)
+        batches = (config.trainer.batch_size, config.optimizer.reference_batch_size)
+        log.info("the learning rate is %.2e instead of %.2e, for a batch of %d instead of %d", *rates, *batches)
     warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps.stop
     if steps and warmup > length:
         log.warning(
@@ -65,7 +69,8 @@ def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_
     before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
     totals = [each.optimizer.schedule_steps or count_steps(each, steps_per_epoch) for each in (before, config)]
     step = snapshot.step + 1
-    old_lr, new_lr = (get_lr(step, replace(config.optimizer, schedule_steps=n), n) for n in totals)
+    scaled = scale_lr(config.optimizer, config.trainer.batch_size)
+    old_lr, new_lr = (get_lr(step, replace(scaled, schedule_steps=n), n) for n in totals)
     if not math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
         change = f"the learning rate of step {step} is {new_lr:.2e} instead of {old_lr:.2e}"
         cause = f"its schedule has {totals[1]} steps instead of {totals[0]}"

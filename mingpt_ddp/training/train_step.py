@@ -17,7 +17,7 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.lr_schedule import get_lr
+from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.tasks.task import Task, named_losses
 
@@ -55,6 +55,7 @@ class TrainStep:
         self.config, self.runtime, self.task, self.loader, self.plan = task.config, runtime, task, loader, plan
         self.model, self.optimizer = model, optimizer
         self.steps = count_steps(self.config, loader.steps_per_epoch)
+        self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         if isinstance(optimizer, Muon):
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
         self.parameters = list(model.parameters())
@@ -120,7 +121,7 @@ class TrainStep:
 
     def optimizer_step(self, step: int) -> float:
         """Update the weights; return the learning rate."""
-        lr = get_lr(step, self.config.optimizer, self.steps)
+        lr = get_lr(step, self.lr_config, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers

@@ -142,7 +142,7 @@ def test_resume_with_another_model_or_text_is_refused(pair):
     text.write_text("another text, with other characters " * 400)
     done = call([*python_main(), *TINY, "run.name=pair", "data=text_file", f"data.path={text}", "data.truncate=1"], cwd)
     assert done.returncode == 2
-    assert "data.path (the text's SHA-256)" in done.stdout
+    assert "data.path (the content's SHA-256)" in done.stdout
     assert weights(cwd / "outputs" / "pair") == before
 
 
