@@ -107,7 +107,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets one of two limits or batch sizes, unset the other, which is a preset's or the default."""
+    """If the command line sets one of two limits or batch sizes, unset the other: a preset's or the default."""
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
     for limit, other in (LIMITS, reversed(LIMITS)):

@@ -103,7 +103,7 @@ def _read_idx(config: MNISTConfig, name: str) -> Ints:
     content = None
     for suffix in ("", ".gz"):
         try:
-            content = content or fetch(f"{config.path.rstrip('/')}/{name}{suffix}", cache)
+            content = fetch(f"{config.path.rstrip('/')}/{name}{suffix}", cache) if content is None else content
         except Exception as error:  # exceptions differ by protocol
             raise DataError(f"cannot read {name} at data.path={config.path}: {str(error)[:200]}") from error
     if content is None:

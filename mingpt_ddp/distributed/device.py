@@ -41,8 +41,8 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     index = env.local_rank if gpus > 1 or has_parent_launcher() else 0
     if index >= gpus and ddp.backend != "gloo":  # gloo's ranks may share a GPU
         raise ConfigError(
-            f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, use the CPU, or share them with "
-            "ddp.backend=gloo"
+            f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, use the CPU, or let ranks "
+            "share GPUs with ddp.backend=gloo"
         )
     return torch.device("cuda", index % gpus)
 

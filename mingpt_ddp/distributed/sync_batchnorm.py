@@ -8,17 +8,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     """Let the batch normalizations of a model compute their statistics over all ranks; return the model.
 
     Parameters, buffers and their names stay.
     """
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    norms: list[Any] = [module for module in converted.modules() if isinstance(module, nn.SyncBatchNorm)]
-    for norm in norms if device.type == "cpu" else []:
+    if device.type == "cuda":
+        synchronized: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return synchronized
+    norms: list[Any] = [module for module in model.modules() if isinstance(module, BATCH_NORMS)]
+    for norm in norms:
         norm.forward = partial(_forward, norm)
-    return converted
+    return model
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -35,7 +39,7 @@ class _AllReduceSum(torch.autograd.Function):
         return total
 
 
-def _forward(norm: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """Normalize each of C channels by the mean and the variance of the batches of all ranks, in fp32.
 
     Args:

@@ -20,8 +20,8 @@ MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in so
 RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_ddp"}
 OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
 REFUSAL = (
-    "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, mingpt_ddp.snapshots, mingpt_ddp.report, "
-    "mingpt_ddp.collectives\n"
+    "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, mingpt_ddp.snapshots, "
+    "mingpt_ddp.report, mingpt_ddp.collectives\n"
 )
 
 

@@ -1,0 +1,96 @@
+"""Other tasks than language models, as a user runs them: kills, world sizes, metrics, recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from launching import Job, call, committed, last_step, python_main, torchrun, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.storage.run_dir import read_result
+
+pytest.importorskip("sklearn")
+
+STEPS = 60  # 13 an epoch
+CONVNET = ["experiment=digits_convnet", f"trainer.max_steps={STEPS}", "trainer.precision=fp32", "run.name=run"]
+CONVNET += ["trainer.eval_every=20", "snapshot.every_steps=4", "trainer.log_every=1"]
+
+
+def final(cwd: Path) -> dict[str, bytes]:
+    directory = cwd / "outputs" / "run" / "snapshots" / f"step_{STEPS:08d}"
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    assert names
+    return {name: (directory / name).read_bytes() for name in names}
+
+
+def train(cwd: Path, *overrides: str, ranks: int = 1) -> dict:
+    cwd.mkdir(parents=True, exist_ok=True)
+    done = call([*python_main(), *CONVNET, f"ddp.nproc_per_node={ranks}", *overrides], cwd)
+    assert done.returncode == 0, done.stdout
+    return read_result(cwd / "outputs" / "run")
+
+
+def test_killed_with_augmentation_and_loader_processes(tmp_path):
+    """SIGKILL of a rank, then of all processes, in the middle of epochs: byte for byte the uninterrupted run."""
+    train(tmp_path / "uninterrupted", "data.num_workers=2", ranks=2)
+    command = [*torchrun(2, "--max_restarts=2"), *CONVNET, "data.num_workers=1"]
+    run = tmp_path / "outputs" / "run"
+    job = Job(command, tmp_path)
+    wait_for(lambda: last_step(run) >= 18 and committed(run), what="step 18")
+    job.kill_worker(1)
+    wait_for(lambda: last_step(run) >= 44, what="step 44")
+    job.kill_tree()
+    job = Job(command, tmp_path)
+    assert job.wait() == 0, job.text()
+    assert final(tmp_path) == final(tmp_path / "uninterrupted")
+    history = read_history(run / METRICS)
+    assert (history.starts, [step for step, _ in history.series("train_loss")]) == (3, list(range(1, STEPS + 1)))
+
+
+def test_statistics_over_all_ranks(tmp_path):
+    """1, 2 and 3 ranks train the same model, and evaluate every one of 200 and 300 samples once."""
+    one, two, three = (train(tmp_path / str(n), "optimizer.lr=0.02", ranks=n) for n in (1, 2, 3))
+    for name in ("val_loss", "val_accuracy", "test_loss", "test_accuracy"):
+        assert one[name] == pytest.approx(two[name], abs=1e-5)
+        assert one[name] == pytest.approx(three[name], abs=1e-5)
+    assert one["samples"] == STEPS * 96 and "tokens" not in one
+
+
+def test_unequal_micro_batches_are_refused(tmp_path):
+    done = call([*python_main(), *CONVNET, "ddp.nproc_per_node=5"], tmp_path)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stdout.splitlines() if "error" in line]
+    assert line.startswith(
+        "config error: ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size=96"
+    )
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_convnet_recipe(tmp_path):
+    """Its metrics reach the log, TensorBoard, metrics.jsonl and result.json."""
+    done = call([*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "outputs" / "run"
+    result = read_result(run)
+    assert result["test_accuracy"] >= 0.97
+    assert (
+        f"test loss {result['test_loss']:.4f}, accuracy {result['test_accuracy']:.4f}" in done.stdout.splitlines()[-1]
+    )
+    events = EventAccumulator(str(run / "tensorboard" / "rank0")).Reload()
+    assert events.Scalars("test/accuracy")[-1].value == pytest.approx(result["test_accuracy"])
+    assert len(events.Scalars("val/accuracy")) == len(read_history(run / METRICS).series("val_accuracy")) == 4
+    again = call([*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"], tmp_path)
+    assert again.stdout.splitlines()[-1].split(" after ")[0] == done.stdout.splitlines()[-1].split(" after ")[0]
+    evaluate = [python_main()[0], "-m", "mingpt_ddp.evaluate", str(run), "split=test", "precision=fp32"]
+    measured = json.loads(call(evaluate, Path(__file__).resolve().parents[2]).stdout)
+    assert measured["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.02)  # trained in another precision
+
+
+def test_the_toy_recipe(tmp_path):
+    done = call([*python_main(), "experiment=toy", "run.name=run"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert len(done.stdout.splitlines()) < 24, "more than a screen"
+    assert read_result(tmp_path / "outputs" / "run")["val_loss"] < 0.1

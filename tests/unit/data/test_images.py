@@ -1,0 +1,112 @@
+"""MNIST's idx files, scikit-learn's digits, and the random shift."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from mingpt_ddp.config.components import DigitsConfig, MNISTConfig
+from mingpt_ddp.data.images import RandomShift, digits, mnist
+from mingpt_ddp.errors import DataError
+
+SIZES = {"train": 40, "t10k": 10}
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+
+
+def files() -> dict[str, bytes]:
+    """Return the four files of a small MNIST: image i is filled with the value i."""
+    content = {}
+    for split, n in SIZES.items():
+        images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None], (n, 28, 28))
+        content[f"{split}-images-idx3-ubyte"] = idx(images)
+        content[f"{split}-labels-idx1-ubyte"] = idx((np.arange(n) % 10).astype(np.uint8))
+    return content
+
+
+def write(directory, content: dict[str, bytes]) -> None:
+    for name, data in content.items():
+        (directory / name).write_bytes(data)
+
+
+def settings(path, tmp_path, shift: int = 0) -> MNISTConfig:
+    return MNISTConfig(name="mnist", dataset="mnist", path=str(path), cache_dir=str(tmp_path / "cache"), shift=shift)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_idx_files(tmp_path, zipped):
+    content = files()
+    write(tmp_path, {f"{n}.gz": gzip.compress(d) for n, d in content.items()} if zipped else content)
+    datasets = mnist(settings(tmp_path, tmp_path))
+    assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [20, 20, 10]
+    image, label = datasets.val[3]
+    assert image.shape == (1, 28, 28) and image.dtype == torch.float32
+    assert torch.allclose(image, torch.full((1, 28, 28), 23 / 39)) and label == 3
+    assert datasets.outputs == 10 and len(datasets.sha256) == 64
+
+
+def test_files_of_a_url_are_downloaded_once(tmp_path):
+    remote = fsspec.filesystem("memory")
+    for name, data in files().items():
+        remote.pipe(f"/mnist/{name}", data)
+    try:
+        first = mnist(settings("memory://mnist", tmp_path))
+    finally:
+        remote.rm("/mnist", recursive=True)
+    assert mnist(settings("memory://mnist", tmp_path)).sha256 == first.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "t10k-labels-idx1-ubyte",
+            None,
+            "has no t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz; name",
+        ),
+        ("train-images-idx3-ubyte", b"", "train-images-idx3-ubyte at data.path=.* is not an idx file of bytes"),
+        ("train-images-idx3-ubyte", b"\x1f\x8bxx", "is not an idx file of bytes"),
+        ("train-images-idx3-ubyte", idx(np.zeros((40, 28, 28), np.uint8))[:-1], "is not an idx file of bytes"),
+        ("train-labels-idx1-ubyte", b"\x00\x00\x0d\x01" + bytes(8), "is not an idx file of bytes: its type is 13"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(39, np.uint8)), "has 50 images and 49 labels"),
+    ],
+)
+def test_invalid_files_are_one_line(tmp_path, name, data, message):
+    write(tmp_path, files())
+    (tmp_path / name).unlink()
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        mnist(settings(tmp_path, tmp_path))
+
+
+def test_digits():
+    pytest.importorskip("sklearn")
+    datasets = digits(DigitsConfig(name="digits", dataset="digits"))
+    assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [1297, 200, 300]
+    assert datasets.train[0][0].shape == (1, 8, 8)
+    for split in (datasets.train, datasets.val, datasets.test):
+        assert {int(y) for _, y in split} == set(range(10))
+        assert all(x.min() >= 0 and x.max() <= 1 for x, _ in split)
+
+
+def test_a_shift_moves_the_image_and_pads_with_zeros():
+    image = torch.arange(1.0, 10.0).view(1, 3, 3)
+    shifted = RandomShift(TensorDataset(image[None], torch.tensor([7])), 1)
+    seen = set()
+    for seed in range(100):
+        torch.manual_seed(seed)
+        x, y = shifted[0]
+        assert x.shape == (1, 3, 3) and y == 7
+        seen.add(tuple(x.flatten().tolist()))
+    assert len(seen) == 9
+    assert (0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 0.0, 4.0, 5.0) in seen
+    assert tuple(image.flatten().tolist()) in seen
