@@ -48,7 +48,7 @@ class DDPStrategy:
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model for training. All ranks receive the weights of rank zero."""
         ddp = self.config.ddp
-        if self.group.world_size > 1 and ddp.sync_batchnorm:
+        if ddp.sync_batchnorm:
             model = synchronize(model, self.device)
         compiled: Any = model
         if self.compiles:

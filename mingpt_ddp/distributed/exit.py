@@ -5,6 +5,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -156,7 +157,8 @@ class ProcessExit:
         """Exit. If the signal comes from an agent after another rank failed, log the root cause."""
         try:
             if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
-                log.error("error: %s", cause)
+                is_user_error = re.match(r"rank \d+: [a-z]+ error: ", cause)  # which that rank has logged for all
+                log.error("error: %s", cause, extra={"file_only": bool(is_user_error)})
             elif self.env.is_rank_zero:
                 log.error("ended by %s; rerun the same command to resume", signal.Signals(number).name)
         finally:

@@ -25,18 +25,22 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
+def _sum_over_ranks(values: Tensor) -> Tensor:
+    if dist.is_initialized():  # a single rank computes alike, so that the numbers do not depend on how many there are
+        dist.all_reduce(values := values.clone())
+    return values
+
+
 class _AllReduceSum(torch.autograd.Function):
     """Sum over ranks. The loss of each rank depends on the sum, so the gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
-        dist.all_reduce(total := values.clone())
-        return total
+        return _sum_over_ranks(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        dist.all_reduce(total := grad.clone())
-        return total
+        return _sum_over_ranks(grad)
 
 
 def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:

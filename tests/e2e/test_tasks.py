@@ -52,7 +52,7 @@ def test_killed_with_augmentation_and_loader_processes(tmp_path):
 
 def test_statistics_over_all_ranks(tmp_path):
     """1, 2 and 3 ranks train the same model, and evaluate every one of 200 and 300 samples once."""
-    one, two, three = (train(tmp_path / str(n), "optimizer.lr=0.02", ranks=n) for n in (1, 2, 3))
+    one, two, three = (train(tmp_path / str(n), ranks=n) for n in (1, 2, 3))
     for name in ("val_loss", "val_accuracy", "test_loss", "test_accuracy"):
         assert one[name] == pytest.approx(two[name], abs=1e-5)
         assert one[name] == pytest.approx(three[name], abs=1e-5)
