@@ -241,19 +241,18 @@ def export(config: ExportConfig) -> int:
 
 
 def describe(snapshot: Snapshot) -> bytes:
-    """Return the JSON that describes the weights: the model's configuration and the character of each token.
+    """Return the JSON that describes the weights: the model's configuration, for text the character of each token.
 
     Raises:
         SnapshotError: the snapshot's state lacks it.
     """
-    spec = read_model_spec(snapshot.state)
-    if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
-        spec.config()
-    values = {
-        "step": snapshot.step,
-        "val_loss": recorded_train_state(snapshot.state).get("val_loss"),  # nats per character
-        "model": spec.model,
-        "block_size": spec.block_size,
-        "vocabulary": spec.vocabulary,
-    }
+    state = snapshot.state
+    values = {"step": snapshot.step, "val_loss": recorded_train_state(state).get("val_loss")}
+    if isinstance(state, dict) and "data" in state:  # another task than a language model
+        values |= {"task": state["config"].get("task"), "model": state["config"].get("model"), "data": state["data"]}
+    else:
+        spec = read_model_spec(state)
+        if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
+            spec.config()
+        values |= {"model": spec.model, "block_size": spec.block_size, "vocabulary": spec.vocabulary}
     return (json.dumps(values, indent=1) + "\n").encode()

@@ -58,8 +58,10 @@ def read_model_spec(state: Any) -> ModelSpec:
     """Extract the model's part from an untrusted snapshot state.
 
     Raises:
-        SnapshotError: it is missing, too large or of another type.
+        SnapshotError: it is missing, too large or of another type, or is of another task.
     """
+    if isinstance(state, dict) and "data" in state:  # of a dataset of samples, not of a text
+        raise SnapshotError("its task is not a language model; measure it with python -m mingpt_ddp.evaluate")
     try:
         vocabulary, config = state["vocabulary"], state["config"]
         architecture, block_size = config["model"]["architecture"], config["data"]["block_size"]

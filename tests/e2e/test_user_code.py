@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import csv
 import re
-import shlex
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
+from user_code_page import PAGE, page_commands, page_files
 
 from mingpt_ddp.cli.sample import SampleConfig, sample
 from mingpt_ddp.cli.snapshots import ExportConfig, export
 from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30
-PAGE = (ROOT / "docs" / "your-own-model.md").read_text()
 SETTINGS = {
     "model.n_hidden": "96",  # slow enough to be killed in mid-run
     "data.block_size": "64",
@@ -28,16 +27,6 @@ SETTINGS = {
     "trainer.log_every": "1",
     "snapshot.every_steps": "8",
 }
-
-
-def page_files() -> dict[str, str]:
-    """Return the files shown on the page, by name."""
-    return dict(re.findall(r"^`(my_project/\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
-
-
-def page_commands() -> list[list[str]]:
-    [block] = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    return [shlex.split(line) for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")

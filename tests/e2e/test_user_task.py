@@ -1,0 +1,184 @@
+"""A user's task, dataset and model: the second example of docs/your-own-model.md."""
+
+from __future__ import annotations
+
+import json
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
+from user_code_page import page_commands, page_files
+
+from mingpt_ddp.cli.snapshots import ExportConfig, export
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import read_result
+
+STEPS = 160
+SETTINGS = ["trainer.max_epochs=null", f"trainer.max_steps={STEPS}", "trainer.batch_size=250", "trainer.precision=fp32"]
+SETTINGS += [
+    "optimizer.warmup_steps=4",
+    "trainer.log_every=1",
+    "trainer.eval_every=80",
+    "snapshot.every_steps=4",
+]  # 16 steps an epoch
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    cwd = tmp_path_factory.mktemp("project")
+    for name, content in page_files("my_task").items():
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text(content)
+    return cwd
+
+
+@pytest.fixture(scope="module")
+def trained(project) -> Path:
+    done = call([*torchrun(2), *arguments()], project)
+    assert done.returncode == 0, done.stdout
+    return project / "outputs" / "tags"
+
+
+def arguments(*more: str) -> list[str]:
+    """Return the arguments of the page's training command, with those of the tests."""
+    args = page_commands(1)[0]
+    assert args[:3] == ["torchrun", "--nproc_per_node=2", "main.py"]
+    return [*args[3:], *SETTINGS, *more]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
+
+
+def test_the_task_is_learnt_and_measured(trained, project):
+    result = read_result(trained)
+    assert result["test_accuracy"] > 0.9
+    assert result["samples"] == STEPS * 250
+    assert len(read_history(trained / METRICS).series("val_accuracy")) == 2
+    args = page_commands(1)[1]
+    assert args[:3] == ["python", "-m", "mingpt_ddp.evaluate"]
+    done = call([sys.executable, *args[1:]], project, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.01)
+
+
+def test_killed_in_mid_epoch(trained, project, tmp_path):
+    job = Job([*torchrun(2), *arguments(f"run.root={tmp_path}", "data.num_workers=1")], project)
+    run = tmp_path / "tags"
+    wait_for(lambda: last_step(run) >= 60 and committed(run), what="step 60")
+    job.kill_tree()
+    done = call([*python_main(), *arguments(f"run.root={tmp_path}", "ddp.nproc_per_node=2")], project)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot" in done.stdout
+    assert weights(run) == weights(trained)
+
+
+def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
+    path = f"s3://{seaweed.make_bucket('tasks')}/{uuid.uuid4().hex}"
+    sweep = ["-m", "model.n_hidden=8,32", "run.name=sweep", f"run.root={tmp_path}", f"snapshot.path={path}"]
+    done = call([*python_main(), *arguments("trainer.max_steps=8"), *sweep], project, **seaweed.environment())
+    assert done.returncode == 0, done.stdout
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
+    results = [read_result(found.parent) for found in tmp_path.glob("sweep/*/result.json")]
+    assert [result["step"] for result in results] == [8, 8]
+    assert all("val_accuracy" in result for result in results)
+
+
+def test_sampling_is_refused(trained, project):
+    done = call([sys.executable, str(ROOT / "sample.py"), str(trained), "code=my_task/mine.py"], project)
+    assert done.returncode == 2
+    expected = "snapshot error: its task is not a language model; measure it with python -m mingpt_ddp.evaluate\n"
+    assert done.stdout == expected
+
+
+def test_the_snapshot_tools_know_no_task(trained, tmp_path):
+    assert SnapshotStore(str(trained / "snapshots")).verify(STEPS)
+    assert export(ExportConfig(str(trained), str(tmp_path / "export"))) == 0
+    described = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (described["task"]["name"], described["model"]["n_hidden"]) == ("tagging", 32)
+    assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(trained)
+
+
+SEVERAL = """
+from mingpt_ddp.registry import TaskConfig, register
+from mingpt_ddp.tasks import Task
+from torch.nn import functional as F
+
+@register("task", "autoencoder", TaskConfig)
+class Autoencoder(Task):
+    def loss(self, model, batch):
+        x, _ = batch
+        y = model(x)
+        return {"squared": F.mse_loss(y, x[:, :5]), "absolute": 0.1 * F.l1_loss(y, x[:, :5])}
+"""
+
+
+def test_several_losses_are_logged_each(tmp_path):
+    """Their sum is trained; without `metrics`, the evaluation has their means."""
+    (tmp_path / "own" / "task").mkdir(parents=True)
+    (tmp_path / "own" / "several.py").write_text(SEVERAL)
+    (tmp_path / "own" / "task" / "autoencoder.yaml").write_text("name: autoencoder\ncode: several.py\n")
+    args = ["experiment=toy", "task=autoencoder", "--config-dir=own", "trainer.max_epochs=1", "run.name=run"]
+    done = call([*python_main(), *args, "trainer.precision=fp32", "ddp.nproc_per_node=2"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    run = tmp_path / "outputs" / "run"
+    history, result = read_history(run / METRICS), read_result(run)
+    parts = [dict(history.series(f"train_loss_{name}")) for name in ("squared", "absolute")]
+    for step, total in history.series("train_loss"):
+        assert total == pytest.approx(parts[0][step] + parts[1][step])
+    assert result["val_loss"] == pytest.approx(result["val_loss_squared"] + result["val_loss_absolute"])
+
+
+WRONG = """
+from mingpt_ddp.registry import TaskConfig, register
+from mingpt_ddp.tasks import Task
+from torch.nn import functional as F
+
+class Base(Task):
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+@register("task", "vector", TaskConfig)
+class Vector(Task):
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch[0]), batch[1], reduction="none")
+
+@register("task", "nameless", TaskConfig)
+class Nameless(Base):
+    def metrics(self, model, batch):
+        return {"error": (1.0, 2)}
+
+@register("task", "raises", TaskConfig)
+class Raises(Task):
+    def loss(self, model, batch):
+        return batch.nothing
+
+@register("task", "other", TaskConfig)
+def other(config, group):
+    return 7
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vector", "code error: the task vector: loss(model, batch) must return scalar tensors, not (32, 5) as loss"),
+        (
+            "nameless",
+            "code error: the task nameless: metrics(model, batch) must return pairs (sum, number), among them",
+        ),
+        ("raises", "code error: own/wrong.py:23: AttributeError: 'list' object has no attribute 'nothing'"),
+        ("other", "code error: the task other must be a mingpt_ddp.tasks.Task, not int"),
+    ],
+)
+def test_a_wrong_task_is_one_line(name, message, tmp_path):
+    (tmp_path / "own" / "task").mkdir(parents=True)
+    (tmp_path / "own" / "wrong.py").write_text(WRONG)
+    (tmp_path / "own" / "task" / "wrong.yaml").write_text(f"name: {name}\ncode: wrong.py\n")
+    done = call([*python_main(), "experiment=toy", "task=wrong", "--config-dir=own"], tmp_path)
+    assert (done.returncode, len(done.stdout.splitlines())) == (2, 1), done.stdout
+    assert done.stdout.startswith(message), done.stdout
+    assert not (tmp_path / "outputs").exists()
