@@ -258,3 +258,29 @@ def test_without_shared_memory(tmp_path):
     done = call([*read_only, *ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
     assert done.returncode == 0, done.stdout
     assert result(tmp_path / "outputs" / "run")["step"] == STEPS
+
+
+def test_mpirun(tmp_path, uninterrupted):
+    """The variables of Open MPI's mpirun, which starts one process per rank."""
+    shared = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    ranks = [{**shared, "OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_LOCAL_RANK": r} for r in ("1", "0")]
+    jobs = [Job([*python_main(), *SETTINGS], tmp_path, **variables) for variables in ranks]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
+    assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
+
+
+def test_a_batch_size_per_rank(tmp_path):
+    """Two ranks train with twice the batch; the snapshot keeps it, so that three ranks do not train another run."""
+    settings = [word for word in SETTINGS if "batch_size" not in word and not word.startswith("run.name")]
+    per_rank = [*python_main(), *settings, "trainer.batch_size_per_rank=6"]
+    done = call([*per_rank, TWO, "trainer.max_steps=4"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert result(run)["tokens"] == 4 * 12 * 16
+    again = call([*per_rank, TWO], tmp_path)
+    assert "resuming from the snapshot of step 4" in again.stdout and result(run)["step"] == STEPS
+    done = call([*per_rank, "ddp.nproc_per_node=3", "trainer.max_steps=50"], tmp_path)
+    assert done.returncode == 2
+    assert "trainer.batch_size (12 there, 18 now); restore them" in done.stdout
+    done = call([*per_rank[:-1], "trainer.batch_size=12", f"run.name={run.name}", "ddp.nproc_per_node=3"], tmp_path)
+    assert (done.returncode, [path.name for path in (tmp_path / "outputs").iterdir()]) == (0, [run.name]), done.stdout

@@ -421,3 +421,19 @@ def test_credentials_are_refused_and_not_printed(key, url, default):
 )
 def test_urls_without_credentials_are_fine(url, default):
     assert changed(default, "data.path", url).data.path == url
+
+
+def test_a_batch_size_per_rank_excludes_one_of_all_ranks():
+    assert started("trainer.batch_size_per_rank=6").trainer.batch_size_per_rank == 6
+    with pytest.raises(ConfigError, match=r"trainer.batch_size and trainer.batch_size_per_rank exclude each other"):
+        started("trainer.batch_size_per_rank=6", "trainer.batch_size=12")
+
+
+def test_a_typed_batch_size_replaces_one_per_rank(tmp_path):
+    """Of a preset."""
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "mine.yaml").write_text("batch_size_per_rank: 8\n")
+    search = f"hydra.searchpath=[{tmp_path}]"
+    config = started(search, "trainer=mine", "trainer.batch_size=24")
+    assert (config.trainer.batch_size, config.trainer.batch_size_per_rank) == (24, None)
+    assert started(search, "trainer=mine").trainer.batch_size_per_rank == 8

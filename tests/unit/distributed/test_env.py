@@ -1,4 +1,4 @@
-"""The GPU of each rank, with a fake number of GPUs."""
+"""The ranks that launchers set, and the GPU of each rank, with a fake number of GPUs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from multiprocess.ranks import configure
 
+from mingpt_ddp import distributed
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.device import choose_device, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv, read_env, worker_environ
@@ -15,9 +16,9 @@ from mingpt_ddp.errors import ConfigError
 @pytest.fixture
 def device(monkeypatch):
     """Return a function that chooses the device for environment variables and a number of visible GPUs."""
-    config = from_mapping(configure("trainer.device=auto"))
 
-    def choose(gpus: int, **variables: str) -> str:
+    def choose(gpus: int, backend: str = "auto", **variables: str) -> str:
+        config = from_mapping(configure("trainer.device=auto", f"ddp.backend={backend}"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
@@ -45,7 +46,9 @@ def test_each_local_rank_has_a_visible_gpu(launcher, device):
 
     assert device(0, **variables(1)) == "cpu"
     assert [device(2, **variables(local_rank)) for local_rank in (0, 1)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(ConfigError, match="local rank 2 has no GPU, this machine has 2; start 2 ranks or use the CPU"):
+    with pytest.raises(
+        ConfigError, match="local rank 2 has no GPU, this machine has 2; start 2 ranks, use the CPU, or let"
+    ):
         device(2, **variables(2))
 
 
@@ -61,3 +64,69 @@ def test_two_ranks_on_one_gpu_are_named():
     refuse_shared_gpus(["a", "b", "c"])
     with pytest.raises(ConfigError, match="ranks 1 and 2 have the same GPU; give each its own by LOCAL_RANK"):
         refuse_shared_gpus(["a", "b", "b"])
+
+
+def test_ranks_of_gloo_share_gpus(device):
+    ranks = [{**SHARED, "RANK": str(r), "LOCAL_RANK": str(r), "TORCHELASTIC_RUN_ID": "none"} for r in range(3)]
+    assert [device(1, "gloo", **rank) for rank in ranks] == ["cuda:0"] * 3
+    assert [device(2, "gloo", **rank) for rank in ranks] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [("0,1", ["cuda:0", "cuda:1"]), ("1", ["cuda:0"])])
+def test_visible_gpus_are_numbered_from_zero(gpus, expected, device, monkeypatch):
+    """As with CUDA_VISIBLE_DEVICES=0,1, which torch counts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    variables = [{**SHARED, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(len(expected))]
+    assert [device(len(expected), **each) for each in variables] == expected
+
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.fixture
+def mpirun(monkeypatch):
+    """Return a function that reads the environment of Open MPI's mpirun with these changes."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def read(**changes: str) -> DistEnv:
+        for name, value in {**OPEN_MPI, **changes}.items():
+            monkeypatch.setenv(name, value)
+        return read_env()
+
+    return read
+
+
+def test_mpirun_on_several_machines(mpirun):
+    env = mpirun(MASTER_ADDR="head", MASTER_PORT="1234")
+    assert (env.rank, env.local_rank, env.world_size, env.master_address) == (3, 1, 4, ("head", 1234))
+    assert not env.is_standalone and env.has_local_rank and not env.has_agent
+
+
+def test_mpirun_on_one_machine_needs_no_address(mpirun):
+    assert mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="4").master_address == ("localhost", 29500)
+    with pytest.raises(ConfigError, match="mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST"):
+        mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="2")
+
+
+def test_one_rank_of_mpirun_is_standalone(mpirun):
+    assert mpirun(OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0").is_standalone
+
+
+def test_torchrun_has_precedence_over_mpirun(mpirun):
+    env = mpirun(RANK="0", WORLD_SIZE="1")
+    assert (env.rank, env.world_size) == (0, 1)
+
+
+def test_ranks_for_user_code(monkeypatch):
+    for name, value in {"RANK": "5", "LOCAL_RANK": "1", **SHARED}.items():
+        monkeypatch.setenv(name, value)
+    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (5, 1, 8)
+    for name in ("RANK", "LOCAL_RANK", *SHARED):
+        monkeypatch.delenv(name)
+    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (0, 0, 1)

@@ -12,7 +12,7 @@ from torch import nn
 from mingpt_ddp.config.components import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.lr_schedule import get_lr
+from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
 SCHEDULE = {"schedule": "cosine", "schedule_steps": None, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_ratio": 0.2}
@@ -136,3 +136,14 @@ def test_frozen_parameters_are_omitted(model):
 def test_a_model_with_only_matrices_has_one_group():
     (group,) = build_optimizer(nn.Linear(3, 2, bias=False), ADAMW).param_groups
     assert group["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scaling", "batch", "factor"), [("none", 48, 1), ("linear", 48, 4), ("sqrt", 48, 2), ("linear", 6, 0.5)]
+)
+def test_the_learning_rate_is_scaled_with_the_batch(scaling, batch, factor):
+    config = schedule("cosine", lr_scaling=scaling, reference_batch_size=12)
+    scaled = scale_lr(config, batch)
+    for step in (1, 5, 50, STEPS):
+        assert get_lr(step, scaled, STEPS) == pytest.approx(factor * get_lr(step, config, STEPS))
+    assert scale_lr(schedule("cosine"), batch) == schedule("cosine")

@@ -1,0 +1,28 @@
+"""snapshot.every_epochs and every_minutes: which steps are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launching import TINY, call, committed, python_main
+
+SETTINGS = [*TINY, "snapshot.every_steps=null", "snapshot.keep_last=1000", "snapshot.keep_best=false", "run.name=run"]
+SETTINGS += ["trainer.eval_every=null", "trainer.max_steps=null"]
+
+
+def saved(cwd: Path, *overrides: str) -> list[int]:
+    done = call([*python_main(), *SETTINGS, *overrides], cwd)
+    assert done.returncode == 0, done.stdout
+    return committed(cwd / "outputs" / "run")
+
+
+def test_every_epochs(tmp_path):
+    """An epoch of 8,371 characters has 522 windows of 16: 43 steps of 12."""
+    assert saved(tmp_path, "trainer.max_epochs=5", "snapshot.every_epochs=2") == [86, 172, 215]
+
+
+def test_every_minutes(tmp_path):
+    """By the clock of rank zero, and not more often: a save takes part of the time too."""
+    steps = saved(tmp_path, "trainer.max_steps=400", "snapshot.every_minutes=0.01")  # 0.6 s
+    assert 2 <= len(steps) < 100 and steps[-1] == 400
+    assert steps[0] > 1
