@@ -67,15 +67,15 @@ def _best(jobs: list[Job], keys: list[str]) -> str:
     best, names = best_of(jobs), short_names(keys)
     if best is None or best.objective is None:
         return "<p>No job is complete.</p>"
-    nats, bits = fixed(best.objective, ".4f"), fixed(best.objective / math.log(2), ".4f")
+    metrics = "".join(f", {cut(name)} {fixed(value, '.4f')}" for name, value in best.metrics.items())
     values = "".join(f", {names[key]} {shown(best.config[key])}" for key in keys if key in best.config)
-    text = f"Validation loss {nats} nats ({bits} bits) per character{values}."
+    text = f"Validation loss {fixed(best.objective, '.4f')}{metrics}{values}."
     return f"<p>{escape(text)}</p><pre>{escape(command_line(best))}</pre>"
 
 
 def _table(jobs: list[Job], keys: list[str]) -> str:
     names = [cut(name, LONGEST) for name in short_names(keys).values()]
-    titles = ["#", "validation loss", "status", *names, "step", "tokens/s", "faults", "time", "directory"]
+    titles = ["#", "validation loss", "status", *names, "step", f"{jobs[0].unit}/s", "faults", "time", "directory"]
     rows = [[str(rank), *cells(job, keys), cut(job.name)] for rank, job in enumerate(jobs, start=1)]
     head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
     body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
@@ -213,4 +213,4 @@ def _highest(losses: list[float]) -> float:
 def _loss_axis(losses: list[float]) -> dict[str, Any]:
     low, high = min(losses, default=0.0), _highest(losses)
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
-    return {"title": {"text": "nats per character"}, "range": [low - margin, high + margin]}
+    return {"title": {"text": "validation loss"}, "range": [low - margin, high + margin]}

@@ -44,7 +44,7 @@ class Job:
 
     @cached_property
     def objective(self) -> float | None:
-        """The final validation loss in nats per character; only a complete job has one."""
+        """The final validation loss; only a complete job has one."""
         return number(self.result.get("val_loss")) if self.status == "complete" else None
 
     @cached_property
@@ -62,10 +62,21 @@ class Job:
         return max((int(step) for step in steps if step is not None), default=None)
 
     @cached_property
-    def tokens_per_s(self) -> float | None:
-        """The median over the log steps, in characters per second over all ranks."""
-        series = self.history.series("tokens_per_s")
+    def unit(self) -> str:
+        """What a step consumes: samples, or tokens."""
+        return "samples" if self.history.series("samples_per_s") else "tokens"
+
+    @cached_property
+    def speed(self) -> float | None:
+        """The median over the log steps, in units per second over all ranks."""
+        series = self.history.series(f"{self.unit}_per_s")
         return statistics.median(value for _, value in series) if series else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The task's metrics of the last evaluation besides the loss, by name."""
+        values = {name[4:]: number(value) for name, value in self.result.items() if str(name).startswith("val_")}
+        return {plain_name: value for plain_name, value in values.items() if value is not None and plain_name != "loss"}
 
     @property
     def faults(self) -> int | None:

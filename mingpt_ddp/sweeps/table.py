@@ -18,7 +18,7 @@ def table(jobs: list[Job], keys: list[str]) -> str:
     """
     names, best = short_names(keys), best_of(jobs)
     parameters = [cut(names[key]) for key in keys[:COLUMNS]]
-    head = ["", "val loss", "status", *parameters, "step", "tokens/s", "faults", "time", "job"]
+    head = ["", "val loss", "status", *parameters, "step", f"{jobs[0].unit}/s", "faults", "time", "job"]
     rows = [head, *(["*" if job is best else "", *cells(job, keys[:COLUMNS]), job.name] for job in jobs)]
     left = (2, len(head) - 1)  # columns of text
     columns = enumerate(zip(*rows, strict=True))
@@ -35,14 +35,14 @@ def table(jobs: list[Job], keys: list[str]) -> str:
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
-    """Format validation loss, status, parameters, step, tokens per second, faults and time of a job."""
+    """Format validation loss, status, parameters, step, speed, faults and time of a job."""
     loss, seconds = fixed(job.val_loss, ".4f"), number(job.result.get("wall_seconds"))
     return [
         loss if job.objective is not None or job.val_loss is None else f"({loss})",
         shown(job.status),
         *(shown(job.config[key]) if key in job.config else "-" for key in keys),
         fixed(job.step, "d"),
-        fixed(job.tokens_per_s, ",.0f"),
+        fixed(job.speed, ",.0f"),
         fixed(job.faults, "d"),
         "-" if seconds is None or not 0 <= seconds < 1e13 else str(timedelta(seconds=round(seconds))),
     ]

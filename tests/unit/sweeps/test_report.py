@@ -46,7 +46,7 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
     ]
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
     assert best_of(jobs).name == "b/c"
-    assert [(job.step, job.tokens_per_s, job.faults) for job in jobs] == [(100, 4e4, 2), (100, 4e4, 0), (60, 4e4, 0)]
+    assert [(job.step, job.speed, job.faults) for job in jobs] == [(100, 4e4, 2), (100, 4e4, 0), (60, 4e4, 0)]
     assert jobs[2].val_loss == pytest.approx(1.0), "the last validation loss"
 
 
