@@ -64,7 +64,7 @@ def from_loader(corpus: TextDataset, context: int, batch: int) -> Iterator[tuple
     while True:
         step += 1
         (micro,) = loader.get_batch(step, plan, rank=0)
-        yield micro.x, micro.y
+        yield micro.batch
 
 
 def batches_per_s(batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, int], seconds: float) -> float:
