@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward on this rank's micro-batches, clipping, the update.
 
-The task turns a model and a micro-batch into a mean loss. The gradients are averaged over the ranks during the last
-micro-batch's backward pass, by DistributedDataParallel (distributed/ddp.py).
+The task turns a model and a micro-batch into a mean loss. The strategy (distributed/strategies) averages the gradients
+over the ranks.
 """
 
 import logging
@@ -15,6 +15,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr
@@ -30,14 +31,28 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def build_model_and_optimizer(runtime: Runtime, task: Task) -> tuple[nn.Module, Optimizer]:
-    """Build both, with weights drawn from the seed."""
+def build_model_and_optimizer(
+    runtime: Runtime, task: Task, strategy: Strategy | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """Build both, with weights drawn from the seed.
+
+    Args:
+        strategy: prepares the model for training on all ranks, a collective; None: this rank uses the model alone.
+    """
     config = task.config
     seed_everything("weights", config.run.seed)
-    model = task.build_model().to(runtime.device)
+    model = task.build_model()
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
+    model = strategy.prepare(model) if strategy else model.to(runtime.device)
     return model, build_optimizer(model, config.optimizer)
+
+
+def sample(runtime: Runtime, task: Task, model: nn.Module, step: int) -> str | None:
+    """Return a text that a prepared model generates, if the task has one; None on ranks without it. A collective."""
+    if type(task).sample is Task.sample:
+        return None
+    return runtime.strategy.on_whole_model(model, task.build_model, lambda whole: task.sample(whole, step))
 
 
 class TrainStep:
@@ -55,7 +70,7 @@ class TrainStep:
         self.config, self.runtime, self.task, self.loader, self.plan = task.config, runtime, task, loader, plan
         self.model, self.optimizer = model, optimizer
         self.steps = count_steps(self.config, loader.steps_per_epoch)
-        if isinstance(optimizer, Muon):
+        if isinstance(optimizer, Muon) and not runtime.strategy.is_sharded:
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
@@ -77,10 +92,19 @@ class TrainStep:
         self.runtime.strategy.begin_step()
         losses: dict[str, Tensor] = {}
         batch = self._fetch(step)
-        for micro in batch:
-            for name, loss in self._forward_backward(step, micro, syncs=micro is batch[-1]).items():
+        passes = self._count_passes(batch)
+        for i in range(passes):
+            own = i < len(batch)
+            parts = self._forward_backward(step, batch[i if own else -1], i == passes - 1, weight=float(own))
+            for name, loss in parts.items() if own else ():
                 losses[name] = losses[name] + loss if name in losses else loss
+        self.runtime.strategy.reduce_gradients(self.parameters)
         return losses
+
+    def _count_passes(self, batch: list[MicroBatch]) -> int:
+        """Return the forward passes of this rank in a step; those that are collectives need as many on every rank."""
+        most = -(-self.plan.n_micro // self.runtime.group.world_size)
+        return most if self.runtime.strategy.shards_model else len(batch)
 
     def _fetch(self, step: int) -> list[MicroBatch]:
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
@@ -89,11 +113,12 @@ class TrainStep:
         self.data_time_s = time.perf_counter() - begin
         return batch
 
-    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool) -> dict[str, Tensor]:
+    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool, weight: float = 1.0) -> dict[str, Tensor]:
         """Accumulate the gradients of one micro-batch; return its share of the step's mean losses.
 
         Args:
             syncs: this backward pass reduces the gradients over the ranks.
+            weight: of the loss; 0 for a pass that only other ranks need.
         """
         self.runtime.group.set_activity(f"in the forward pass of step {step}")
         seed_everything("dropout", self.config.run.seed, step, micro.index)
@@ -102,7 +127,7 @@ class TrainStep:
             losses = self._losses(micro)
             self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(losses["loss"] * (world_size / n_micro)).backward()
+            self.runtime.scaler.scale(losses["loss"] * (weight * world_size / n_micro)).backward()
         return {name: loss.detach() / n_micro for name, loss in losses.items()}
 
     def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -113,7 +138,7 @@ class TrainStep:
         """Clip the gradients; return their norm before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = self.runtime.strategy.total_norm([p.grad for p in self.parameters if p.grad is not None])
         if limit is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         return norm.to(self.runtime.device)  # without gradients torch returns a CPU zero
@@ -124,7 +149,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
-        self.runtime.scaler.step(self.optimizer)
+        self.runtime.strategy.update(self.optimizer, self.runtime.scaler)
         self.clear()
         self.runtime.strategy.broadcast_buffers(self.model)
         return lr
@@ -139,14 +164,17 @@ class TrainStep:
 
         A collective; call it after `clear`.
         """
-        found = ""
-        for micro in self._fetch(step):
+        found, batch, strategy = "", self._fetch(step), self.runtime.strategy
+        where = " (of any rank)" if strategy.shards_model else ""  # they are reduced in every pass
+        for i in range(self._count_passes(batch)):
+            micro = batch[min(i, len(batch) - 1)]
             loss = self._forward_backward(step, micro, syncs=False)["loss"]
-            gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
+            own = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            gradients = {f"the gradient of {name}{where} in": strategy.local(grad) for name, grad in own.items()}
             tensors = {"the loss of": loss, **gradients}
-            found = next((k for k, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "")
-            if found:
-                found += f" micro-batch {micro.index}"
+            wrong = next((k for k, t in tensors.items() if not torch.isfinite(t).all()), "")
+            found = found or (wrong and f"{wrong} micro-batch {micro.index}")
+            if found and not strategy.shards_model:
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
