@@ -6,6 +6,7 @@ over the ranks.
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -92,42 +93,38 @@ class TrainStep:
         self.runtime.strategy.begin_step()
         losses: dict[str, Tensor] = {}
         batch = self._fetch(step)
-        passes = self._count_passes(batch)
-        for i in range(passes):
-            own = i < len(batch)
-            parts = self._forward_backward(step, batch[i if own else -1], i == passes - 1, weight=float(own))
-            for name, loss in parts.items() if own else ():
+        for micro in batch:
+            parts = self._forward_backward(step, micro, syncs=micro is batch[-1])
+            for name, loss in parts.items() if micro.weight else ():
                 losses[name] = losses[name] + loss if name in losses else loss
         self.runtime.strategy.reduce_gradients(self.parameters)
         return losses
 
-    def _count_passes(self, batch: list[MicroBatch]) -> int:
-        """Return the forward passes of this rank in a step; those that are collectives need as many on every rank."""
-        most = -(-self.plan.n_micro // self.runtime.group.world_size)
-        return most if self.runtime.strategy.shards_model else len(batch)
-
     def _fetch(self, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches; as many as any rank's if each forward pass is a collective."""
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
         begin = time.perf_counter()
         batch = self.loader.get_batch(step, self.plan, self.runtime.group.rank)
         self.data_time_s = time.perf_counter() - begin
+        if self.runtime.strategy.shards_model and len(batch) < -(-self.plan.n_micro // self.plan.world_size):
+            batch = [*batch, replace(batch[-1], weight=0.0)]
         return batch
 
-    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool, weight: float = 1.0) -> dict[str, Tensor]:
+    def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool) -> dict[str, Tensor]:
         """Accumulate the gradients of one micro-batch; return its share of the step's mean losses.
 
         Args:
             syncs: this backward pass reduces the gradients over the ranks.
-            weight: of the loss; 0 for a pass that only other ranks need.
         """
-        self.runtime.group.set_activity(f"in the forward pass of step {step}")
+        gathers = self.runtime.strategy.shards_model  # in both passes, which then wait for all ranks
+        self.runtime.group.set_activity(f"in the forward pass of step {step}", waiting=gathers)
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
         with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
             losses = self._losses(micro)
-            self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
+            self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs or gathers)
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(losses["loss"] * (weight * world_size / n_micro)).backward()
+            self.runtime.scaler.scale(losses["loss"] * (micro.weight * world_size / n_micro)).backward()
         return {name: loss.detach() / n_micro for name, loss in losses.items()}
 
     def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -166,8 +163,7 @@ class TrainStep:
         """
         found, batch, strategy = "", self._fetch(step), self.runtime.strategy
         where = " (of any rank)" if strategy.shards_model else ""  # they are reduced in every pass
-        for i in range(self._count_passes(batch)):
-            micro = batch[min(i, len(batch) - 1)]
+        for micro in batch:
             loss = self._forward_backward(step, micro, syncs=False)["loss"]
             own = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
             gradients = {f"the gradient of {name}{where} in": strategy.local(grad) for name, grad in own.items()}

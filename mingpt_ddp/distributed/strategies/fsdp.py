@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.process_group import ProcessGroup
@@ -44,8 +45,7 @@ class FSDPStrategy(Strategy):
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         self._row_rank = self._mesh.get_local_rank(len(shape) - 1)  # which part of the rows
         self._writes = group.rank < self.shards  # in the first replica
-        half = dtype if dtype != torch.float32 else None
-        self._precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        self._half = dtype if dtype != torch.float32 else None  # type of the gathered weights
 
     def _shards_per_replica(self) -> int:
         """Return the ranks of a node; half of all on a single node."""
@@ -72,10 +72,15 @@ class FSDPStrategy(Strategy):
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
         model = self._synchronize_batchnorm(model)
+        # An evaluation leaves no weights gathered, which would stand in for the shards.
+        shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
+        if self._half:
+            for norm in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
+                shard(norm)  # a group in fp32, like its running statistics
+        precision = MixedPrecisionPolicy(param_dtype=self._half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
         for module in [*(blocks if isinstance(blocks, nn.ModuleList) else []), model]:
-            # An evaluation leaves no weights gathered, whose names would be those of the shards.
-            fully_shard(module, mesh=self._mesh, mp_policy=self._precision, reshard_after_forward=True)
+            shard(module, mp_policy=precision)
         return model
 
     def on_whole_model(self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]) -> T:
