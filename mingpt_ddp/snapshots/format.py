@@ -8,9 +8,9 @@ A snapshot is a directory `step_00001000` of
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
 If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on, whole or in
-pieces of rows, named `<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid manifest the snapshot does not exist.
-Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe to read: names are
-validated, and sizes are known before anything is read.
+pieces of rows, named `<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid manifest the snapshot does not
+exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe to read:
+names are validated, and sizes are known before anything is read.
 
 Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
 """

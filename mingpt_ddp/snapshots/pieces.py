@@ -65,14 +65,19 @@ def group_pieces(
     return grouped
 
 
-def merge(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors.
+def merge(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors; clear `named`, so that a piece is freed once it has been copied.
 
     Raises:
         ValueError: pieces do not make up whole tensors.
     """
     grouped = group_pieces(named, lambda tensor: (tensor.dtype, list(tensor.shape)))
-    return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, (_, parts) in grouped.items()}
+    named.clear()
+    joined = {}
+    for name in list(grouped):
+        parts = grouped.pop(name)[1]
+        joined[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined
 
 
 def make_index(headers: Mapping[str, Mapping[str, tuple[torch.dtype, list[int], int]]]) -> dict[str, Any]:

@@ -105,6 +105,8 @@ class FSDPStrategy(Strategy):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
+        if isinstance(tensor, DTensor) and tensor.dim() == 0:
+            tensor = tensor.full_tensor()
         if not isinstance(tensor, DTensor):  # the same on all ranks
             return self.group.env.call_on_rank_zero(lambda: (0, tensor))
         rows = tensor.to_local()
