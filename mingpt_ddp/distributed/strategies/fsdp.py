@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.distributed.device import keep_freed_memory
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
+GATHERED_BYTES = 1 << 20  # larger blocks of CPU memory may hold gathered weights, which others could not reuse
 
 
 class FSDPStrategy(Strategy):
@@ -45,6 +47,8 @@ class FSDPStrategy(Strategy):
         self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         self._row_rank = self._mesh.get_local_rank(len(shape) - 1)  # which part of the rows
         self._writes = group.rank < self.shards  # in the first replica
+        if device.type == "cpu":
+            keep_freed_memory(GATHERED_BYTES)
         self._half = dtype if dtype != torch.float32 else None  # type of the gathered weights
 
     def _shards_per_replica(self) -> int:
