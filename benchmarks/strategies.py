@@ -1,10 +1,10 @@
-"""Every `ddp.strategy`: final loss, time of a step against ddp, and peak memory of a rank in training, saving, resuming.
+"""Every `ddp.strategy`: final loss, time of a step against ddp, and a rank's peak memory in training, saving, resuming.
 
 One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one rank:
 with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M parameters and 60 steps; `large`
-has 19M and few tokens, on two ranks, so that its memory is that of the state. Memory is VmHWM, reset before each phase,
-of the rank with most; for saving and resuming it is what is added to the memory before, with the bytes of the state that
-the rank holds for comparison.
+has 19M and few tokens, on two ranks, so that its memory is that of the state. Memory is VmHWM of the rank with most.
+For saving and resuming it is what is added to the memory before; the bytes of the optimizer's state that a rank holds
+are there for comparison.
 
     python benchmarks/strategies.py
     python benchmarks/strategies.py --settings large --repetitions 1

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,69 @@ def test_fewer_rows_than_ranks(tmp_path):
     results = run_ranks(3, shard_odd_model, tmp_path)
     assert [rank["rows"]["a.weight"] for rank in results] == [1, 1, 0]
     assert [rank["norm"] for rank in results] == [pytest.approx((4 * 6 + 4) ** 0.5)] * 3
+
+
+def see_own_files(values: dict[str, Any], root: str) -> str:
+    """Train in a directory of the rank's own, as on machines without a shared filesystem."""
+    directory = Path(root, f"machine{read_env().rank}")
+    directory.mkdir()
+    os.chdir(directory)
+    config = from_mapping(values)
+    runtime = Runtime(config, read_env())
+    try:
+        composition.run(config, runtime, {})
+        return ""
+    except UserError as error:
+        return str(error)
+    finally:
+        runtime.close()
+
+
+@pytest.mark.parametrize("name", ["zero1", "fsdp"])
+def test_storage_that_a_rank_does_not_reach(name, tmp_path):
+    config = settings(Path("outputs"), "run", f"ddp.strategy={name}")
+    for message in run_ranks(2, see_own_files, tmp_path / "ranks", values=config, root=str(tmp_path)):
+        assert f"ddp.strategy={name} needs snapshots that every rank reaches, but rank 1" in message
+
+
+def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]]:
+    """Return the weights after three steps, and the tensors in the optimizer's state on this rank."""
+    found = {}
+    for job, (name, optimizer_name) in enumerate((n, o) for n in names for o in optimizers):
+        runtime = Runtime(from_mapping(configure(f"ddp.strategy={name}")), read_env(), job)
+        strategy = runtime.strategy
+        torch.manual_seed(runtime.group.rank)  # rank zero's weights count
+        model = strategy.prepare(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+        optimizer = getattr(torch.optim, optimizer_name)(model.parameters(), lr=0.05)
+        parallel = strategy.wrap(model)
+        for step in range(3):
+            torch.manual_seed(step)
+            parallel(torch.randn(8, 4)).square().mean().backward()
+            strategy.reduce_gradients(list(model.parameters()))
+            strategy.total_norm([p.grad for p in model.parameters()])
+            strategy.update(optimizer, runtime.scaler)
+            optimizer.zero_grad()
+            strategy.broadcast_buffers(model)
+        weights = strategy.on_whole_model(
+            model,
+            lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),
+            lambda whole: torch.cat([t.flatten().float() for t in whole.state_dict().values()]).tolist(),
+        )
+        states = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+        found[f"{name} {optimizer_name}"] = [weights, states]
+        runtime.close()
+        del runtime, strategy, parallel
+    return found
+
+
+def test_optimizers_of_torch(tmp_path):
+    """Also those whose state exists before the first step (Adagrad)."""
+    optimizers = ["Adagrad", "RMSprop", "NAdam", "Adamax"]
+    results = run_ranks(2, take_steps, tmp_path, names=["ddp", "manual", "zero1", "fsdp"], optimizers=optimizers)
+    for optimizer in optimizers:
+        expected, whole = results[0][f"ddp {optimizer}"]
+        for name in ("manual", "zero1", "fsdp"):
+            assert results[0][f"{name} {optimizer}"][0] == pytest.approx(expected, abs=TOLERANCE), (name, optimizer)
+        for rank in results:
+            assert rank[f"zero1 {optimizer}"][1] < 0.8 * whole
+            assert rank[f"fsdp {optimizer}"][1] < 0.8 * whole
