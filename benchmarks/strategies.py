@@ -35,7 +35,7 @@ STRATEGIES = {1: ["single", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"]}
 STRATEGIES |= {3: STRATEGIES[2], 4: [*STRATEGIES[2], "hsdp"]}
 COMMON = ["model=gpt_micro", "optimizer=adamw", "data.truncate=0.1", "trainer.device=cpu", "trainer.max_epochs=null"]
 COMMON += ["trainer.eval_every=null", "trainer.eval_steps=20", "snapshot.every_steps=null", "run.name=run"]
-SMALL = [*COMMON, "data.block_size=64", "trainer.batch_size=12", "trainer.micro_batch_size=3", "optimizer.lr=3e-3"]
+SMALL = [*COMMON, "data.block_size=64", "trainer.batch_size=12", "trainer.micro_batch_size=3", "optimizer.lr=1e-3"]
 LARGE = [*COMMON, "data.block_size=16", "trainer.batch_size=4", "model.n_layer=6", "model.n_embd=512"]
 SETTINGS = {"small": ([*SMALL, "optimizer.warmup_steps=5"], 60), "large": ([*LARGE, "optimizer.warmup_steps=2"], 4)}
 WARMUP = 2  # steps that are not timed
@@ -82,7 +82,7 @@ def worker_main(out: Path) -> None:
         found["steps"].append(time.perf_counter() - began)
         found["training"] = memory("VmHWM")
         tensors = [t for state in self.optimizer.state.values() for t in state.values() if hasattr(t, "nbytes")]
-        found["state"] = sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+        found["state"] = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
         return lr
 
     def measured_save(self: Any, *arguments: Any) -> None:

@@ -81,17 +81,23 @@ class SnapshotManager:
             if found is None:
                 return None
             check(found.step, found.state)
-            return {"step": found.step, "state": found.state, "own": bool(own), "index": found.index}
+            return {"step": found.step, "state": found.state, "own": bool(own)}
 
         meta = self.runtime.group.run_on_rank_zero(find)
         if meta is None:
             return None
         self.last_step = meta["step"] if meta["own"] else None
         if not whole:
-            return Snapshot(meta["step"], {}, {}, meta["state"], meta["index"])
+            return Snapshot(meta["step"], {}, {}, meta["state"], self._broadcast_json(found and found.index))
         model = self.runtime.group.broadcast_tensors(found.model if found else None)
         optimizer = self.runtime.group.broadcast_tensors(found.optimizer if found else None)
         return Snapshot(meta["step"], model, optimizer, meta["state"])
+
+    def _broadcast_json(self, value: Any) -> Any:
+        """Return rank zero's value on every rank; an all_gather would hold it once per rank."""
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sent = self.runtime.group.env.call_on_rank_zero(lambda: {"json": content})
+        return json.loads(self.runtime.group.broadcast_tensors(sent)["json"].numpy().tobytes())
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
         """Read the tensors for this rank's model and optimizer, unless the snapshot has its tensors. A collective."""

@@ -28,7 +28,7 @@ DOORS = ("__init__.py", "__main__.py", "registry.py", "report.py", "sample.py", 
 # The modules to read in order to understand a run.
 READING_PATH = (
     *("training", "config", "data", "models", "optim"),
-    *("distributed/process_group.py", "distributed/runtime.py", "distributed/ddp.py"),
+    *("distributed/process_group.py", "distributed/runtime.py", "distributed/strategies/"),
 )
 WORDS = (
     *("told", "tells", "hears", "heard", "sick", "sickness", "anew", "hopeless", "beside", "put_down", "passed_over"),

@@ -24,11 +24,8 @@ def check_strategy(config: Config, world_size: int) -> None:
     name = config.ddp.strategy
     if name in ("single", "dp") and world_size > 1:
         raise ConfigError(f"ddp.strategy={name} trains in one process, not {world_size} ranks; use ddp.strategy=ddp")
-    if name == "hsdp" and (world_size < MIN_HSDP_RANKS or world_size % 2):
-        raise ConfigError(
-            f"ddp.strategy=hsdp needs an even number of ranks, at least {MIN_HSDP_RANKS}, not {world_size}; use "
-            "ddp.strategy=fsdp"
-        )
+    if name == "hsdp" and world_size < MIN_HSDP_RANKS:
+        raise ConfigError(f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp")
     if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
         raise ConfigError(
             f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} splits; use "

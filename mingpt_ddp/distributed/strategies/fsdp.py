@@ -54,13 +54,14 @@ class FSDPStrategy(Strategy):
     def _shards_per_replica(self) -> int:
         """Return the ranks of a node; half of all on a single node."""
         hosts = self.group.all_gather(socket.gethostname())
-        counts = {hosts.count(host) for host in hosts}
-        size = self.group.world_size // 2 if counts == {self.group.world_size} else max(counts)
-        if len(counts) > 1 or size == 1:
+        counts, half = {hosts.count(host) for host in hosts}, self.group.world_size / 2
+        size = half if len(set(hosts)) == 1 else max(counts)
+        if len(counts) > 1 or size == 1 or size != int(size):
             raise ConfigError(
-                "ddp.strategy=hsdp needs the same number of ranks on every node, at least two; use ddp.strategy=fsdp"
+                "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number of at least two on "
+                f"every node, not {[hosts.count(host) for host in dict.fromkeys(hosts)]}; use ddp.strategy=fsdp"
             )
-        return size
+        return int(size)
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the model, one block at a time moved to the device.

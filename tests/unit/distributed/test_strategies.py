@@ -29,8 +29,7 @@ def config(*overrides: str) -> Config:
 REFUSED = {
     ("ddp.strategy=single", 2): r"strategy=single trains in one process, not 2 ranks; use ddp.strategy=ddp",
     ("ddp.strategy=dp", 2): r"strategy=dp trains in one process",
-    ("ddp.strategy=hsdp", 3): r"hsdp needs an even number of ranks, at least 4, not 3; use ddp.strategy=fsdp",
-    ("ddp.strategy=hsdp", 5): r"not 5",
+    ("ddp.strategy=hsdp", 3): r"hsdp needs at least 4 ranks, not 3; use fsdp",
     ("ddp.strategy=fsdp optimizer=muon", 2): r"muon orthogonalizes whole matrices.* use ddp.strategy=zero1",
     ("ddp.strategy=hsdp optimizer=muon", 4): r"which ddp.strategy=hsdp splits",
 }
@@ -41,6 +40,13 @@ def test_refused(case, message):
     words, world_size = case
     with pytest.raises(ConfigError, match=message):
         check_strategy(config(*words.split()), world_size)
+
+
+@pytest.mark.parametrize("hosts", [["a"] * 5, ["a", "b", "c", "d"], ["a", "a", "a", "b"]])
+def test_nodes_that_hsdp_cannot_divide(hosts):
+    group = SimpleNamespace(world_size=len(hosts), rank=0, all_gather=lambda own: hosts)
+    with pytest.raises(ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "):
+        build_strategy(config("ddp.strategy=hsdp"), CPU, group, False, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["manual", "fsdp", "hsdp"])
