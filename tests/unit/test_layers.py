@@ -103,8 +103,8 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 6860, total
-    assert reading_path <= 2900, reading_path
+    assert total <= 7370, total
+    assert reading_path <= 3160, reading_path
 
 
 @every_module
