@@ -20,7 +20,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import UserError
+from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import run as composition
 from multiprocess.ranks import configure, run_ranks
@@ -231,6 +231,10 @@ def shard_odd_model() -> dict[str, Any]:
     norm = runtime.strategy.total_norm([p.grad for p in model.parameters() if p.grad is not None])
     optimizer.step()
     rows = {name: len(p.to_local()) for name, p in model.named_parameters()}
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError, match=r"cannot split the model: .*scalar.* or use zero1"):
+        runtime.strategy.prepare(model)
     runtime.close()
     return {"rows": rows, "norm": float(norm)}
 

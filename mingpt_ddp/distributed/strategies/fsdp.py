@@ -67,25 +67,24 @@ class FSDPStrategy(Strategy):
         """Shard the model, one block at a time moved to the device.
 
         Raises:
-            ConfigError: a parameter has no rows.
+            ConfigError: torch cannot split a parameter, such as a scalar.
         """
-        if scalars := [name for name, p in model.named_parameters() if p.dim() == 0]:
-            raise ConfigError(
-                f"ddp.strategy={self.name} cannot split the scalar parameter {scalars[0]}; give it one dimension of "
-                "size 1, or use ddp.strategy=zero1"
-            )
         for tensor in model.state_dict().values():
             dist.broadcast(tensor, src=0)
         model = self._synchronize_batchnorm(model)
         # An evaluation leaves no weights gathered, which would stand in for the shards.
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
-        if self._half:
-            for norm in [module for module in model.modules() if isinstance(module, _BatchNorm)]:
-                shard(norm)  # a group in fp32, like its running statistics
         precision = MixedPrecisionPolicy(param_dtype=self._half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
-        for module in [*(blocks if isinstance(blocks, nn.ModuleList) else []), model]:
-            shard(module, mp_policy=precision)
+        norms = [module for module in model.modules() if self._half and isinstance(module, _BatchNorm)]
+        try:
+            for norm in norms:  # groups in fp32, like their running statistics
+                shard(norm)
+            for module in [*(blocks if isinstance(blocks, nn.ModuleList) else []), model]:
+                shard(module, mp_policy=precision)
+        except (ValueError, NotImplementedError) as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(f"ddp.strategy={self.name} cannot split the model: {reason}; or use zero1") from error
         return model
 
     def on_whole_model(self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]) -> T:
