@@ -120,7 +120,7 @@ def device_facts(device: str) -> dict[str, Any]:
 
     import mingpt_ddp.cli.train
     import mingpt_ddp.training.run  # noqa: F401
-    from mingpt_ddp.distributed.ddp import should_compile
+    from mingpt_ddp.distributed.compile import should_compile
     from mingpt_ddp.distributed.device import total_memory
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.metrics.meters import measured_matmul_flops

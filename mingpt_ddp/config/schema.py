@@ -58,7 +58,9 @@ class RunConfig:
 class DDPConfig:
     """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
 
-    strategy: Literal["ddp"] = neutral("ddp", "DistributedDataParallel")
+    strategy: Literal["auto", "single", "ddp", "manual", "dp", "zero1", "fsdp", "hsdp"] = neutral(
+        "auto", "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp"
+    )
     launcher: Literal["forkserver", "spawn"] = neutral("forkserver", "how workers start: forked, or new interpreters")
     backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral("auto", "auto: nccl on GPUs, else gloo or shared memory")
     timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(600.0, "how long a rank waits for the others", "seconds")
@@ -86,6 +88,8 @@ class DDPConfig:
         check(not taken, f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or 143 in pods")
         both = self.static_graph and self.find_unused_parameters
         check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
+        own = self.strategy in ("manual", "fsdp", "hsdp") and (self.comm_hook != "none" or self.find_unused_parameters)
+        check(not own, f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; use ddp or zero1")
         hooks = [*map(str, COMM_HOOKS)]
         meant = did_you_mean(self.comm_hook, hooks)
         hint = f"{', '.join(hooks)}{f'; did you mean {meant}?' if meant else ''}"

@@ -28,6 +28,7 @@ class MicroBatch:
 
     index: int
     batch: Any  # of text: x and y (B, T) int64, where y has the token after each in x; of samples: collated ones
+    weight: float = 1.0  # of the loss; 0 for a pass that only other ranks need
 
 
 @dataclass(frozen=True)

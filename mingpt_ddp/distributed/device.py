@@ -80,15 +80,18 @@ def set_up_device(device: torch.device, deterministic: bool) -> None:
         keep_freed_memory()
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(mmap_threshold: int = MMAP_THRESHOLD) -> None:
     """Keep freed memory in the process for its next step.
 
     By default glibc returns it to the kernel, which zeroes every page when the next step allocates again: up to a
     quarter of a small model's step on a CPU. A no-op with other C libraries and if MALLOC_ variables are set.
+
+    Args:
+        mmap_threshold: bytes of the smallest block that is returned at once.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
-        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
+        mallopt(M_MMAP_THRESHOLD, mmap_threshold)
         mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
 
 

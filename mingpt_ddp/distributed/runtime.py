@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.ddp import DDPStrategy, should_compile
+from mingpt_ddp.distributed.compile import should_compile
 from mingpt_ddp.distributed.device import choose_device, device_name, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.models.ops import DTYPES, choose_precision
 
 
@@ -25,6 +26,7 @@ class Runtime:
         Args:
             job: index of the job in a sweep; every job has its own process group.
         """
+        check_strategy(config, env.world_size)
         self.device = choose_device(config.trainer, config.ddp, env)
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
@@ -32,7 +34,7 @@ class Runtime:
         self.compiles = should_compile(config, self.device)
         set_up_device(self.device, config.trainer.deterministic)
         self.group = ProcessGroup(env, self.device, config.ddp, job)
-        self.strategy = DDPStrategy(config, self.device, self.group, self.compiles)
+        self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
     def close(self) -> None:
         """Destroy the process group on all ranks together; free all state before the next job of this process."""
@@ -53,6 +55,7 @@ class Runtime:
             "compiled": self.compiles,
             "threads": torch.get_num_threads(),
             "world_size": self.group.world_size,
+            "strategy": self.strategy.name,
             "transport": self.group.transport,
             "comm_hook": self.strategy.config.ddp.comm_hook,
         }

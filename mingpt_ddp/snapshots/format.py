@@ -7,9 +7,10 @@ A snapshot is a directory `step_00001000` of
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
-If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on. Without a valid
-manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted
-snapshots are safe to read: names are validated, and sizes are known before anything is read.
+If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on, whole or in
+pieces of rows, named `<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid manifest the snapshot does not
+exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe to read:
+names are validated, and sizes are known before anything is read.
 
 Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
 """
@@ -55,6 +56,7 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
     state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
+    index: Any = None  # where the tensors are, if they have not been read: see pieces.py
 
 
 def directory_name(step: int) -> str:

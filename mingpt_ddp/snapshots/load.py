@@ -91,12 +91,13 @@ def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple
     return found
 
 
-def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -> Snapshot:
+def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", whole: bool = True) -> Snapshot:
     """Read a snapshot from a run directory or a directory of snapshots, or the one that the URL names.
 
     Args:
         kinds: which tensors to read; the others are left empty.
         step: which one; `newest` skips damaged snapshots.
+        whole: see SnapshotStore.read.
 
     Raises:
         SnapshotError: there is no such snapshot, or it is damaged.
@@ -105,7 +106,7 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
     if named := step_in(url):
         store, number = named
         try:
-            return store.read(number, kinds)
+            return store.read(number, kinds, whole)
         except CorruptSnapshotError as damage:
             raise SnapshotError(f"{url} cannot be used: {damage}") from damage
     found: Snapshot | None = None
@@ -113,7 +114,7 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest") -
     def read_newer(store: SnapshotStore) -> None:
         nonlocal found
         if found is None or max(store.steps(), default=0) > found.step:
-            found = max(found, store.read_latest(kinds), key=lambda snapshot: snapshot.step if snapshot else -1)
+            found = max(found, store.read_latest(kinds, whole), key=lambda snapshot: snapshot.step if snapshot else -1)
 
     errors = _ask_each(candidate_urls(url), url, read_newer)
     _raise_or_log(errors, found is not None)

@@ -1,4 +1,7 @@
-"""Save and load the snapshots of a run: rank zero reads, every rank that shares rank zero's storage writes a shard."""
+"""Save and load the snapshots of a run: rank zero reads, every rank that shares rank zero's storage writes a shard.
+
+If the strategy divides the state, every rank writes and reads its own part.
+"""
 
 import contextlib
 import json
@@ -11,14 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
+from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
-from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
+from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_name, shard_tensors
 from mingpt_ddp.snapshots.load import load, stores_of_run
+from mingpt_ddp.snapshots.pieces import own_parts
+from mingpt_ddp.snapshots.shard_reader import ShardReader
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -51,6 +57,8 @@ class SnapshotManager:
     def load_latest(self, check: Check) -> Snapshot | None:
         """Return the newest snapshot of the run, else that of run.resume, on every rank. A collective.
 
+        If the strategy divides the state, `read_shards` adds the tensors.
+
         Args:
             check: called on rank zero with the step and the state of the snapshot; raises if it cannot be used.
 
@@ -58,15 +66,18 @@ class SnapshotManager:
             SnapshotError: there are snapshots, but none that this run can resume from.
         """
         found: Snapshot | None = None
+        whole = not self.runtime.strategy.is_sharded
+        if not whole:
+            self._find_writers()
 
         def find() -> dict[str, Any] | None:
             nonlocal found
-            own = self._newest_of_each_store()
+            own = self._newest_of_each_store(whole)
             found = max(own, key=lambda snapshot: snapshot.step, default=None)
             if source := self.config.run.source:
                 if found is not None:
                     log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
-                found = found or load(source)
+                found = found or load(source, whole=whole)
             if found is None:
                 return None
             check(found.step, found.state)
@@ -75,16 +86,28 @@ class SnapshotManager:
         meta = self.runtime.group.run_on_rank_zero(find)
         if meta is None:
             return None
+        self.last_step = meta["step"] if meta["own"] else None
+        if not whole:
+            return Snapshot(meta["step"], {}, {}, meta["state"], self._broadcast_json(found and found.index))
         model = self.runtime.group.broadcast_tensors(found.model if found else None)
         optimizer = self.runtime.group.broadcast_tensors(found.optimizer if found else None)
-        self.last_step = meta["step"] if meta["own"] else None
         return Snapshot(meta["step"], model, optimizer, meta["state"])
 
-    def _newest_of_each_store(self) -> list[Snapshot]:
+    def _broadcast_json(self, value: Any) -> Any:
+        """Return rank zero's value on every rank; an all_gather would hold it once per rank."""
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sent = self.runtime.group.env.call_on_rank_zero(lambda: {"json": content})
+        return json.loads(self.runtime.group.broadcast_tensors(sent)["json"].numpy().tobytes())
+
+    def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
+        """Read the tensors for this rank's model and optimizer, unless the snapshot has its tensors. A collective."""
+        return snapshot if snapshot.index is None else ShardReader(self.runtime).read(snapshot, model, optimizer)
+
+    def _newest_of_each_store(self, whole: bool) -> list[Snapshot]:
         found, errors = [], []
         for store in stores_of_run(self.stores, self.directory):
             try:
-                found.append(store.read_latest())
+                found.append(store.read_latest(whole=whole))
             except SnapshotError as error:  # all its snapshots are damaged
                 errors.append(error)
         if errors and not any(found):
@@ -121,18 +144,45 @@ class SnapshotManager:
             except Exception as error:  # the new snapshot is committed nevertheless
                 log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 
-        self._writers = self._writers or self._ranks_with_same_storage()
-        shards = dict(zip(self._writers, shard_tensors(tensors, len(self._writers)), strict=False))
         group = self.runtime.group
-        parts: Parts = dict(shards.get(group.rank, {}))
+        parts: Parts = self._own_files(tensors)
         group.env.call_on_rank_zero(
             lambda: parts.update({STATE: json.dumps(state, indent=1, allow_nan=False).encode()})
         )
         self._save = AsyncSave(self.runtime, self.stores, self._buffers, step, parts, apply_retention)
         self._save.start()
 
+    def _own_files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Parts:
+        """Return the files that this rank writes, without the state."""
+        rank, strategy = self.runtime.group.rank, self.runtime.strategy
+        if not strategy.is_sharded:
+            self._writers = self._writers or self._ranks_with_same_storage() or [0]
+            shards = dict(zip(self._writers, shard_tensors(tensors, len(self._writers)), strict=False))
+            return dict(shards.get(rank, {}))
+        if rank >= strategy.shards:  # another replica
+            return {}
+        return {shard_name(k, rank, strategy.shards): own_parts(strategy, named) for k, named in tensors.items()}
+
+    def _find_writers(self) -> None:
+        """Check that all ranks reach the storage.
+
+        Raises:
+            ConfigError: some do not.
+        """
+        group = self.runtime.group
+        self._writers = self._writers or self._ranks_with_same_storage()
+        if 0 < len(self._writers) < group.world_size:
+            others = next(rank for rank in range(group.world_size) if rank not in self._writers)
+            raise ConfigError(
+                f"ddp.strategy={self.runtime.strategy.name} needs snapshots that every rank reaches, but rank {others} "
+                "does not see the files of rank 0; set snapshot.path to a shared directory or an object store"
+            )
+
     def _ranks_with_same_storage(self) -> list[int]:
-        """Return the ranks that see rank zero's files: those of its node, or all ranks on a shared filesystem."""
+        """Return the ranks that see rank zero's files: those of its node, or all ranks on a shared filesystem.
+
+        Returns [] if rank zero cannot write.
+        """
         group = self.runtime.group
         storages = [store.storage for store in self.stores if group.world_size > 1 and not store.storage.shared]
 
@@ -151,7 +201,7 @@ class SnapshotManager:
         with contextlib.suppress(OSError):
             for storage in storages:
                 group.env.call_on_rank_zero(partial(storage.delete, name))
-        return ranks or [0]
+        return ranks
 
     def wait_for_staging(self) -> None:
         """Return when the tensors of the save in progress may change."""

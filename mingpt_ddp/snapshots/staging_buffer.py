@@ -83,6 +83,32 @@ def fits_header(start: bytes, size: int) -> bool:
         return False
 
 
+def read_header(start: bytes, size: int) -> dict[str, tuple[torch.dtype, list[int], int]]:
+    """Return type, shape and offset in the file of each tensor.
+
+    Args:
+        start: of a safetensors file of `size` bytes; the whole header.
+
+    Raises:
+        ValueError: the header is damaged, or names bytes beyond the file.
+    """
+    length = int.from_bytes(start[:8], "little")
+    dtypes, found = {name: dtype for dtype, name in DTYPES.items()}, {}
+    try:
+        header = json.loads(start[8 : 8 + length])
+        header.pop("__metadata__", None)
+        for name, tensor in header.items():
+            dtype, shape, (begin, end) = dtypes[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
+            if not 0 <= begin <= end <= size - 8 - length:
+                raise ValueError(f"{name[:100]} is beyond the end")
+            if end - begin != torch.empty(shape, dtype=dtype, device="meta").nbytes:
+                raise ValueError(f"{name[:100]} has another size than its shape")
+            found[name] = (dtype, shape, 8 + length + begin)
+    except Exception as error:  # untrusted: not a header
+        raise ValueError(str(error)) from error
+    return found
+
+
 def decode(content: bytes) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, none of them larger than the file.
 

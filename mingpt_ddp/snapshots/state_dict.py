@@ -35,7 +35,7 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     model.load_state_dict(tensors, assign=assign)
 
 
-def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by their names in the model, in the order of its state_dict."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -47,7 +47,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     Hyper-parameters are omitted: they come from the configuration.
     """
     tensors = {}
-    for name, parameter in _parameters(model, optimizer).items():
+    for name, parameter in parameters_by_name(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{name}:{key}"] = value
@@ -56,8 +56,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return tensors
 
 
-def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer, by_rows: bool = False) -> None:
     """Check that a snapshot can hold the state of a user's model and optimizer.
+
+    Args:
+        by_rows: each rank will hold some rows of the parameters, and the same rows of their state.
 
     Raises:
         CodeError: it cannot; names the entry.
@@ -80,6 +83,11 @@ def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {kind}; "
                     "snapshots hold tensors, numbers and null, by names without a colon"
                 )
+            if by_rows and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise CodeError(
+                    f"the optimizer's state {key!r} of {names[parameter]} has another shape than the parameter, so "
+                    "that ddp.strategy=fsdp and hsdp cannot split it; use ddp.strategy=zero1"
+                )
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
@@ -88,7 +96,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
     Raises:
         SnapshotError: the state is of other parameters or of another optimizer.
     """
-    parameters = _parameters(model, optimizer)
+    parameters = parameters_by_name(model, optimizer)
     number_types = {kind.__name__: kind for kind in NUMBERS}
     states: dict[str, dict[str, Tensor | float]] = {name: {} for name in parameters}
     for full_name, tensor in tensors.items():

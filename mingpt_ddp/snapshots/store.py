@@ -17,7 +17,8 @@ from mingpt_ddp.distributed.device import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
-from mingpt_ddp.snapshots.staging_buffer import decode, fits_header
+from mingpt_ddp.snapshots.pieces import make_index, merge
+from mingpt_ddp.snapshots.staging_buffer import MAX_HEADER_BYTES, decode, fits_header, read_header
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
@@ -131,11 +132,12 @@ class SnapshotStore:
         except ValueError as error:
             raise CorruptSnapshotError(f"{layout.STATE} cannot be parsed") from error
 
-    def read(self, step: int, kinds: Sequence[str] = layout.KINDS) -> Snapshot:
+    def read(self, step: int, kinds: Sequence[str] = layout.KINDS, whole: bool = True) -> Snapshot:
         """Read a snapshot and check every byte that is read against the manifest.
 
         Args:
             kinds: which tensors to read; the others are left empty.
+            whole: False checks the tensors in chunks, and returns the index of where they are.
 
         Raises:
             CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
@@ -146,12 +148,16 @@ class SnapshotStore:
         try:
             files, state = self.read_metadata(step, kinds)
             del files[layout.STATE]
+            if not whole:
+                self.verify(step)
+                return Snapshot(step, {}, {}, state, self._index(step, files))
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
                 raise MemoryError
             with self._pool() as pool:
                 contents = list(pool.map(partial(self._read_file, step, files), files))
             for name in reversed(files):  # pop: free the bytes of a decoded file
                 tensors[layout.kind_of(name)].update(decode(contents.pop()))
+            tensors = {kind: merge(named) for kind, named in tensors.items()}
         except StorageError as error:  # not the fault of the snapshot
             raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         except MemoryError as error:
@@ -159,6 +165,20 @@ class SnapshotStore:
         except ValueError as error:  # valid digests, but not our file
             raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
         return Snapshot(step, tensors["model"], tensors["optimizer"], state)
+
+    def _index(self, step: int, files: Files) -> dict[str, Any]:
+        """Return the URL and, by kind, where each tensor is: JSON values."""
+
+        def read(name: str) -> Any:
+            size = files[name]["bytes"]
+            start = b"".join(self._chunks(step, name, min(size, 8)))
+            length = min(int.from_bytes(start, "little"), MAX_HEADER_BYTES, size - len(start))
+            return read_header(start + b"".join(self._chunks(step, name, length, 8)), size)
+
+        with self._pool() as pool:
+            headers = dict(zip(files, pool.map(read, files), strict=True))
+        by_kind = {kind: {n: h for n, h in headers.items() if layout.kind_of(n) == kind} for kind in layout.KINDS}
+        return {"url": self.url, **{kind: make_index(named) for kind, named in by_kind.items()}}
 
     def check_format(self) -> bool:
         """Read the newest undamaged manifest; return whether there is one.
@@ -176,11 +196,11 @@ class SnapshotStore:
                 raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
         return False
 
-    def read_latest(self, kinds: Sequence[str] = layout.KINDS) -> Snapshot | None:
+    def read_latest(self, kinds: Sequence[str] = layout.KINDS, whole: bool = True) -> Snapshot | None:
         """Read the newest undamaged snapshot; log one line for each newer damaged one.
 
         Args:
-            kinds: which tensors to read.
+            kinds, whole: see `read`.
 
         Raises:
             StorageUnavailableError: the storage does not respond.
@@ -188,7 +208,7 @@ class SnapshotStore:
         """
         for step in reversed(self.steps()):
             try:
-                return self.read(step, kinds)
+                return self.read(step, kinds, whole)
             except IncompleteSnapshotError:
                 log.info("%s/%s was never finished and is ignored", self.url, layout.directory_name(step))
             except CorruptSnapshotError as damage:
@@ -231,10 +251,10 @@ class SnapshotStore:
         if digest.hexdigest() != file["sha256"]:
             raise CorruptSnapshotError(f"{name} has other content than was written")
 
-    def _chunks(self, step: int, name: str, size: int) -> Iterator[bytes]:
+    def _chunks(self, step: int, name: str, size: int, start: int = 0) -> Iterator[bytes]:
         """Yield the content of a file; raise CorruptSnapshotError if it is unreadable though the storage responds."""
         try:
-            yield from self.storage.chunks(f"{layout.directory_name(step)}/{name}", size)
+            yield from self.storage.chunks(f"{layout.directory_name(step)}/{name}", size, start)
         except StorageError:
             raise
         except OSError as error:

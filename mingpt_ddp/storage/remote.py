@@ -131,13 +131,13 @@ class RemoteStorage(Storage):
             return bytes(self._request("read", path, "cat_file", path, end=limit))
         return b"".join(self.chunks(name, size if limit is None else min(size, limit)))
 
-    def chunks(self, name: str, size: int) -> Iterator[bytes]:
+    def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
         path, step = self._path(name), PARALLEL * PART
-        for start in range(0, size, step):
-            end = min(start + step, size)
-            starts = list(range(start, end, PART))
+        for begin in range(start, start + size, step):
+            end = min(begin + step, start + size)
+            starts = list(range(begin, end, PART))
             ranges = ([path] * len(starts), starts, [*starts[1:], end])
-            yield self._request("read", path, "cat_ranges", *ranges, size=end - start)
+            yield self._request("read", path, "cat_ranges", *ranges, size=end - begin)
 
     def write(self, name: str, content: Content) -> None:
         path, data = self._path(name), bytes(content)

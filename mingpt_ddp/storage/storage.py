@@ -46,15 +46,16 @@ class Storage:
         with open_regular(Path(self._path(name))) as file:
             return file.read(-1 if limit is None else limit)
 
-    def chunks(self, name: str, size: int) -> Iterator[bytes]:
-        """Read the first `size` bytes of a file in chunks, one in memory at a time; zero bytes yield no chunk.
+    def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
+        """Read `size` bytes of a file, from `start` on, in chunks, one in memory at a time; zero bytes yield no chunk.
 
         Raises:
             FileNotFoundError: there is no such file.
         """
         with open_regular(Path(self._path(name))) as file:
-            for start in range(0, size, CHUNK):
-                yield file.read(min(CHUNK, size - start))
+            file.seek(start)
+            for done in range(0, size, CHUNK):
+                yield file.read(min(CHUNK, size - done))
 
     def write(self, name: str, content: Content) -> None:
         """Write a file atomically; on a local disk it is durable when this returns.

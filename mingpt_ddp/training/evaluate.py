@@ -1,10 +1,13 @@
 """Evaluate a model: the task's metrics over a split, every item once, over all ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.data.dataloader import Split
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import eval_mode
@@ -34,13 +37,13 @@ class Evaluator:
         stopped = False
         bar = progress_bar(group.env, 0, len(split), desc="evaluating", unit="batch", delay=1)
         with eval_mode(model), bar:
-            for batch in split.batches(group.rank, group.world_size):
-                if stopped := stop():
+            for batch, own in self._passes(split):
+                if stopped := self._is_stopped(stop()):
                     break
                 group.set_activity("evaluating")
                 with self.runtime.autocast():
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
-                for name, (value, n) in metrics.items():
+                for name, (value, n) in metrics.items() if own else ():
                     sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
                     counts[name] = counts.get(name, 0) + n
                 bar.update(group.world_size)
@@ -54,3 +57,16 @@ class Evaluator:
         }
         means = {name: total / n for name, (total, n) in totals.items()}
         return means | self.task.derive(means)
+
+    def _passes(self, split: Split) -> Iterator[tuple[Any, bool]]:
+        """Yield the batches of this rank, and whether they count: the others make up for a rank that has more."""
+        group = self.runtime.group
+        own = len(range(group.rank, len(split), group.world_size))
+        most = -(-len(split) // group.world_size) if self.runtime.strategy.shards_model else own
+        first = (next(iter(split.batches(0, group.world_size))) for _ in range(own, most))
+        numbered = enumerate(chain(split.batches(group.rank, group.world_size), first))
+        return ((batch, i < own) for i, batch in numbered)
+
+    def _is_stopped(self, stopped: bool) -> bool:
+        """Return whether to stop: on any rank, if the next forward pass is a collective."""
+        return any(self.runtime.group.all_gather(stopped)) if self.runtime.strategy.shards_model else stopped

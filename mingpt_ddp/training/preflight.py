@@ -9,7 +9,7 @@ from torch import Tensor
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.ddp import check_compiles
+from mingpt_ddp.distributed.compile import check_compiles
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -32,6 +32,8 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     memory = min(runtime.group.all_gather(total_memory(runtime.device)))
     with torch.device("meta"):  # allocates nothing
         count = count_parameters(task.build_model())
+    if runtime.strategy.shards_model:
+        memory *= runtime.strategy.shards
     if count * BYTES > memory:
         raise ConfigError(
             f"the model {config.model.name} has {count:,} parameters, which need {count * BYTES / 2**30:,.0f} GiB with "
@@ -62,7 +64,7 @@ def check_resumes_exactly(runtime: Runtime, task: Task, batch: Any) -> None:
         first = _Trial(runtime, task)  # the checks may have changed buffers
         fresh = first.digest()
         first.step(1, part)
-        state_dict.check_savable(first.model, first.optimizer)
+        state_dict.check_savable(first.model, first.optimizer, runtime.strategy.shards_model)
         first.step(2, part)
         saved = [{name: t.detach().to("cpu", copy=True) for name, t in tensors.items()} for tensors in first.state()]
         loss, end = first.step(3, part), first.digest()

@@ -30,7 +30,7 @@ from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots, warn_of_unused_changes
 from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore
-from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
+from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps, sample
 from mingpt_ddp.training.trainer import Trainer
 from mingpt_ddp.training.trial_pruning import MedianPruner
 
@@ -75,7 +75,8 @@ def run(
         manager = SnapshotManager(config, runtime, stores, directory)
         snapshot = manager.load_latest(partial(check_state, task=task))
 
-        model, optimizer = build_model_and_optimizer(runtime, task)
+        model, optimizer = build_model_and_optimizer(runtime, task, runtime.strategy)
+        snapshot = snapshot and manager.read_shards(snapshot, model, optimizer)
         state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
         evaluator = Evaluator(task, runtime)
         log_start(runtime, task, model, directory, range(state.step, steps))
@@ -91,7 +92,7 @@ def run(
             if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
                 state.val_metrics = evaluator.run(model, "val") or {}
                 state.val_loss = state.val_metrics["loss"]
-            if text := task.sample(model, state.step):
+            if text := sample(runtime, task, model, state.step):
                 log.info("a sample:\n%s\n", text)
             test_metrics = evaluator.run(model, "test") or {}
         else:

@@ -148,8 +148,11 @@ class SaveSchedule:
         """Load the newest snapshot into the model, the optimizer and the scaler; return its TrainState, if any."""
         self.manager.wait()
         found = self.manager.load_latest(partial(check_state, task=self.train_step.task))
+        if found is None:
+            return None
         model, optimizer = self.train_step.model, self.train_step.optimizer
-        return restore(found, model, optimizer, self.context.runtime.scaler) if found else None
+        found = self.manager.read_shards(found, model, optimizer)
+        return restore(found, model, optimizer, self.context.runtime.scaler)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:

@@ -86,7 +86,7 @@ def warn_of_lost_snapshots(directory: Path) -> None:
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
     """Warn of settings that differ from the last start of a complete run, since they have no effect."""
-    new = config.to_dict()
+    new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}  # which trains nothing else
     old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}  # with the values of newer keys
     if changes := difference(old, new):
         log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

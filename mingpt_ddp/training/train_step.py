@@ -1,11 +1,12 @@
 """One optimizer step: forward and backward on this rank's micro-batches, clipping, the update.
 
-The task turns a model and a micro-batch into a mean loss. The gradients are averaged over the ranks during the last
-micro-batch's backward pass, by DistributedDataParallel (distributed/ddp.py).
+The task turns a model and a micro-batch into a mean loss. The strategy (distributed/strategies) averages the gradients
+over the ranks.
 """
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
@@ -30,14 +32,28 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def build_model_and_optimizer(runtime: Runtime, task: Task) -> tuple[nn.Module, Optimizer]:
-    """Build both, with weights drawn from the seed."""
+def build_model_and_optimizer(
+    runtime: Runtime, task: Task, strategy: Strategy | None = None
+) -> tuple[nn.Module, Optimizer]:
+    """Build both, with weights drawn from the seed.
+
+    Args:
+        strategy: prepares the model for training on all ranks, a collective; None: this rank uses the model alone.
+    """
     config = task.config
     seed_everything("weights", config.run.seed)
-    model = task.build_model().to(runtime.device)
+    model = task.build_model()
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
+    model = strategy.prepare(model) if strategy else model.to(runtime.device)
     return model, build_optimizer(model, config.optimizer)
+
+
+def sample(runtime: Runtime, task: Task, model: nn.Module, step: int) -> str | None:
+    """Return a text that a prepared model generates, if the task has one; None on ranks without it. A collective."""
+    if type(task).sample is Task.sample:
+        return None
+    return runtime.strategy.on_whole_model(model, task.build_model, lambda whole: task.sample(whole, step))
 
 
 class TrainStep:
@@ -56,7 +72,7 @@ class TrainStep:
         self.model, self.optimizer = model, optimizer
         self.steps = count_steps(self.config, loader.steps_per_epoch)
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
-        if isinstance(optimizer, Muon):
+        if isinstance(optimizer, Muon) and not runtime.strategy.is_sharded:
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
@@ -79,15 +95,20 @@ class TrainStep:
         losses: dict[str, Tensor] = {}
         batch = self._fetch(step)
         for micro in batch:
-            for name, loss in self._forward_backward(step, micro, syncs=micro is batch[-1]).items():
+            parts = self._forward_backward(step, micro, syncs=micro is batch[-1])
+            for name, loss in parts.items() if micro.weight else ():
                 losses[name] = losses[name] + loss if name in losses else loss
+        self.runtime.strategy.reduce_gradients(self.parameters)
         return losses
 
     def _fetch(self, step: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches; as many as any rank's if each forward pass is a collective."""
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
         begin = time.perf_counter()
         batch = self.loader.get_batch(step, self.plan, self.runtime.group.rank)
         self.data_time_s = time.perf_counter() - begin
+        if self.runtime.strategy.shards_model and len(batch) < -(-self.plan.n_micro // self.plan.world_size):
+            batch = [*batch, replace(batch[-1], weight=0.0)]
         return batch
 
     def _forward_backward(self, step: int, micro: MicroBatch, syncs: bool) -> dict[str, Tensor]:
@@ -96,14 +117,15 @@ class TrainStep:
         Args:
             syncs: this backward pass reduces the gradients over the ranks.
         """
-        self.runtime.group.set_activity(f"in the forward pass of step {step}")
+        gathers = self.runtime.strategy.shards_model  # in both passes, which then wait for all ranks
+        self.runtime.group.set_activity(f"in the forward pass of step {step}", waiting=gathers)
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
         with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
             losses = self._losses(micro)
-            self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
+            self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs or gathers)
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(losses["loss"] * (world_size / n_micro)).backward()
+            self.runtime.scaler.scale(losses["loss"] * (micro.weight * world_size / n_micro)).backward()
         return {name: loss.detach() / n_micro for name, loss in losses.items()}
 
     def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
@@ -114,7 +136,7 @@ class TrainStep:
         """Clip the gradients; return their norm before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        norm = self.runtime.strategy.total_norm([p.grad for p in self.parameters if p.grad is not None])
         if limit is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         return norm.to(self.runtime.device)  # without gradients torch returns a CPU zero
@@ -125,7 +147,7 @@ class TrainStep:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
-        self.runtime.scaler.step(self.optimizer)
+        self.runtime.strategy.update(self.optimizer, self.runtime.scaler)
         self.clear()
         self.runtime.strategy.broadcast_buffers(self.model)
         return lr
@@ -140,14 +162,16 @@ class TrainStep:
 
         A collective; call it after `clear`.
         """
-        found = ""
-        for micro in self._fetch(step):
+        found, batch, strategy = "", self._fetch(step), self.runtime.strategy
+        where = " (of any rank)" if strategy.shards_model else ""  # they are reduced in every pass
+        for micro in batch:
             loss = self._forward_backward(step, micro, syncs=False)["loss"]
-            gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
+            own = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+            gradients = {f"the gradient of {name}{where} in": strategy.local(grad) for name, grad in own.items()}
             tensors = {"the loss of": loss, **gradients}
-            found = next((k for k, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "")
-            if found:
-                found += f" micro-batch {micro.index}"
+            wrong = next((k for k, t in tensors.items() if not torch.isfinite(t).all()), "")
+            found = found or (wrong and f"{wrong} micro-batch {micro.index}")
+            if found and not strategy.shards_model:
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]

@@ -15,6 +15,7 @@ from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import Context, TrainState
+from mingpt_ddp.training.train_step import sample
 
 log = logging.getLogger(__name__)
 
@@ -221,7 +222,8 @@ class Trainer:
     def _log_sample(self) -> None:
         self.context.runtime.group.set_activity("sampling")
         step, train_step = self.state.step, self.train_step
-        self.metrics.log_sample(step, train_step.task.sample(train_step.model, step))
+        text = sample(self.context.runtime, train_step.task, train_step.model, step)
+        self.metrics.log_sample(step, text)
 
     def _log(self) -> None:
         state = self.saves.update_wall_time()

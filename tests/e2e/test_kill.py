@@ -21,15 +21,20 @@ PATHS = {
 }
 
 
+for strategy in ("zero1", "fsdp"):
+    PATHS[strategy] = [*PATHS["plain"], f"ddp.strategy={strategy}"]
+
+
 def start(path: str, ranks: int, cwd: Path) -> Job:
     settings = [override for override in SETTINGS if not override.startswith("model=")]
     forked = [*python_main(), f"ddp.nproc_per_node={ranks}"]
-    launcher = forked if path == "fast" else torchrun(ranks, "--max_restarts=2")
+    launcher = torchrun(ranks, "--max_restarts=2") if path == "plain" else forked
     return Job([*launcher, *PATHS[path], *settings, "run.name=run"], cwd)
 
 
-def weights(run: Path) -> bytes:
-    return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
+def weights(run: Path) -> dict[str, bytes]:
+    files = sorted((run / "snapshots" / f"step_{STEPS:08d}").glob("*.safetensors"))
+    return {file.name: file.read_bytes() for file in files}
 
 
 def one_step_per_quarter(seed: str) -> list[int]:
@@ -49,7 +54,9 @@ def reached(run: Path, step: int, attempt: int):
     return is_reached
 
 
-@pytest.mark.parametrize(("path", "ranks"), [("plain", 3), ("fast", 1), ("fast", 3)])
+@pytest.mark.parametrize(
+    ("path", "ranks"), [("plain", 3), ("fast", 1), ("fast", 3), ("zero1", 2), ("zero1", 3), ("fsdp", 2), ("fsdp", 3)]
+)
 def test_killed_in_every_way(path, ranks, tmp_path):
     """A worker, which its parent restarts, twice; then the parent alone; then all processes."""
     (tmp_path / "uninterrupted").mkdir()

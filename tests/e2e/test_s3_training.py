@@ -308,3 +308,24 @@ def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
         for job in (first, second):
             if job is not None and job.process.poll() is None:
                 job.kill_tree()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_ranks_read_and_write_their_own_parts(strategy, aws, path, tmp_path):
+    """Two ranks, then three, whose rows are others; the end is that of one rank."""
+    settings = [*TINY, "snapshot.keep_last=9", f"snapshot.path={path}", "run.name=run", "optimizer.schedule_steps=12"]
+    for ranks, steps in ((2, 5), (3, 12)):
+        command = [*python_main(), f"ddp.nproc_per_node={ranks}", f"ddp.strategy={strategy}"]
+        done = call([*command, *settings, f"trainer.max_steps={steps}", "trainer.micro_batch_size=3"], tmp_path)
+        assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot of step 5" in log_of(tmp_path)
+    found = SnapshotStore(f"{path}/run").read_latest()
+    (tmp_path / "one").mkdir()
+    alone = [*settings[:-3], "run.name=run", "optimizer.schedule_steps=12", "trainer.micro_batch_size=3"]
+    done = call([*python_main(), *alone], tmp_path / "one")
+    assert done.returncode == 0, done.stdout
+    expected = SnapshotStore(str(tmp_path / "one" / "outputs" / "run" / "snapshots")).read_latest()
+    assert found.model.keys() == expected.model.keys()
+    assert found.optimizer.keys() == expected.optimizer.keys()
+    for name, tensor in expected.model.items():
+        assert float((found.model[name] - tensor).abs().max()) < 1e-4, name

@@ -13,10 +13,11 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed import ddp
-from mingpt_ddp.distributed.ddp import DDPStrategy
+from mingpt_ddp.distributed import compile as compiling
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.base import Strategy
+from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import Ranks, configure
@@ -31,16 +32,16 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
     """
     from torch._dynamo.utils import counters
 
-    ddp.COMPILE_BACKEND = "aot_eager"
+    compiling.BACKEND = "aot_eager"
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
-    warm_up = DDPStrategy.warm_up
+    warm_up = Strategy.warm_up
 
-    def warm_up_then_forbid(self: DDPStrategy, *arguments: Any) -> None:
+    def warm_up_then_forbid(self: Strategy, *arguments: Any) -> None:
         torch.compiler.set_stance("default")
         warm_up(self, *arguments)
         torch.compiler.set_stance("fail_on_recompile")
 
-    DDPStrategy.warm_up = warm_up_then_forbid
+    Strategy.warm_up = warm_up_then_forbid
     results = []
     for job, values in enumerate(configs):
         counters.clear()
@@ -83,25 +84,25 @@ def config(*overrides: str) -> Config:
 
 
 def test_auto_compiles_built_in_models_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(ddp, "_missing_requirement", lambda device: None)
+    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: None)
     user_model = config("+model.code=mine.py")
-    assert ddp.should_compile(config(), GPU)
-    assert not ddp.should_compile(user_model, GPU)
-    assert not ddp.should_compile(config(), CPU)
-    assert ddp.should_compile(config("trainer.compile=true"), CPU)
-    assert ddp.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
-    assert not ddp.should_compile(config("trainer.compile=false"), GPU)
+    assert compiling.should_compile(config(), GPU)
+    assert not compiling.should_compile(user_model, GPU)
+    assert not compiling.should_compile(config(), CPU)
+    assert compiling.should_compile(config("trainer.compile=true"), CPU)
+    assert compiling.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
+    assert not compiling.should_compile(config("trainer.compile=false"), GPU)
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
-        ddp.should_compile(config("trainer.compile=cuda_graphs"), CPU)
-    monkeypatch.setattr(ddp, "_missing_requirement", lambda device: "a compiler")
-    assert not ddp.should_compile(config(), GPU)
+        compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
+    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: "a compiler")
+    assert not compiling.should_compile(config(), GPU)
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(ConfigError, match=r"trainer.compile=true needs a compiler \(g\+\+ or clang\+\+\)"):
-        ddp.should_compile(config("trainer.compile=true"), CPU)
+        compiling.should_compile(config("trainer.compile=true"), CPU)
 
 
 def test_cuda_graphs_need_one_micro_batch_per_step():
@@ -116,7 +117,7 @@ def test_a_deterministic_run_makes_the_compiler_deterministic(deterministic):
     from torch._inductor import config as inductor
 
     settings = config("trainer.compile=true", f"trainer.deterministic={deterministic}")
-    DDPStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(nn.Linear(1, 1))
+    SingleStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(nn.Linear(1, 1))
     assert inductor.deterministic is deterministic
 
 
@@ -129,5 +130,5 @@ class Printing(nn.Module):
 def test_a_graph_break_is_a_one_line_error():
     ones = torch.ones(2, 3)
     with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
-        ddp.check_compiles(Printing(), config("trainer.compile=true"), lambda model: model(ones, ones))
+        compiling.check_compiles(Printing(), config("trainer.compile=true"), lambda model: model(ones, ones))
     torch.compiler.reset()

@@ -31,7 +31,7 @@ DOORS = (
 # The modules to read in order to understand a run.
 READING_PATH = (
     *("training", "tasks", "config", "data", "models", "optim"),
-    *("distributed/process_group.py", "distributed/runtime.py", "distributed/ddp.py"),
+    *("distributed/process_group.py", "distributed/runtime.py", "distributed/strategies/"),
 )
 WORDS = (
     *("told", "tells", "hears", "heard", "sick", "sickness", "anew", "hopeless", "beside", "put_down", "passed_over"),
@@ -106,8 +106,8 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 7900, total
-    assert reading_path <= 3500, reading_path
+    assert total <= 8460, total
+    assert reading_path <= 3800, reading_path
 
 
 @every_module

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mingpt_ddp.distributed.ddp import DDPStrategy
+from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 
 def test_the_hook_averages_and_is_timed(tmp_path):

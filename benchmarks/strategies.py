@@ -1,0 +1,180 @@
+"""Every `ddp.strategy`: final loss, time of a step against ddp, and a rank's peak memory in training, saving, resuming.
+
+One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one rank:
+with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M parameters and 60 steps; `large`
+has 19M and few tokens, on two ranks, so that its memory is that of the state. Memory is VmHWM of the rank with most.
+For saving and resuming it is what is added to the memory before; the bytes of the optimizer's state that a rank holds
+are there for comparison.
+
+    python benchmarks/strategies.py
+    python benchmarks/strategies.py --settings large --repetitions 1
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import ROOT, alternate, cell, compare, environment, log, parser, report, spread
+
+HEADER = [
+    *("setting", "precision", "ranks", "strategy", "validation loss", "step, ms", "against ddp", "training, MiB"),
+    *("state, MiB", "saving, + MiB", "resuming, + MiB"),
+]
+PLAN = "MINGPT_STRATEGIES"  # environment variable with a worker's settings
+STRATEGIES = {1: ["single", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"]}
+STRATEGIES |= {3: STRATEGIES[2], 4: [*STRATEGIES[2], "hsdp"]}
+COMMON = ["model=gpt_micro", "optimizer=adamw", "data.truncate=0.1", "trainer.device=cpu", "trainer.max_epochs=null"]
+COMMON += ["trainer.eval_every=null", "trainer.eval_steps=20", "snapshot.every_steps=null", "run.name=run"]
+SMALL = [*COMMON, "data.block_size=64", "trainer.batch_size=12", "trainer.micro_batch_size=3", "optimizer.lr=1e-3"]
+LARGE = [*COMMON, "data.block_size=16", "trainer.batch_size=4", "model.n_layer=6", "model.n_embd=512"]
+SETTINGS = {"small": ([*SMALL, "optimizer.warmup_steps=5"], 60), "large": ([*LARGE, "optimizer.warmup_steps=2"], 4)}
+WARMUP = 2  # steps that are not timed
+MIB = 2**20
+
+
+def memory(field: str) -> int:
+    """Return VmHWM or VmRSS of this process in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(rf"^{field}:\s+(\d+) kB", status, flags=re.MULTILINE)[0]) * 1024
+
+
+def reset_peak() -> int:
+    """Let VmHWM start from the memory in use, which is returned."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
+def worker_main(out: Path) -> None:
+    """Run one rank: the package's train command, patched to measure; then resume for one step more."""
+    from mingpt_ddp.cli import train as launch
+    from mingpt_ddp.distributed.process_group import ProcessGroup
+    from mingpt_ddp.snapshots.manager import SnapshotManager
+    from mingpt_ddp.training import run as composition
+    from mingpt_ddp.training.train_step import TrainStep
+
+    found: dict[str, Any] = {"steps": [], "saving": 0, "resuming": 0}
+    forward_backward, optimizer_step = TrainStep.forward_backward, TrainStep.optimizer_step
+    load_latest, restore, save, wait = (
+        SnapshotManager.load_latest,
+        composition.restore,
+        SnapshotManager.save,
+        SnapshotManager.wait,
+    )
+    began, before = 0.0, 0
+
+    def timed_forward(self: Any, step: int) -> Any:
+        nonlocal began
+        began = time.perf_counter()
+        return forward_backward(self, step)
+
+    def timed_step(self: Any, step: int) -> float:
+        lr = optimizer_step(self, step)
+        found["steps"].append(time.perf_counter() - began)
+        found["training"] = memory("VmHWM")
+        tensors = [t for state in self.optimizer.state.values() for t in state.values() if hasattr(t, "nbytes")]
+        found["state"] = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
+        return lr
+
+    def measured_save(self: Any, *arguments: Any) -> None:
+        nonlocal before
+        before = reset_peak()
+        save(self, *arguments)
+
+    def measured_wait(self: Any, until: float | None = None) -> bool:
+        is_done = wait(self, until)
+        if before:
+            found["saving"] = memory("VmHWM") - before
+        return is_done
+
+    def measured_load(self: Any, *arguments: Any) -> Any:
+        nonlocal before
+        before = reset_peak()
+        return load_latest(self, *arguments)
+
+    def measured_restore(*arguments: Any) -> Any:
+        state = restore(*arguments)
+        found["resuming"] = memory("VmHWM") - before
+        return state
+
+    def close(self: ProcessGroup) -> None:
+        Path(out, f"rank{self.rank}.json").write_text(json.dumps(found))
+        original_close(self)
+
+    original_close = ProcessGroup.close
+    TrainStep.forward_backward, TrainStep.optimizer_step = timed_forward, timed_step  # type: ignore[method-assign]
+    SnapshotManager.save, SnapshotManager.wait = measured_save, measured_wait  # type: ignore[method-assign]
+    SnapshotManager.load_latest, composition.restore = measured_load, measured_restore  # type: ignore[method-assign]
+    ProcessGroup.close = close  # type: ignore[method-assign]
+    launch.main()
+
+
+def train(words: list[str], ranks: int, scratch: Path) -> list[dict[str, Any]]:
+    """Run the ranks; return what each measured."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+    variables = {**environment(threads=1), PLAN: str(scratch), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*torchrun, *words], env=variables, cwd=scratch, text=True, capture_output=True, check=False)
+    files = [scratch / f"rank{rank}.json" for rank in range(ranks)]
+    if done.returncode or not all(file.exists() for file in files):
+        sys.exit(f"the run failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return [json.loads(file.read_text()) for file in files]
+
+
+def measure(overrides: list[str], steps: int, ranks: int, cache: Path) -> dict[str, Any]:
+    """Train, then resume for one step in new processes; return the figures of the rank with most."""
+    with tempfile.TemporaryDirectory(prefix="strategies-") as name:
+        scratch = Path(name)
+        words = [*overrides, f"data.cache_dir={cache}", f"run.root={scratch / 'runs'}"]
+        first = train([*words, f"trainer.max_steps={steps}"], ranks, scratch)
+        loss = json.loads((scratch / "runs" / "run" / "result.json").read_text())["val_loss"]
+        second = train([*words, f"trainer.max_steps={steps + 1}"], ranks, scratch)
+    figures = {key: max(rank[key] for rank in first) / MIB for key in ("training", "state", "saving")}
+    step_ms = 1e3 * max(median(rank["steps"][WARMUP:]) for rank in first)
+    return {"loss": loss, "step_ms": step_ms, **figures, "resuming": max(rank["resuming"] for rank in second) / MIB}
+
+
+def main() -> None:
+    options = parser(__doc__, "strategies")
+    options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
+    options.add_argument("--ranks", nargs="+", type=int, choices=STRATEGIES, default=list(STRATEGIES))
+    options.add_argument("--repetitions", type=int, default=3, help="of every strategy (default: %(default)s)")
+    chosen = options.parse_args()
+    results, rows = [], []
+    with tempfile.TemporaryDirectory(prefix="strategies-cache-") as name:
+        for setting in chosen.settings:
+            overrides, steps = SETTINGS[setting]
+            ranks_of = chosen.ranks if setting == "small" else [2]
+            for precision, ranks in [(p, r) for p in chosen.precisions for r in ranks_of]:
+                words = {
+                    s: [*overrides, f"trainer.precision={precision}", f"ddp.strategy={s}"] for s in STRATEGIES[ranks]
+                }
+                candidates = {s: partial(measure, w, steps, ranks, Path(name)) for s, w in words.items()}
+                found = alternate(f"{setting}, {precision}, {ranks} ranks", candidates, chosen.repetitions)
+                base = [each["step_ms"] for each in found[STRATEGIES[ranks][0]]]
+                for strategy, measured in found.items():
+                    columns = {key: spread([each[key] for each in measured]) for key in measured[0]}
+                    ratio = compare([each["step_ms"] for each in measured], base)
+                    about = {"setting": setting, "precision": precision, "ranks": ranks, "strategy": strategy}
+                    results.append({**about, **columns, "ratio": ratio})
+                    memories = [f"{columns[key]['median']:,.1f}" for key in ("training", "state", "saving", "resuming")]
+                    times = [cell(columns["step_ms"], ".1f"), cell(ratio, ".2f")]
+                    rows.append([*map(str, about.values()), f"{columns['loss']['median']:.6f}", *times, *memories])
+    log(f"{len(rows)} rows")
+    report(chosen.out, {"repetitions": chosen.repetitions, "results": results}, HEADER, rows)
+
+
+if __name__ == "__main__":
+    if PLAN in os.environ:
+        worker_main(Path(os.environ[PLAN]))
+    else:
+        main()

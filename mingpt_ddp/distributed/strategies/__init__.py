@@ -1,0 +1,54 @@
+"""How the ranks train one model, selected by `ddp.strategy`: one file each. base.py says what a strategy does."""
+
+import torch
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.strategies.base import Strategy
+from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
+from mingpt_ddp.distributed.strategies.dp import DPStrategy
+from mingpt_ddp.distributed.strategies.manual import ManualStrategy
+from mingpt_ddp.distributed.strategies.single import SingleStrategy
+from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
+from mingpt_ddp.errors import ConfigError
+
+MIN_HSDP_RANKS = 4
+
+
+def check_strategy(config: Config, world_size: int) -> None:
+    """Refuse a strategy that does not fit the number of ranks or the optimizer.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    name = config.ddp.strategy
+    if name in ("single", "dp") and world_size > 1:
+        raise ConfigError(f"ddp.strategy={name} trains in one process, not {world_size} ranks; use ddp.strategy=ddp")
+    if name == "hsdp" and world_size < MIN_HSDP_RANKS:
+        raise ConfigError(f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp")
+    if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
+        raise ConfigError(
+            f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} splits; use "
+            "ddp.strategy=zero1"
+        )
+
+
+def build_strategy(
+    config: Config, device: torch.device, group: ProcessGroup, compiles: bool, dtype: torch.dtype
+) -> Strategy:
+    """Build the strategy that `check_strategy` accepted; on one rank all but `dp` are `single`.
+
+    Args:
+        dtype: of matrix products.
+
+    Raises:
+        ConfigError: hsdp does not fit the nodes.
+    """
+    name = config.ddp.strategy
+    if group.world_size == 1:
+        return (DPStrategy if name == "dp" else SingleStrategy)(config, device, group, compiles)
+    if name in ("fsdp", "hsdp"):
+        from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
+
+        return FSDPStrategy(config, device, group, dtype)
+    return {"manual": ManualStrategy, "zero1": Zero1Strategy}.get(name, DDPStrategy)(config, device, group, compiles)

@@ -1,0 +1,74 @@
+"""Read a rank's part of a snapshot."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError, UserError
+from mingpt_ddp.snapshots.format import Snapshot, directory_name
+from mingpt_ddp.snapshots.pieces import read_rows
+from mingpt_ddp.snapshots.state_dict import parameters_by_name
+from mingpt_ddp.snapshots.store import PARALLEL
+from mingpt_ddp.storage.urls import open_storage
+
+
+class ShardReader:
+    """Reads the tensors of a snapshot that a rank holds, or its rows of them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.group, self.strategy = runtime.group, runtime.strategy
+
+    def read(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
+        """Return the snapshot with the tensors for this rank's model and optimizer. A collective.
+
+        Args:
+            snapshot: with an index instead of tensors.
+
+        Raises:
+            SnapshotError: it does not fit the model.
+            StorageUnavailableError: a rank cannot read it.
+        """
+        likes: dict[str, Tensor] = {**parameters_by_name(model, optimizer)}
+        weights: dict[str, Tensor] | None = None
+        with self.group.raise_everywhere(UserError, io=False):
+            state = self._read(snapshot, "optimizer", likes)
+            if self.strategy.shards_model:
+                weights = self._read(snapshot, "model", model.state_dict())
+            else:
+                weights = self.group.env.call_on_rank_zero(partial(self._read, snapshot, "model", model.state_dict()))
+        if not self.strategy.shards_model:
+            weights = self.group.broadcast_tensors(weights)
+        return replace(snapshot, model=weights or {}, optimizer=state, index=None)
+
+    def _read(self, snapshot: Snapshot, kind: str, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a kind that this rank needs, by name.
+
+        Args:
+            likes: the parameter or buffer of each.
+        """
+        url, entries = snapshot.index["url"], snapshot.index[kind]
+        storage = open_storage(url)
+        is_state = kind == "optimizer"
+        names = [name for name in entries if not is_state or self.strategy.owns_state(name.partition(":")[0])]
+
+        def read(name: str) -> Tensor:
+            shape, like = entries[name][1], likes.get(name.partition(":")[0] if is_state else name)
+            rows = partial(read_rows, storage, directory_name(snapshot.step), entries[name])
+            if like is not None and list(like.shape) == shape:
+                return self.strategy.assemble(like, rows)
+            if not is_state or like is None:
+                raise SnapshotError(f"the snapshot's {kind} does not fit the model: {name}")
+            return rows(0, shape[0] if shape else 1)
+
+        try:
+            with ThreadPoolExecutor(PARALLEL if storage.shared else 1) as pool:
+                return dict(zip(names, pool.map(read, names), strict=True))
+        except OSError as error:
+            raise StorageUnavailableError(
+                f"cannot read the snapshot of step {snapshot.step} at {url}: {error}"
+            ) from error

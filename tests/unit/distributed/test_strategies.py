@@ -1,0 +1,111 @@
+"""Which strategy a configuration gets, what is refused in one line, and the parts that need no other rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from torch import nn
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.distributed.compile import should_compile
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
+from mingpt_ddp.distributed.strategies.dp import _DataParallel
+from mingpt_ddp.distributed.strategies.zero1 import assign_owners
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.snapshots.state_dict import check_savable
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def config(*overrides: str) -> Config:
+    return from_mapping(configure(*overrides))
+
+
+REFUSED = {
+    ("ddp.strategy=single", 2): r"strategy=single trains in one process, not 2 ranks; use ddp.strategy=ddp",
+    ("ddp.strategy=dp", 2): r"strategy=dp trains in one process",
+    ("ddp.strategy=hsdp", 3): r"hsdp needs at least 4 ranks, not 3; use fsdp",
+    ("ddp.strategy=fsdp optimizer=muon", 2): r"muon orthogonalizes whole matrices.* use ddp.strategy=zero1",
+    ("ddp.strategy=hsdp optimizer=muon", 4): r"which ddp.strategy=hsdp splits",
+}
+
+
+@pytest.mark.parametrize(("case", "message"), REFUSED.items(), ids=str)
+def test_refused(case, message):
+    words, world_size = case
+    with pytest.raises(ConfigError, match=message):
+        check_strategy(config(*words.split()), world_size)
+
+
+@pytest.mark.parametrize("hosts", [["a"] * 5, ["a", "b", "c", "d"], ["a", "a", "a", "b"]])
+def test_nodes_that_hsdp_cannot_divide(hosts):
+    group = SimpleNamespace(world_size=len(hosts), rank=0, all_gather=lambda own: hosts)
+    with pytest.raises(ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "):
+        build_strategy(config("ddp.strategy=hsdp"), CPU, group, False, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["manual", "fsdp", "hsdp"])
+@pytest.mark.parametrize("key", ["comm_hook=fp16", "find_unused_parameters=true"])
+def test_what_only_ddp_has(name, key):
+    with pytest.raises(ConfigError, match=f"ddp.strategy={name} has no comm_hook"):
+        config(f"ddp.strategy={name}", f"ddp.{key}")
+
+
+@pytest.mark.parametrize("name", ["dp", "fsdp", "hsdp"])
+def test_strategies_that_are_not_compiled(name):
+    assert not should_compile(config(f"ddp.strategy={name}"), GPU)
+    with pytest.raises(ConfigError, match=f"trainer.compile=true does not work with ddp.strategy={name}"):
+        should_compile(config(f"ddp.strategy={name}", "trainer.compile=true"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "two"),
+    [("auto", "single", "ddp"), ("ddp", "single", "ddp"), ("manual", "single", "manual"), ("zero1", "single", "zero1")],
+)
+def test_what_is_built(name, one, two):
+    for world_size, expected in ((1, one), (2, two)):
+        group = SimpleNamespace(world_size=world_size)
+        assert build_strategy(config(f"ddp.strategy={name}"), CPU, group, False, torch.float32).name == expected
+
+
+@pytest.mark.parametrize("name", ["auto", "dp", "fsdp"])
+def test_the_environment_records_the_strategy(name):
+    environment = Runtime(config(f"ddp.strategy={name}"), DistEnv()).environment()
+    assert environment["strategy"] == {"dp": "dp"}.get(name, "single")
+
+
+def test_owners_are_balanced_and_deterministic():
+    model = nn.Sequential(*(nn.Linear(n, n) for n in (3, 17, 8, 8, 2)))
+    model[0].bias.requires_grad = False
+    owners = assign_owners(model, 3)
+    assert owners == assign_owners(model, 3)
+    assert owners.keys() == {name for name, _ in model.named_parameters()} - {"0.bias"}
+    loads = [sum(p.numel() for name, p in model.named_parameters() if owners.get(name) == r) for r in range(3)]
+    assert loads == [289, 89, 87]  # the largest parameter bounds the balance
+
+
+def test_data_parallel_weighs_mean_losses_by_the_batch():
+    """As on two GPUs, of which one has three samples and the other one."""
+    parallel = _DataParallel(nn.Identity())
+    x, y = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([9.0])
+    nn.DataParallel.parallel_apply, original = (lambda *a: [x.mean(), y.mean()]), nn.DataParallel.parallel_apply
+    try:
+        outputs = parallel.parallel_apply([], [(x,), (y,)], [{}, {}])
+    finally:
+        nn.DataParallel.parallel_apply = original
+    assert float(parallel.gather(outputs, CPU)) == torch.cat([x, y]).mean()
+
+
+def test_state_that_has_no_rows():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    check_savable(model, optimizer)
+    with pytest.raises(CodeError, match=r"state 'row_var' of weight .* use ddp.strategy=zero1"):
+        check_savable(model, optimizer, by_rows=True)
