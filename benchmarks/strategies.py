@@ -162,13 +162,14 @@ def main() -> None:
                 found = alternate(f"{setting}, {precision}, {ranks} ranks", candidates, chosen.repetitions)
                 base = [each["step_ms"] for each in found[STRATEGIES[ranks][0]]]
                 for strategy, measured in found.items():
-                    columns = {key: spread([each[key] for each in measured]) for key in measured[0]}
+                    columns = {k: spread([each[k] for each in measured]) for k in measured[0] if k != "loss"}
+                    losses = [each["loss"] for each in measured]  # which differ in the last digits
                     ratio = compare([each["step_ms"] for each in measured], base)
                     about = {"setting": setting, "precision": precision, "ranks": ranks, "strategy": strategy}
-                    results.append({**about, **columns, "ratio": ratio})
+                    results.append({**about, "losses": losses, **columns, "ratio": ratio})
                     memories = [f"{columns[key]['median']:,.1f}" for key in ("training", "state", "saving", "resuming")]
                     times = [cell(columns["step_ms"], ".1f"), cell(ratio, ".2f")]
-                    rows.append([*map(str, about.values()), f"{columns['loss']['median']:.6f}", *times, *memories])
+                    rows.append([*map(str, about.values()), f"{median(losses):.7f}", *times, *memories])
     log(f"{len(rows)} rows")
     report(chosen.out, {"repetitions": chosen.repetitions, "results": results}, HEADER, rows)
 
