@@ -85,15 +85,16 @@ def config(*overrides: str) -> Config:
 
 def test_auto_compiles_built_in_models_on_a_gpu(monkeypatch):
     monkeypatch.setattr(compiling, "_missing_requirement", lambda device: None)
-    user_model = config("+model.code=mine.py")
     assert compiling.should_compile(config(), GPU)
-    assert not compiling.should_compile(user_model, GPU)
     assert not compiling.should_compile(config(), CPU)
     assert compiling.should_compile(config("trainer.compile=true"), CPU)
-    assert compiling.should_compile(config("+model.code=mine.py", "trainer.compile=true"), GPU)
     assert not compiling.should_compile(config("trainer.compile=false"), GPU)
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
         compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "is_user_defined", lambda kind, name: (kind, name) == ("model", "gpt"))
+        assert not compiling.should_compile(config(), GPU)
+        assert compiling.should_compile(config("trainer.compile=true"), GPU)
     monkeypatch.setattr(compiling, "_missing_requirement", lambda device: "a compiler")
     assert not compiling.should_compile(config(), GPU)
 
