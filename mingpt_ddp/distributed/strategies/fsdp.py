@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.device import keep_freed_memory
@@ -76,9 +75,9 @@ class FSDPStrategy(Strategy):
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
         precision = MixedPrecisionPolicy(param_dtype=self._half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
-        norms = [module for module in model.modules() if self._half and isinstance(module, _BatchNorm)]
+        norms = [module for module in model.modules() if self._half and hasattr(module, "running_mean")]
         try:
-            for norm in norms:  # groups in fp32, like their running statistics
+            for norm in norms:  # batch normalization is in fp32, like its running statistics
                 shard(norm)
             for module in [*(blocks if isinstance(blocks, nn.ModuleList) else []), model]:
                 shard(module, mp_policy=precision)
