@@ -40,7 +40,8 @@ def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
 
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
+    fused = not any(hasattr(p, "device_mesh") for p in model.parameters())  # torch's kernel takes no sharded tensors
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
 
 
 BUILDERS["optimizer"].update(adamw=_adamw, muon=Muon, sgd=_sgd)

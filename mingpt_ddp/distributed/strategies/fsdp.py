@@ -21,7 +21,6 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.device import keep_freed_memory
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
-from mingpt_ddp.distributed.sync_batchnorm import BATCH_NORMS
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -76,9 +75,9 @@ class FSDPStrategy(Strategy):
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
         precision = MixedPrecisionPolicy(param_dtype=self._half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
-        norms = [module for module in model.modules() if self._half and isinstance(module, BATCH_NORMS)]
+        norms = [module for module in model.modules() if self._half and hasattr(module, "running_mean")]
         try:
-            for norm in norms:  # groups in fp32, like their running statistics
+            for norm in norms:  # batch normalization is in fp32, like its running statistics
                 shard(norm)
             for module in [*(blocks if isinstance(blocks, nn.ModuleList) else []), model]:
                 shard(module, mp_policy=precision)
