@@ -76,6 +76,15 @@ def test_killed_in_mid_epoch(trained, project, tmp_path):
     assert weights(run) == weights(trained)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
+def test_under_another_strategy(strategy, trained, project, tmp_path):
+    done = call([*torchrun(2), *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project)
+    assert done.returncode == 0, done.stdout
+    ours, theirs = read_result(tmp_path / "tags"), read_result(trained)
+    for name in ("val_loss", "test_loss", "test_accuracy"):
+        assert ours[name] == pytest.approx(theirs[name], abs=1e-5)
+
+
 def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
     path = f"s3://{seaweed.make_bucket('tasks')}/{uuid.uuid4().hex}"
     sweep = ["-m", "model.n_hidden=8,32", "run.name=sweep", f"run.root={tmp_path}", f"snapshot.path={path}"]
