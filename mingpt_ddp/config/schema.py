@@ -73,6 +73,7 @@ class DDPConfig:
     gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
     static_graph: bool = neutral(False, "the same parameters are used in every step")
     find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
+    devices_per_rank: PositiveInt = neutral(1, "GPUs that share the blocks of each rank's model; on a CPU pretended")
     comm_hook: str = neutral("none", "how gradients are averaged: none, fp16, bf16, ring or your own")
     sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
 

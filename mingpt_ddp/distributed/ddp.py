@@ -59,7 +59,7 @@ class DDPStrategy:
             return cast(nn.Module, compiled)
         parallel = DDP(
             compiled,
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            device_ids=[self.device.index] if self.device.type == "cuda" and ddp.devices_per_rank == 1 else None,
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
             static_graph=ddp.static_graph,
@@ -149,6 +149,10 @@ def should_compile(config: Config, device: torch.device) -> bool:
         ConfigError: trainer.compile cannot work on this machine.
     """
     wanted = config.trainer.compile
+    if config.ddp.devices_per_rank > 1:
+        if wanted in (True, "cuda_graphs"):
+            raise ConfigError(f"trainer.compile={str(wanted).lower()} needs ddp.devices_per_rank=1; set one of them")
+        return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
         return device.type == "cuda" and config.model.code is None and missing is None

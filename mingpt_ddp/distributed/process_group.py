@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
-from mingpt_ddp.distributed.device import refuse_shared_gpus
+from mingpt_ddp.distributed.device import devices_of_rank, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
@@ -62,9 +62,10 @@ class ProcessGroup:
             self._job_store = connect(env, job, self.timeout_s)
             raise_if_fatal(self._job_store)
             if self.world_size > 1:
-                self._join(self._job_store, device, ddp.backend)
+                self._join(self._job_store, device, ddp)
 
-    def _join(self, job_store: dist.Store, device: torch.device, backend: str) -> None:
+    def _join(self, job_store: dist.Store, device: torch.device, ddp: DDPConfig) -> None:
+        backend = ddp.backend
         self.store = join_attempt(job_store, self.env, self.timeout_s)
         # CPU tensors use gloo or MPI even if there is a GPU.
         cpu, gpu = "mpi" if backend == "mpi" else "gloo", "nccl" if backend == "auto" else backend
@@ -78,7 +79,9 @@ class ProcessGroup:
         # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the timeout.
         self._io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
         if device.type == "cuda" and backend in ("auto", "nccl"):
-            refuse_shared_gpus(self.all_gather(str(torch.cuda.get_device_properties(device).uuid)))
+            devices = devices_of_rank(device, ddp.devices_per_rank)
+            uuids = self.all_gather([str(torch.cuda.get_device_properties(each).uuid) for each in devices])
+            refuse_shared_gpus([uuid for own in uuids for uuid in own], ddp.devices_per_rank)
         if device.type == "cpu" and backend == "auto":
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
         self.transport = "shared memory" if self.shared_memory else gpu if device.type == "cuda" else cpu

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.ddp import DDPStrategy, should_compile
-from mingpt_ddp.distributed.device import choose_device, device_name, set_up_device
+from mingpt_ddp.distributed.device import choose_device, device_name, devices_of_rank, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.models.ops import DTYPES, choose_precision
@@ -26,6 +26,9 @@ class Runtime:
             job: index of the job in a sweep; every job has its own process group.
         """
         self.device = choose_device(config.trainer, config.ddp, env)
+        self.devices = devices_of_rank(
+            self.device, config.ddp.devices_per_rank
+        )  # of the model; the batch is on the first
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -42,7 +45,8 @@ class Runtime:
             torch.compiler.reset()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for device in self.devices:
+                torch.cuda.reset_peak_memory_stats(device)
 
     def environment(self) -> dict[str, str | int]:
         """Return everything besides model and batch settings that affects the last bits of a step."""

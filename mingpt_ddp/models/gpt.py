@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
+from mingpt_ddp.models.placement import device_of
 
 
 class Attention(nn.Module):
@@ -102,7 +103,7 @@ class GPT(nn.Module):
         """Allocate a KV cache for `batch` sequences, one entry per block."""
         c = self.config
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
-        return [KVCache(shape, dtype, self.token_embedding.weight.device) for _ in range(c.n_layer)]
+        return [KVCache(shape, dtype, device_of(block)) for block in self.blocks]
 
     def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached positions."""

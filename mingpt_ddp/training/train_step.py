@@ -16,6 +16,7 @@ from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import apply_activation_checkpointing
+from mingpt_ddp.models.placement import split_blocks
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.optim.muon import Muon
@@ -34,7 +35,7 @@ def build_model_and_optimizer(runtime: Runtime, task: Task) -> tuple[nn.Module, 
     """Build both, with weights drawn from the seed."""
     config = task.config
     seed_everything("weights", config.run.seed)
-    model = task.build_model().to(runtime.device)
+    model = split_blocks(task.build_model(), runtime.devices)
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
     return model, build_optimizer(model, config.optimizer)
