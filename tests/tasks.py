@@ -8,7 +8,6 @@ import numpy as np
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.tasks.language_model import LanguageModel
 
 ENCODED = EncodedText(
@@ -19,7 +18,7 @@ ENCODED = EncodedText(
 def text_task(config: Config, val: np.ndarray | str = "yy", vocab_size: int = 8, encoded=ENCODED) -> LanguageModel:
     """Return a language model task whose validation split is `val`."""
     task = object.__new__(LanguageModel)
-    task.config, task.group = config, SimpleNamespace(env=DistEnv())
+    task.config, task.group = config, SimpleNamespace(call_on_first_copy=lambda work: work())
     task.text, task.sha256 = encoded, encoded.sha256
     vocabulary = encoded.vocabulary
     task.dataset = SimpleNamespace(train="x" * 90, val=val, test="", vocab_size=vocab_size, vocabulary=vocabulary)

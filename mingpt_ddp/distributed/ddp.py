@@ -24,6 +24,7 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.ring import ring_hook
 from mingpt_ddp.distributed.shared_memory import SharedMemoryAllReduce
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
+from mingpt_ddp.distributed.tensor_parallel import average_gradients
 from mingpt_ddp.errors import ConfigError
 
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
@@ -55,7 +56,7 @@ class DDPStrategy:
             torch_internals.compile_deterministically(self.config.trainer.deterministic)
             mode = "reduce-overhead" if self.config.trainer.compile == "cuda_graphs" else None
             compiled = torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=COMPILE_BACKEND)
-        if self.group.world_size == 1:
+        if self.group.world_size == 1 or self.group.tensor_size > 1:
             return cast(nn.Module, compiled)
         parallel = DDP(
             compiled,
@@ -119,6 +120,8 @@ class DDPStrategy:
 
     def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
         """Average gradients over ranks only in the last backward of a step."""
+        if last and self.group.tensor_size > 1:
+            return average_gradients(parallel_model, self.group)
         return nullcontext() if last or not isinstance(parallel_model, DDP) else parallel_model.no_sync()
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -149,10 +152,11 @@ def should_compile(config: Config, device: torch.device) -> bool:
         ConfigError: trainer.compile cannot work on this machine.
     """
     wanted = config.trainer.compile
-    if config.ddp.devices_per_rank > 1:
-        if wanted in (True, "cuda_graphs"):
-            raise ConfigError(f"trainer.compile={str(wanted).lower()} needs ddp.devices_per_rank=1; set one of them")
-        return False
+    for key in ("devices_per_rank", "tensor_parallel"):
+        if getattr(config.ddp, key) > 1:
+            if wanted in (True, "cuda_graphs"):
+                raise ConfigError(f"trainer.compile={str(wanted).lower()} needs ddp.{key}=1; set one of them")
+            return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
         return device.type == "cuda" and config.model.code is None and missing is None

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
@@ -21,7 +22,7 @@ from mingpt_ddp.distributed.device import devices_of_rank, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
-from mingpt_ddp.errors import UserError
+from mingpt_ddp.errors import ConfigError, UserError
 
 T = TypeVar("T")
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
@@ -51,6 +52,14 @@ class ProcessGroup:
         """
         self.env, self.timeout_s = env, ddp.timeout_s
         self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
+        # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch of that copy.
+        self.tensor_size = ddp.tensor_parallel
+        if self.world_size % self.tensor_size:
+            reason = f"ddp.tensor_parallel={self.tensor_size} must divide the number of ranks, {self.world_size}"
+            raise ConfigError(reason)
+        self.data_rank, self.data_size = self.rank // self.tensor_size, self.world_size // self.tensor_size
+        self.mesh: DeviceMesh | None = None  # data x tensor, with tensor parallelism
+        self._copy_group: dist.ProcessGroup | None = None  # the ranks of this copy, for CPU tensors
         self.store: dist.Store | None = None  # of this attempt
         self.shared_memory: SharedMemoryGroup | None = None  # if all ranks are on one machine and ddp.backend=auto
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
@@ -82,7 +91,14 @@ class ProcessGroup:
             devices = devices_of_rank(device, ddp.devices_per_rank)
             uuids = self.all_gather([str(torch.cuda.get_device_properties(each).uuid) for each in devices])
             refuse_shared_gpus([uuid for own in uuids for uuid in own], ddp.devices_per_rank)
-        if device.type == "cpu" and backend == "auto":
+        if ddp.tensor_parallel > 1:
+            self.mesh = init_device_mesh(
+                device.type, (self.data_size, self.tensor_size), mesh_dim_names=("data", "tensor")
+            )
+            for first in range(0, self.world_size, self.tensor_size):  # every rank creates all groups
+                group = dist.new_group([*range(first, first + self.tensor_size)], backend="gloo")
+                self._copy_group = group if first == self.rank - self.rank % self.tensor_size else self._copy_group
+        elif device.type == "cpu" and backend == "auto":
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
         self.transport = "shared memory" if self.shared_memory else gpu if device.type == "cuda" else cpu
 
@@ -154,6 +170,19 @@ class ProcessGroup:
             with self._blocked():
                 dist.broadcast(received[name], src=0)
         return received
+
+    def call_on_first_copy(self, work: Callable[[], T]) -> T | None:
+        """Call `work` on the ranks that hold the first copy of the model; return its value on rank zero, else None."""
+        value = work() if self.data_rank == 0 else None
+        return value if self.is_rank_zero else None
+
+    def any_in_copy(self, flag: bool) -> bool:
+        """Return whether the flag is set on a rank of this copy of the model, whose ranks must decide alike."""
+        if self.mesh is None:
+            return flag
+        with self._blocked():
+            dist.all_reduce(flags := torch.tensor([float(flag)]), group=self._copy_group)
+        return bool(flags)
 
     def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
         """Call `work` on rank 0, or on the first rank of every node; return its JSON value on every rank.

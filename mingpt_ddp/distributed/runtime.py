@@ -13,6 +13,7 @@ from mingpt_ddp.distributed.ddp import DDPStrategy, should_compile
 from mingpt_ddp.distributed.device import choose_device, device_name, devices_of_rank, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.models.ops import DTYPES, choose_precision
 
 
@@ -25,6 +26,7 @@ class Runtime:
         Args:
             job: index of the job in a sweep; every job has its own process group.
         """
+        check_tensor_parallel(config)
         self.device = choose_device(config.trainer, config.ddp, env)
         self.devices = devices_of_rank(
             self.device, config.ddp.devices_per_rank
@@ -57,6 +59,7 @@ class Runtime:
             "compiled": self.compiles,
             "threads": torch.get_num_threads(),
             "world_size": self.group.world_size,
+            "tensor_parallel": self.group.tensor_size,
             "transport": self.group.transport,
             "comm_hook": self.strategy.config.ddp.comm_hook,
         }

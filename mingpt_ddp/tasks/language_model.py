@@ -111,7 +111,7 @@ class LanguageModel(Task):
         seed, sampling = derive_seed("sample", self.config.run.seed, step), SamplingParams(temperature=0.8, top_k=40)
         tokenizer = CharTokenizer(self.dataset.vocabulary)
         generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
-        return self.group.env.call_on_rank_zero(lambda: generate()[0])
+        return self.group.call_on_first_copy(lambda: generate()[0])
 
     def trial_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         x, y = (part[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous() for part in batch)

@@ -20,7 +20,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, model: nn.Module, name: str, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Return the metrics by name. A collective; batch i is computed by rank i mod world size.
+        """Return the metrics by name. A collective; batch i is computed by copy i mod their number of the model.
 
         Args:
             name: of the split, `val` or `test`; {} is returned if there is none.
@@ -34,8 +34,8 @@ class Evaluator:
         stopped = False
         bar = progress_bar(group.env, 0, len(split), desc="evaluating", unit="batch", delay=1)
         with eval_mode(model), bar:
-            for batch in split.batches(group.rank, group.world_size):
-                if stopped := stop():
+            for batch in split.batches(group.data_rank, group.data_size):
+                if stopped := group.any_in_copy(stop()):
                     break
                 group.set_activity("evaluating")
                 with self.runtime.autocast():
@@ -43,7 +43,7 @@ class Evaluator:
                 for name, (value, n) in metrics.items():
                     sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
                     counts[name] = counts.get(name, 0) + n
-                bar.update(group.world_size)
+                bar.update(group.data_size)
         parts = group.all_gather((stopped, {name: (float(sums[name]), counts[name]) for name in sums}))
         if any(stopped for stopped, _ in parts):
             return None

@@ -15,6 +15,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.tensor_parallel import clip_gradients, local_tensor, separate_groups, split_model
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.models.placement import split_blocks
 from mingpt_ddp.optim import build_optimizer
@@ -36,9 +37,13 @@ def build_model_and_optimizer(runtime: Runtime, task: Task) -> tuple[nn.Module, 
     config = task.config
     seed_everything("weights", config.run.seed)
     model = split_blocks(task.build_model(), runtime.devices)
+    model = split_model(model, runtime.group.mesh and runtime.group.mesh["tensor"])
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
-    return model, build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer)
+    if runtime.group.mesh is not None:
+        separate_groups(optimizer)
+    return model, optimizer
 
 
 class TrainStep:
@@ -69,7 +74,7 @@ class TrainStep:
         begin = time.perf_counter()
         if self.runtime.compiles:
             log.info("compiling the model; the first time this may take minutes")
-        first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
+        first = self.loader.get_batch(1, self.plan, self.runtime.group.data_rank)[0]
         self.runtime.strategy.warm_up(self.parallel_model, lambda: self._losses(first)["loss"])
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
@@ -87,7 +92,7 @@ class TrainStep:
     def _fetch(self, step: int) -> list[MicroBatch]:
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
         begin = time.perf_counter()
-        batch = self.loader.get_batch(step, self.plan, self.runtime.group.rank)
+        batch = self.loader.get_batch(step, self.plan, self.runtime.group.data_rank)
         self.data_time_s = time.perf_counter() - begin
         return batch
 
@@ -99,13 +104,14 @@ class TrainStep:
         """
         self.runtime.group.set_activity(f"in the forward pass of step {step}")
         seed_everything("dropout", self.config.run.seed, step, micro.index)
-        n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
+        n_micro, group = self.plan.n_micro, self.runtime.group
         with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
             losses = self._losses(micro)
             self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs)
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(losses["loss"] * (world_size / n_micro)).backward()
-        return {name: loss.detach() / n_micro for name, loss in losses.items()}
+            self.runtime.scaler.scale(losses["loss"] * (group.data_size / n_micro)).backward()
+        shares = n_micro * group.tensor_size  # the ranks of a copy of the model compute the same loss
+        return {name: loss.detach() / shares for name, loss in losses.items()}
 
     def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
         with self.runtime.autocast():
@@ -115,6 +121,8 @@ class TrainStep:
         """Clip the gradients; return their norm before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
         limit = self.config.trainer.grad_norm_clip
+        if self.runtime.group.tensor_size > 1:
+            return clip_gradients(self.parameters, limit, self.runtime.group)
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if limit is not None:
             nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
@@ -146,9 +154,12 @@ class TrainStep:
             loss = self._forward_backward(step, micro, syncs=False)["loss"]
             gradients = {f"the gradient of {name} in": p.grad for name, p in self.model.named_parameters()}
             tensors = {"the loss of": loss, **gradients}
-            found = next((k for k, t in tensors.items() if t is not None and not torch.isfinite(t).all()), "")
+            found = next(
+                (k for k, t in tensors.items() if t is not None and not torch.isfinite(local_tensor(t)).all()), ""
+            )
             if found:
                 found += f" micro-batch {micro.index}"
+            if self.runtime.group.any_in_copy(bool(found)):
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
