@@ -105,11 +105,13 @@ def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
 
 def separate_groups(optimizer: torch.optim.Optimizer) -> None:
     """Let each parameter group hold either split parameters or whole ones: a fused kernel takes no mixture."""
-    groups = [
-        {**group, "params": [p for p in group["params"] if isinstance(p, DTensor) == is_split]}
-        for group in optimizer.param_groups
-        for is_split in (False, True)
-    ]
+    groups = []
+    for group in optimizer.param_groups:
+        for is_split in (False, True):
+            members = [p for p in group["params"] if isinstance(p, DTensor) == is_split]
+            groups.append({**group, "params": members})
+            if is_split and isinstance(optimizer, torch.optim.SGD):  # whose fused kernel takes no DTensor
+                groups[-1]["fused"] = None
     optimizer.param_groups[:] = [group for group in groups if group["params"]]
 
 

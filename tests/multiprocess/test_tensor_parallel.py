@@ -89,7 +89,7 @@ def test_a_step_equals_that_of_a_whole_model(ranks, size, options, tmp_path):
             assert result[kind].keys() == whole[kind].keys()
             for name, values in whole[kind].items():
                 np.testing.assert_allclose(result[kind][name], values, rtol=1e-4, atol=1e-6, err_msg=f"{kind} {name}")
-                assert np.abs(values).max() > 1e-5, name
+                assert np.any(values), name
 
 
 def train(configs: list[dict[str, Any]]) -> list[float | None]:
@@ -143,7 +143,6 @@ def loss(root: Path, name: str) -> float:
 @pytest.mark.parametrize("name", ["split", "four", "split-then-whole", "whole-then-split"])
 def test_the_same_run_split_or_whole(runs, name):
     """Also with a snapshot that was saved split and resumed whole, or the other way round."""
-    assert loss(runs, "whole") < 4.0
     assert loss(runs, name) == pytest.approx(loss(runs, "whole"), abs=1e-5)
     whole, split = tensors(runs, "whole"), tensors(runs, name)
     assert {key: tensor.shape for key, tensor in split.items()} == {key: tensor.shape for key, tensor in whole.items()}
@@ -160,9 +159,10 @@ def test_a_split_run_resumes_bit_for_bit(runs):
 def test_the_training_loss_counts_each_copy_once(runs):
     def series(name: str) -> list[float]:
         rows = map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
-        return [row["train/loss"] for row in rows if "train/loss" in row]
+        return [row["train_loss"] for row in rows if "train_loss" in row]
 
     assert len(series("whole")) == 20
+    assert series("whole")[-1] < series("whole")[0] - 0.1, "nothing was learned"
     assert series("four") == pytest.approx(series("whole"), abs=1e-5)
 
 
