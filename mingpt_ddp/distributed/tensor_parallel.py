@@ -9,13 +9,12 @@ Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), by torch's DTenso
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import Config
@@ -23,6 +22,9 @@ from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.torch_internals import for_each
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # half a second, which other runs need not wait for
 
 FUSED_PARTS = {"qkv": 3}  # matrices that the weight of a layer of this name concatenates; each of them is split
 
@@ -55,6 +57,8 @@ def split_model(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
     """Split a GPT over the ranks of this tensor group, in place; return it. The parameters keep their names."""
     if mesh is None:
         return model
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
     styles = {
         **{"attention.qkv": ColwiseParallel(), "attention.proj": RowwiseParallel()},
         **{"up": ColwiseParallel(), "down": RowwiseParallel()},
@@ -67,6 +71,11 @@ def split_model(model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
         attention["n_head"] //= mesh.size()  # those of this rank
         parallelize_module(block, mesh, styles)
     return model
+
+
+def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Return whether a tensor is torch's DTensor, without importing it."""
+    return hasattr(tensor, "device_mesh")
 
 
 def _parts(name: str) -> int:
@@ -83,7 +92,7 @@ def _by_rank(name: str, whole: Tensor, ranks: int) -> Tensor:
 
 def gather(name: str, tensor: Tensor) -> Tensor:
     """Return the whole of a parameter or of its optimizer state, in the order of a single rank. A collective."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     whole: Tensor = tensor.full_tensor()
     if (parts := _parts(name)) == 1:
@@ -93,8 +102,10 @@ def gather(name: str, tensor: Tensor) -> Tensor:
 
 def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
     """Return what `gather` undoes: this rank's part of a tensor, split as `like`; others are returned as they are."""
-    if not isinstance(like, DTensor) or whole.shape != like.shape:
+    if not is_dtensor(like) or whole.shape != like.shape:
         return whole
+    from torch.distributed.tensor import DTensor, Shard
+
     mesh, placements = like.device_mesh, like.placements
     (split,) = placements
     local = _by_rank(name, whole, mesh.size())
@@ -108,7 +119,7 @@ def separate_groups(optimizer: torch.optim.Optimizer) -> None:
     groups = []
     for group in optimizer.param_groups:
         for is_split in (False, True):
-            members = [p for p in group["params"] if isinstance(p, DTensor) == is_split]
+            members = [p for p in group["params"] if is_dtensor(p) == is_split]
             groups.append({**group, "params": members})
             if is_split and isinstance(optimizer, torch.optim.SGD):  # whose fused kernel takes no DTensor
                 groups[-1]["fused"] = None
@@ -117,7 +128,7 @@ def separate_groups(optimizer: torch.optim.Optimizer) -> None:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a split tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 @contextmanager
@@ -137,7 +148,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, grou
     """Clip the gradients of a split model; return their norm before clipping, that of the whole model."""
     assert group.mesh is not None
     gradients = [p.grad for p in parameters if p.grad is not None]
-    is_split = [isinstance(g, DTensor) and isinstance(g.placements[0], Shard) for g in gradients]
+    is_split = [is_dtensor(g) and g.placements[0].is_shard() for g in gradients]
     own = [local_tensor(g) for g, split in zip(gradients, is_split, strict=True) if split]
     everywhere = [local_tensor(g) for g, split in zip(gradients, is_split, strict=True) if not split]
     square = nn.utils.get_total_norm(own).square()

@@ -176,7 +176,17 @@ def test_the_names_in_state_json(config):
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
-        *("torch", "device", "precision", "compiled", "threads", "world_size", "transport", "comm_hook"),
+        *(
+            "torch",
+            "device",
+            "precision",
+            "compiled",
+            "threads",
+            "world_size",
+            "tensor_parallel",
+            "transport",
+            "comm_hook",
+        ),
     ]
 
 
