@@ -114,7 +114,7 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
     set_up_device(device, deterministic=False)
     if device.type == "cpu" and config.backend == "auto":  # not shared memory
         ddp = replace(ddp, backend="gloo")
-    group = exits.group = ProcessGroup(env, device, ddp, job=0)
+    group = exits.group = ProcessGroup(env, [device], ddp, job=0)
     hosts = len(set(group.all_gather(socket.gethostname())))
     about = {"ranks": group.world_size, "hosts": hosts, "backend": group.transport, "device": device.type}
     title = ", ".join(f"{key} {value}" for key, value in about.items())

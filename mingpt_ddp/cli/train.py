@@ -125,7 +125,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
     if config.ddp.nproc_per_node == "gpu":
-        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus()))
+        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices)))
     env = read_env(config.ddp.local_workers or 1)
     _check_urls(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
@@ -149,12 +149,12 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
 
 
-def _count_gpus() -> int:
+def _count_gpus(per_worker: int) -> int:
     import torch
 
     if not (count := torch.cuda.device_count()):  # asks the driver: does not initialize CUDA
         raise ConfigError("ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers")
-    return count
+    return max(1, count // per_worker)
 
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:

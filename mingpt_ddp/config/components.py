@@ -51,6 +51,7 @@ class ModelConfig(UserCodeConfig):
 
     name: str = neutral(..., "a label for directories and logs")
     architecture: str = key(..., "the registered model to build: gpt, modern, convnet, toy or your own")
+    devices: PositiveInt = neutral(1, "GPUs that share the blocks of each rank's model; on a CPU pretended")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,6 +75,7 @@ class DDPConfig:
     gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
     static_graph: bool = neutral(False, "the same parameters are used in every step")
     find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
+    tensor_parallel: PositiveInt = neutral(1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head")
     comm_hook: str = neutral("none", "how gradients are averaged: none, fp16, bf16, ring or your own")
     sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
 
@@ -94,6 +95,10 @@ class DDPConfig:
         meant = did_you_mean(self.comm_hook, hooks)
         hint = f"{', '.join(hooks)}{f'; did you mean {meant}?' if meant else ''}"
         check(self.comm_hook in hooks, f"ddp.comm_hook={self.comm_hook} must be one of {hint}")
+        alone = self.tensor_parallel == 1 or self.comm_hook == "none"
+        check(alone, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none")
+        mpi = self.tensor_parallel > 1 and self.backend == "mpi"
+        check(not mpi, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or nccl, not mpi")
         half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
         check(not half, f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
 

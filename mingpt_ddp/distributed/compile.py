@@ -39,6 +39,11 @@ def should_compile(config: Config, device: torch.device) -> bool:
                 "to false, or use ddp.strategy=zero1"
             )
         return False
+    for key, count in (("model.devices", config.model.devices), ("ddp.tensor_parallel", config.ddp.tensor_parallel)):
+        if count > 1:
+            if wanted in (True, "cuda_graphs"):
+                raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {key}=1; set one of them")
+            return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
         is_own = is_user_defined("model", config.model.architecture)

@@ -21,8 +21,11 @@ TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of the container, or `max`
 
 
-def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch.device:
-    """Return the device of this rank, after checking that this machine can run the configuration.
+def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1) -> torch.device:
+    """Return the first device of this rank, after checking that this machine can run the configuration.
+
+    Args:
+        per_rank: devices of each rank.
 
     Raises:
         ConfigError: this machine or this build of torch lacks a device, backend or option.
@@ -37,9 +40,16 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    # A scheduler may expose one GPU per process; the workers of one parent have the same CUDA_VISIBLE_DEVICES.
-    index = env.local_rank if gpus > 1 or has_parent_launcher() else 0
-    if index >= gpus and ddp.backend != "gloo":  # gloo's ranks may share a GPU
+    if per_rank > 1 and per_rank > gpus:
+        raise ConfigError(f"model.devices={per_rank}, but this machine has {gpus} GPUs; lower it or use the CPU")
+    # A scheduler may expose to each process its own GPUs; the workers of one parent have the same CUDA_VISIBLE_DEVICES.
+    index = env.local_rank * per_rank if gpus > per_rank or has_parent_launcher() else 0
+    if index + per_rank > gpus and ddp.backend != "gloo":  # gloo's ranks may share a GPU
+        if per_rank > 1:
+            raise ConfigError(
+                f"local rank {env.local_rank} needs GPUs {index} to {index + per_rank - 1}, this machine has {gpus}; "
+                f"start {gpus // per_rank} ranks, lower model.devices, or use the CPU"
+            )
         raise ConfigError(
             f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, use the CPU, or let ranks "
             "share GPUs with ddp.backend=gloo"
@@ -47,19 +57,27 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch
     return torch.device("cuda", index % gpus)
 
 
-def refuse_shared_gpus(gpus: list[str]) -> None:
+def devices_of_rank(first: torch.device, count: int) -> list[torch.device]:
+    """Return the `count` devices of a rank from its first one on; a CPU stands for all of them."""
+    if first.type == "cpu" or count == 1:
+        return [first] * count
+    gpus = torch.cuda.device_count()
+    return [torch.device("cuda", (first.index + i) % gpus) for i in range(count)]
+
+
+def refuse_shared_gpus(gpus: list[str], per_rank: int = 1) -> None:
     """Check that each rank has its own GPU, as NCCL requires; its own error is hard to understand.
 
     Args:
-        gpus: the UUID of each rank's GPU, in rank order.
+        gpus: the UUIDs of the GPUs, in the order of the ranks, `per_rank` of each.
 
     Raises:
         ConfigError: two ranks have the same GPU.
     """
-    for rank, gpu in enumerate(gpus):
-        if gpu in gpus[:rank]:
+    for index, gpu in enumerate(gpus):
+        if gpu in gpus[:index]:
             raise ConfigError(
-                f"ranks {gpus.index(gpu)} and {rank} have the same GPU; "
+                f"ranks {gpus.index(gpu) // per_rank} and {index // per_rank} have the same GPU; "
                 "give each its own by LOCAL_RANK or CUDA_VISIBLE_DEVICES, or use ddp.backend=gloo"
             )
 
@@ -114,13 +132,15 @@ def device_name(device: torch.device) -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def total_memory(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes, or for a CPU the `installed_memory`."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else installed_memory()
+def total_memory(devices: list[torch.device]) -> int:
+    """Return the memory of the GPUs of a rank in bytes, or for a CPU the `installed_memory`."""
+    if devices[0].type == "cuda":
+        return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+    return installed_memory()
 
 
-def peak_memory(device: torch.device) -> int:
-    """Return the peak in bytes: of GPU allocations, or for a CPU of the resident memory of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+def peak_memory(devices: list[torch.device]) -> int:
+    """Return the peak in bytes: of the GPU with most allocations, or of the resident memory of a CPU process."""
+    if devices[0].type == "cuda":
+        return max(map(torch.cuda.max_memory_allocated, devices))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

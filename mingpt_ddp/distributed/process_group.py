@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
@@ -21,7 +22,7 @@ from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
-from mingpt_ddp.errors import UserError
+from mingpt_ddp.errors import ConfigError, UserError
 
 T = TypeVar("T")
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
@@ -39,10 +40,11 @@ def _serialize_error(error: Exception) -> tuple[str, str]:
 class ProcessGroup:
     """This rank's handle on all ranks of the job."""
 
-    def __init__(self, env: DistEnv, device: torch.device, ddp: DDPConfig, job: int) -> None:
+    def __init__(self, env: DistEnv, devices: list[torch.device], ddp: DDPConfig, job: int) -> None:
         """Join the process group of this attempt.
 
         Args:
+            devices: of this rank.
             job: index of the job in a sweep; every job has its own process group.
 
         Raises:
@@ -51,6 +53,14 @@ class ProcessGroup:
         """
         self.env, self.timeout_s = env, ddp.timeout_s
         self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
+        # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch of that copy.
+        self.tensor_size = ddp.tensor_parallel
+        if self.world_size % self.tensor_size:
+            reason = f"ddp.tensor_parallel={self.tensor_size} must divide the number of ranks, {self.world_size}"
+            raise ConfigError(reason)
+        self.data_rank, self.data_size = self.rank // self.tensor_size, self.world_size // self.tensor_size
+        self.mesh: DeviceMesh | None = None  # data x tensor, with tensor parallelism
+        self._copy_group: dist.ProcessGroup | None = None  # the ranks of this copy, for CPU tensors
         self.store: dist.Store | None = None  # of this attempt
         self.shared_memory: SharedMemoryGroup | None = None  # if all ranks are on one machine and ddp.backend=auto
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
@@ -62,9 +72,10 @@ class ProcessGroup:
             self._job_store = connect(env, job, self.timeout_s)
             raise_if_fatal(self._job_store)
             if self.world_size > 1:
-                self._join(self._job_store, device, ddp.backend)
+                self._join(self._job_store, devices, ddp)
 
-    def _join(self, job_store: dist.Store, device: torch.device, backend: str) -> None:
+    def _join(self, job_store: dist.Store, devices: list[torch.device], ddp: DDPConfig) -> None:
+        backend, device = ddp.backend, devices[0]
         self.store = join_attempt(job_store, self.env, self.timeout_s)
         # CPU tensors use gloo or MPI even if there is a GPU.
         cpu, gpu = "mpi" if backend == "mpi" else "gloo", "nccl" if backend == "auto" else backend
@@ -78,8 +89,16 @@ class ProcessGroup:
         # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the timeout.
         self._io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
         if device.type == "cuda" and backend in ("auto", "nccl"):
-            refuse_shared_gpus(self.all_gather(str(torch.cuda.get_device_properties(device).uuid)))
-        if device.type == "cpu" and backend == "auto":
+            uuids = self.all_gather([str(torch.cuda.get_device_properties(each).uuid) for each in devices])
+            refuse_shared_gpus([uuid for own in uuids for uuid in own], len(devices))
+        if ddp.tensor_parallel > 1:
+            self.mesh = init_device_mesh(
+                device.type, (self.data_size, self.tensor_size), mesh_dim_names=("data", "tensor")
+            )
+            for first in range(0, self.world_size, self.tensor_size):  # every rank creates all groups
+                group = dist.new_group([*range(first, first + self.tensor_size)], backend="gloo")
+                self._copy_group = group if first == self.rank - self.rank % self.tensor_size else self._copy_group
+        elif device.type == "cpu" and backend == "auto":
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
         self.transport = "shared memory" if self.shared_memory else gpu if device.type == "cuda" else cpu
 
@@ -151,6 +170,14 @@ class ProcessGroup:
             with self._blocked():
                 dist.broadcast(received[name], src=0)
         return received
+
+    def any_in_copy(self, flag: bool) -> bool:
+        """Return whether the flag is set on a rank of this copy of the model, whose ranks must decide alike."""
+        if self.mesh is None:
+            return flag
+        with self._blocked():
+            dist.all_reduce(flags := torch.tensor([float(flag)]), group=self._copy_group)
+        return bool(flags)
 
     def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
         """Call `work` on rank 0, or on the first rank of every node; return its JSON value on every rank.

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.device import choose_device, device_name, set_up_device
+from mingpt_ddp.distributed.device import choose_device, device_name, devices_of_rank, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
+from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.models.ops import DTYPES, choose_precision
 
 
@@ -27,13 +28,15 @@ class Runtime:
             job: index of the job in a sweep; every job has its own process group.
         """
         check_strategy(config, env.world_size)
-        self.device = choose_device(config.trainer, config.ddp, env)
+        check_tensor_parallel(config)
+        self.device = choose_device(config.trainer, config.ddp, env, config.model.devices)  # of the batch
+        self.devices = devices_of_rank(self.device, config.model.devices)  # of the model
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.compiles = should_compile(config, self.device)
         set_up_device(self.device, config.trainer.deterministic)
-        self.group = ProcessGroup(env, self.device, config.ddp, job)
+        self.group = ProcessGroup(env, self.devices, config.ddp, job)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
     def close(self) -> None:
@@ -44,7 +47,8 @@ class Runtime:
             torch.compiler.reset()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
+            for device in self.devices:
+                torch.cuda.reset_peak_memory_stats(device)
 
     def environment(self) -> dict[str, str | int]:
         """Return everything besides model and batch settings that affects the last bits of a step."""
@@ -56,6 +60,7 @@ class Runtime:
             "threads": torch.get_num_threads(),
             "world_size": self.group.world_size,
             "strategy": self.strategy.name,
+            "tensor_parallel": self.group.tensor_size,
             "transport": self.group.transport,
             "comm_hook": self.strategy.config.ddp.comm_hook,
         }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, eval_mode
+from mingpt_ddp.models.placement import is_split
 
 MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
 
@@ -68,7 +69,7 @@ class DecodeSession:
             vars(sized := copy.copy(model))["block_size"] = positions
             self.cache = sized.new_cache(batch, weight.dtype)
             # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
-            captures = weight.is_cuda and not torch.are_deterministic_algorithms_enabled()
+            captures = weight.is_cuda and not is_split(model) and not torch.are_deterministic_algorithms_enabled()
             if captures and isinstance(model, SupportsCUDAGraphDecode):
                 self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 

@@ -99,7 +99,8 @@ class MetricsProcessor:
         metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured, **times}
         per_s = metrics[f"speed/{self.task.unit}_per_s"]
         if self._flops_per_token is not None:
-            flops = self._flops_per_token * per_s / self.runtime.group.world_size
+            gpus = len({*self.runtime.devices}) * self.runtime.group.world_size
+            flops = self._flops_per_token * per_s / gpus
             metrics["speed/matmul_utilization"] = flops / self._matmul_flops
             if self._peak_flops is not None:
                 metrics["speed/mfu"] = flops / self._peak_flops

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
+from mingpt_ddp.models.placement import device_of
 
 
 class Attention(nn.Module):
@@ -20,16 +21,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head, self.dropout = config.n_head, config.dropout  # tensor parallelism: the heads of this rank
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
-        B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
+        B, T, _ = x.shape
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, -1)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
         y = attend(q, k, v, self.dropout if self.training else 0.0, cache, start)
-        y = self.proj(y.transpose(1, 2).reshape(B, T, C))
+        y = self.proj(y.transpose(1, 2).flatten(2))
         return dropout(y, self.dropout, self.training)
 
 
@@ -101,8 +102,9 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, dtype: torch.dtype) -> list[KVCache]:
         """Allocate a KV cache for `batch` sequences, one entry per block."""
         c = self.config
-        shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
-        return [KVCache(shape, dtype, self.token_embedding.weight.device) for _ in range(c.n_layer)]
+        heads = vars(self.blocks[0].attention)["n_head"]
+        shape = (batch, heads, self.block_size, c.n_embd // c.n_head)
+        return [KVCache(shape, dtype, device_of(block)) for block in self.blocks]
 
     def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached positions."""

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
+from mingpt_ddp.models.placement import device_of
 
 LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # KV cache, last inputs (B, 1, C) of both smears
 
@@ -189,7 +190,8 @@ class Modern(nn.Module):
         c, device = self.config, self.head.weight.device
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
         last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
-        layers = [(KVCache(shape, dtype, device), last.clone(), last.clone()) for _ in range(c.n_layer)]
+        devices = [device_of(block) for block in self.blocks]
+        layers = [(KVCache(shape, dtype, each), last.to(each, copy=True), last.to(each, copy=True)) for each in devices]
         return Cache(layers, last, rotary_table(self.block_size, shape[-1], device, dtype))
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:

@@ -19,6 +19,11 @@ class ToyModel(nn.Module):
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(HIDDEN, outputs)
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The layers, in order."""
+        return nn.ModuleList([self.net1, self.net2])
+
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, outputs) for x (B, inputs)."""
         y: Tensor = self.net2(self.relu(self.net1(x)))

@@ -84,9 +84,10 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update the parameters that have gradients; free the gradients of those that Muon updates."""
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if group["muon"] and parameters:
-                self._muon_step(parameters, group["lr"], group["weight_decay"])
+            parameters = [p for p in group["params"] if p.grad is not None and group["muon"]]
+            for device in dict.fromkeys(p.device for p in parameters):  # of one model
+                members = [p for p in parameters if p.device == device]
+                self._muon_step(members, group["lr"], group["weight_decay"])
         return super().step(closure)
 
     def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:

@@ -53,8 +53,8 @@ class AsyncSave(threading.Thread):
         self.url: str | None = None  # of the store that holds the snapshot
         self.failure: tuple[str, OSError] | None = None  # the first store that failed, and its error
         self.error: Exception | None = None  # ends the run
-        device = runtime.device
-        self._ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        gpus = [device for device in runtime.devices if device.type == "cuda"]
+        self._ready = {device: torch.cuda.current_stream(device).record_event() for device in gpus}
 
     def run(self) -> None:
         group = self.runtime.group
@@ -90,20 +90,21 @@ class AsyncSave(threading.Thread):
             self.duration_s = time.monotonic() - self.started_at
 
     def _stage(self) -> dict[str, memoryview | bytes]:
-        """Copy the tensors to host memory, on a separate CUDA stream; return the content of each file."""
+        """Copy the tensors to host memory, on a separate CUDA stream per GPU; return the content of each file."""
         tensors = {name: part for name, part in self.parts.items() if isinstance(part, dict)}
         if tensors.keys() != self.buffers.keys() or not all(self.buffers[n].fits(t) for n, t in tensors.items()):
             self.buffers.clear()  # free the memory before allocating again
             self.buffers.update({name: SafetensorsBuffer(named) for name, named in tensors.items()})
-        stream = None
-        if self._ready is not None:
+        if self._ready:
             torch.cuda.set_device(self.runtime.device)  # of this thread
-            stream = torch.cuda.Stream(self.runtime.device)
-            stream.wait_event(self._ready)  # work queued on the training stream before the snapshot
-        with torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+        streams = [torch.cuda.Stream(device) for device in self._ready]
+        with contextlib.ExitStack() as current:  # a copy runs on the current stream of its tensor's GPU
+            for stream, event in zip(streams, self._ready.values(), strict=True):
+                stream.wait_event(event)  # work queued on the training stream before the snapshot
+                current.enter_context(torch.cuda.stream(stream))
             for name, buffer in self.buffers.items():
                 buffer.fill(tensors[name])
-        if stream is not None:
+        for stream in streams:
             stream.synchronize()
         contents = {n: part if isinstance(part, bytes) else self.buffers[n].content for n, part in self.parts.items()}
         self.parts = {}

@@ -23,7 +23,7 @@ class Evaluator:
 
     @torch.no_grad()
     def run(self, model: nn.Module, name: str, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Return the metrics by name. A collective; batch i is computed by rank i mod world size.
+        """Return the metrics by name. A collective; batch i is computed by copy i mod their number of the model.
 
         Args:
             name: of the split, `val` or `test`; {} is returned if there is none.
@@ -46,7 +46,7 @@ class Evaluator:
                 for name, (value, n) in metrics.items() if own else ():
                     sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
                     counts[name] = counts.get(name, 0) + n
-                bar.update(group.world_size)
+                bar.update(group.data_size)
         parts = group.all_gather((stopped, {name: (float(sums[name]), counts[name]) for name in sums}))
         if any(stopped for stopped, _ in parts):
             return None
@@ -61,12 +61,13 @@ class Evaluator:
     def _passes(self, split: Split) -> Iterator[tuple[Any, bool]]:
         """Yield the batches of this rank, and whether they count: the others make up for a rank that has more."""
         group = self.runtime.group
-        own = len(range(group.rank, len(split), group.world_size))
-        most = -(-len(split) // group.world_size) if self.runtime.strategy.shards_model else own
-        first = (next(iter(split.batches(0, group.world_size))) for _ in range(own, most))
-        numbered = enumerate(chain(split.batches(group.rank, group.world_size), first))
+        own = len(range(group.data_rank, len(split), group.data_size))
+        most = -(-len(split) // group.data_size) if self.runtime.strategy.shards_model else own
+        first = (next(iter(split.batches(0, group.data_size))) for _ in range(own, most))
+        numbered = enumerate(chain(split.batches(group.data_rank, group.data_size), first))
         return ((batch, i < own) for i, batch in numbered)
 
     def _is_stopped(self, stopped: bool) -> bool:
         """Return whether to stop: on any rank, if the next forward pass is a collective."""
-        return any(self.runtime.group.all_gather(stopped)) if self.runtime.strategy.shards_model else stopped
+        group = self.runtime.group
+        return any(group.all_gather(stopped)) if self.runtime.strategy.shards_model else group.any_in_copy(stopped)

@@ -29,7 +29,7 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     """
     if is_user_defined("model", config.model.architecture):  # its constructor may allocate any amount
         return
-    memory = min(runtime.group.all_gather(total_memory(runtime.device)))
+    memory = min(runtime.group.all_gather(total_memory(runtime.devices)))
     with torch.device("meta"):  # allocates nothing
         count = count_parameters(task.build_model())
     if runtime.strategy.shards_model:

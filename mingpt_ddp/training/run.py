@@ -59,7 +59,7 @@ def run(
     """
     interrupt, started_at = interrupt or SignalHandler(), started_at or process_start_time()
     _check_same_config(config, runtime)
-    config = _with_batch_size(config, runtime.group.world_size)
+    config = _with_batch_size(config, runtime.group.data_size)
     task = build_task(config, runtime.group)
     loader = task.train_loader(runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
@@ -101,7 +101,7 @@ def run(
             elif owner:
                 warn_of_lost_snapshots(directory)
             micro_batch_size = snapshot.state["micro_batch_size"] if snapshot else None
-            plan = plan_batches(config, runtime.group.world_size, micro_batch_size)
+            plan = plan_batches(config, runtime.group.data_size, micro_batch_size)
             state.world_size = runtime.group.world_size
             undone = max(0.0, last_log_time - state.saved_at) if state.saved_at else 0.0
             state.wasted_seconds += undone + time.monotonic() - started_at
@@ -155,7 +155,7 @@ def _with_batch_size(config: Config, world_size: int) -> Config:
 def _preflight(runtime: Runtime, task: Task, loader: Loader, stores: list[SnapshotStore]) -> None:
     """Check the batch, the snapshots, the memory and the user's code. A collective."""
     config = task.config
-    plan = plan_batches(config, runtime.group.world_size)
+    plan = plan_batches(config, runtime.group.data_size)
 
     def check_resume() -> None:
         # For any run.resume: refuse another format or an unreadable location before anything is written.
@@ -163,7 +163,7 @@ def _preflight(runtime: Runtime, task: Task, loader: Loader, stores: list[Snapsh
         if config.run.source is not None and not any(own):
             source = load(config.run.source)
             check_state(source.step, source.state, task)
-            plan_batches(config, runtime.group.world_size, source.state["micro_batch_size"])
+            plan_batches(config, runtime.group.data_size, source.state["micro_batch_size"])
 
     runtime.group.run_on_rank_zero(check_resume)
     check_fits(config, runtime, task)

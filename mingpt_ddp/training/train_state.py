@@ -20,6 +20,7 @@ from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_sta
 from mingpt_ddp.tasks.task import Task, recorded_sha256
 from mingpt_ddp.training.trial_pruning import MedianPruner
 
+NOT_IN_IDENTITY = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")  # its content counts, wherever it comes from
 DATA_SHA256 = "data.path (the content's SHA-256)"
 
@@ -128,6 +129,6 @@ def check_state(step: int, state: Any, task: Task) -> None:
 
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
-    keys = [f"model.{key}" for key in config["model"] if key not in ("name", "dropout", *CODE_LOCATION_KEYS)]
+    keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
     keys += [key for key in numeric_keys(config) if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS]
     return [*keys, "trainer.batch_size", "optimizer.name", "run.seed"]

@@ -18,6 +18,7 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.models import apply_activation_checkpointing
+from mingpt_ddp.models.placement import split_blocks
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.optim.muon import Muon
@@ -45,8 +46,11 @@ def build_model_and_optimizer(
     model = task.build_model()
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
-    model = strategy.prepare(model) if strategy else model.to(runtime.device)
-    return model, build_optimizer(model, config.optimizer)
+    model = strategy.prepare(model) if strategy else split_blocks(model, runtime.devices)
+    optimizer = build_optimizer(model, config.optimizer)
+    if strategy:
+        strategy.prepare_optimizer(optimizer)
+    return model, optimizer
 
 
 def sample(runtime: Runtime, task: Task, model: nn.Module, step: int) -> str | None:
@@ -84,7 +88,7 @@ class TrainStep:
         begin = time.perf_counter()
         if self.runtime.compiles:
             log.info("compiling the model; the first time this may take minutes")
-        first = self.loader.get_batch(1, self.plan, self.runtime.group.rank)[0]
+        first = self.loader.get_batch(1, self.plan, self.runtime.group.data_rank)[0]
         self.runtime.strategy.warm_up(self.parallel_model, lambda: self._losses(first)["loss"])
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
@@ -105,7 +109,7 @@ class TrainStep:
         """Return this rank's micro-batches; as many as any rank's if each forward pass is a collective."""
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
         begin = time.perf_counter()
-        batch = self.loader.get_batch(step, self.plan, self.runtime.group.rank)
+        batch = self.loader.get_batch(step, self.plan, self.runtime.group.data_rank)
         self.data_time_s = time.perf_counter() - begin
         if self.runtime.strategy.shards_model and len(batch) < -(-self.plan.n_micro // self.plan.world_size):
             batch = [*batch, replace(batch[-1], weight=0.0)]
@@ -120,13 +124,14 @@ class TrainStep:
         gathers = self.runtime.strategy.shards_model  # in both passes, which then wait for all ranks
         self.runtime.group.set_activity(f"in the forward pass of step {step}", waiting=gathers)
         seed_everything("dropout", self.config.run.seed, step, micro.index)
-        n_micro, world_size = self.plan.n_micro, self.runtime.group.world_size
+        n_micro, group = self.plan.n_micro, self.runtime.group
         with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
             losses = self._losses(micro)
             self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs or gathers)
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(losses["loss"] * (micro.weight * world_size / n_micro)).backward()
-        return {name: loss.detach() / n_micro for name, loss in losses.items()}
+            self.runtime.scaler.scale(losses["loss"] * (micro.weight * group.data_size / n_micro)).backward()
+        shares = n_micro * group.tensor_size  # the ranks of a copy of the model compute the same loss
+        return {name: loss.detach() / shares for name, loss in losses.items()}
 
     def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
         with self.runtime.autocast():
@@ -135,10 +140,7 @@ class TrainStep:
     def clip_grad_norm(self) -> Tensor:
         """Clip the gradients; return their norm before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
-        limit = self.config.trainer.grad_norm_clip
-        norm = self.runtime.strategy.total_norm([p.grad for p in self.parameters if p.grad is not None])
-        if limit is not None:
-            nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
+        norm = self.runtime.strategy.clip_grad_norm(self.parameters, self.config.trainer.grad_norm_clip)
         return norm.to(self.runtime.device)  # without gradients torch returns a CPU zero
 
     def optimizer_step(self, step: int) -> float:
@@ -171,7 +173,7 @@ class TrainStep:
             tensors = {"the loss of": loss, **gradients}
             wrong = next((k for k, t in tensors.items() if not torch.isfinite(t).all()), "")
             found = found or (wrong and f"{wrong} micro-batch {micro.index}")
-            if found and not strategy.shards_model:
+            if self.runtime.group.any_in_copy(bool(found)) and not strategy.shards_model:
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]

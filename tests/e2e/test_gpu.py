@@ -23,7 +23,10 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import apply_activation_checkpointing, build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.staging_buffer import decode
+from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
+from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -193,3 +196,73 @@ def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_pa
         done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
         assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
+
+
+def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[float], bytes]:
+    """Return the losses and norms of some steps on the devices of one rank, and the last snapshot's tensors."""
+    config = from_mapping(configure("trainer.device=cuda", "model=gpt_nano", "trainer.batch_size=4", *options))
+    runtime = Runtime(config, DistEnv())
+    runtime.devices = devices
+    task = text_task(config, vocab_size=65)
+    model, optimizer = build_model_and_optimizer(runtime, task)
+    loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
+    train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), model, optimizer)
+    numbers = []
+    for step in range(1, 6):
+        numbers += [float(train_step.forward_backward(step)["loss"]), float(train_step.clip_grad_norm())]
+        train_step.optimizer_step(step)
+    tensors = {**model_state(model), **optimizer_state(model, optimizer)}
+    save = AsyncSave(runtime, [], {}, 5, {"model.safetensors": tensors}, print)
+    contents = save._stage()["model.safetensors"]
+    prompt = torch.zeros(2, 1, dtype=torch.int64, device=runtime.device)
+    text = torch.stack(list(generate(model, prompt, 40, SamplingParams(temperature=0))))
+    assert text.device == runtime.device
+    return numbers, bytes(contents)
+
+
+@pytest.mark.parametrize("preset", ["gpt_nano", "modern_nano"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_model_on_a_gpu_and_the_cpu_learns_alike(preset: str, optimizer: str) -> None:
+    """Two real devices where there is one GPU."""
+    options = [f"model={preset}", f"optimizer={optimizer}", "model.dropout=0.0", "trainer.precision=fp32"]
+    gpu = torch.device("cuda", 0)
+    one, two = (train_on(devices, options) for devices in ([gpu], [gpu, torch.device("cpu")]))
+    assert two[0] == pytest.approx(one[0], rel=1e-3)
+    ours, theirs = (decode(content) for content in (two[1], one[1]))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=2e-3, msg=name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recomputed", ["false", "true"])
+def test_a_model_on_two_gpus_draws_the_same_dropout(precision: str, recomputed: str) -> None:
+    """Bit for bit on two equal GPUs, but for the order in which the gradient norm sums."""
+    options = ["model.dropout=0.1", f"trainer.precision={precision}", "trainer.deterministic=true"]
+    options += [f"trainer.activation_checkpointing={recomputed}"]
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    one, two = (train_on(devices, options) for devices in (gpus[:1], gpus))
+    assert two[0] == pytest.approx(one[0], rel=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
+def test_a_run_on_two_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
+    options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
+    options += ["model.dropout=0.1", "optimizer.schedule_steps=12", "model.devices=2"]
+    assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
+    for steps in (8, 12):
+        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        assert done.returncode == 0, done.stdout
+    assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are fewer than four CUDA devices")
+def test_two_ranks_with_two_gpus_each_train_alike(tmp_path: Path) -> None:
+    options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "ddp.nproc_per_node=2"]
+    for name, devices in (("one", 1), ("two", 2)):
+        done = call([*python_main(), *options, f"run.name={name}", f"model.devices={devices}"], tmp_path)
+        assert done.returncode == 0, done.stdout
+    one, two = (decode(weights(tmp_path / "outputs" / name)) for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -26,6 +26,8 @@ def check_strategy(config: Config, world_size: int) -> None:
         raise ConfigError(f"ddp.strategy={name} trains in one process, not {world_size} ranks; use ddp.strategy=ddp")
     if name == "hsdp" and world_size < MIN_HSDP_RANKS:
         raise ConfigError(f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp")
+    if config.model.devices > 1 and name not in ("auto", "single", "ddp"):
+        raise ConfigError(f"model.devices={config.model.devices} needs ddp.strategy=auto, not {name}; or set it to 1")
     if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
         raise ConfigError(
             f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} splits; use "
@@ -45,6 +47,10 @@ def build_strategy(
         ConfigError: hsdp does not fit the nodes.
     """
     name = config.ddp.strategy
+    if group.tensor_size > 1:
+        from mingpt_ddp.distributed.strategies.tensor_parallel import TensorParallelStrategy
+
+        return TensorParallelStrategy(config, device, group, compiles)
     if group.world_size == 1:
         return (DPStrategy if name == "dp" else SingleStrategy)(config, device, group, compiles)
     if name in ("fsdp", "hsdp"):

@@ -1,7 +1,7 @@
 """The base class of all strategies: what the train step, evaluation and snapshots may ask.
 
 A model passes `prepare` before its optimizer is built and `wrap` before the first step. Then every step calls
-`begin_step`, `maybe_no_sync` around each forward and backward pass, `reduce_gradients`, `total_norm`, `update` and
+`begin_step`, `maybe_no_sync` around each forward and backward pass, `reduce_gradients`, `clip_grad_norm`, `update` and
 `broadcast_buffers`.
 """
 
@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.compile import compile_model, report_compile_errors
+from mingpt_ddp.distributed.device import devices_of_rank
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
+from mingpt_ddp.models.placement import split_blocks
 
 T = TypeVar("T")
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
@@ -34,6 +36,7 @@ class Strategy:
 
     def __init__(self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool) -> None:
         self.config, self.device, self.group, self.compiles = config, device, group, compiles
+        self.devices = devices_of_rank(device, config.model.devices)
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0  # the first compiles, the second records CUDA graphs
 
@@ -41,10 +44,13 @@ class Strategy:
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model on the device, with batch normalization over all ranks if requested. A collective."""
-        return self._synchronize_batchnorm(model.to(self.device))
+        return self._synchronize_batchnorm(split_blocks(model, self.devices))
 
     def _synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
         return synchronize(model, self.device) if self.config.ddp.sync_batchnorm else model
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Change the parameter groups where a kernel needs it."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return a prepared model for training. All ranks receive the weights of rank zero."""
@@ -92,6 +98,13 @@ class Strategy:
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients over ranks, unless the backward pass has done so."""
+
+    def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
+        """Clip the gradients to a global norm; return their norm before."""
+        norm = self.total_norm([p.grad for p in parameters if p.grad is not None])
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""

@@ -42,7 +42,7 @@ class DDPStrategy(Strategy):
         ddp = self.config.ddp
         parallel = DDP(
             super().wrap(model),
-            device_ids=[self.device.index] if self.device.type == "cuda" else None,
+            device_ids=[self.device.index] if self.device.type == "cuda" and len(self.devices) == 1 else None,
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
             static_graph=ddp.static_graph,

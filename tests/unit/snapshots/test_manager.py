@@ -176,7 +176,8 @@ def test_the_names_in_state_json(config):
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
-        *("torch", "device", "precision", "compiled", "threads", "world_size", "strategy", "transport", "comm_hook"),
+        *("torch", "device", "precision", "compiled", "threads", "world_size", "strategy", "tensor_parallel"),
+        *("transport", "comm_hook"),
     ]
 
 
