@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, TINY, Job, call, committed, environment, last_step, python_main, torchrun, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 def weights(run: Path, step: int = 12) -> bytes:
@@ -63,6 +64,25 @@ def test_result(pair):
     assert values["bits_per_char"] == pytest.approx(values["val_loss"] / 0.6931471805599453)
     assert values["best_val_loss"] <= values["val_loss"]
     assert f"validation loss {values['val_loss']:.4f} nats" in output.splitlines()[-1]
+
+
+def test_the_log_names_epochs_and_the_time(pair):
+    """43 steps are an epoch."""
+    assert re.search(r"^step 12/12: loss .*, epoch 1/1, lr ", pair[1], flags=re.MULTILINE)
+    assert re.search(r" after 12 steps and \d:\d\d:\d\d; the run is in ", pair[1].splitlines()[-1])
+
+
+def test_communication_overlaps_the_backward_pass(tmp_path):
+    """The exposed part of the all-reduce is at most all of it, and some of it is hidden."""
+    settings = [*TINY, "trainer.max_steps=40", "trainer.log_every=10", "ddp.bucket_cap_mb=0.01", "run.name=run"]
+    done = call([*torchrun(2), *settings, "ddp.backend=gloo", "model.n_embd=96", "data.truncate=0.2"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    events = EventAccumulator(str(tmp_path / "outputs" / "run" / "tensorboard" / "rank1")).Reload()
+    names = ("speed/communication_ms", "speed/communication_exposed_ms")
+    total, exposed = ([event.value for event in events.Scalars(name)] for name in names)
+    assert len(total) == 4 and min(total) > 0 and min(exposed) >= 0
+    assert all(part <= whole for part, whole in zip(exposed, total, strict=True))
+    assert sum(exposed) < sum(total)
 
 
 def test_rank_zero_logs_the_time_of_the_first_step(pair):
