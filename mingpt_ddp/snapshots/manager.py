@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,11 @@ class SnapshotManager:
         return json.loads(self.runtime.group.broadcast_tensors(sent)["json"].numpy().tobytes())
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
-        """Read the tensors for this rank's model and optimizer, unless the snapshot has its tensors. A collective."""
-        return snapshot if snapshot.index is None else ShardReader(self.runtime).read(snapshot, model, optimizer)
+        """Return the snapshot with the tensors that this rank holds of the model and the optimizer. A collective."""
+        if snapshot.index is not None:
+            return ShardReader(self.runtime).read(snapshot, model, optimizer)
+        split = self.runtime.strategy.split_tensors
+        return replace(snapshot, model=split(snapshot.model, model), optimizer=split(snapshot.optimizer, model))
 
     def _newest_of_each_store(self, whole: bool) -> list[Snapshot]:
         found, errors = [], []
@@ -157,7 +161,8 @@ class SnapshotManager:
         rank, strategy = self.runtime.group.rank, self.runtime.strategy
         if not strategy.is_sharded:
             self._writers = self._writers or self._ranks_with_same_storage() or [0]
-            shards = dict(zip(self._writers, shard_tensors(tensors, len(self._writers)), strict=False))
+            whole = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
+            shards = dict(zip(self._writers, shard_tensors(whole, len(self._writers)), strict=False))
             return dict(shards.get(rank, {}))
         if rank >= strategy.shards:  # another replica
             return {}

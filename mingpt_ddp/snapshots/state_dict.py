@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.distributed.tensor_parallel import gather, scatter
 from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
@@ -14,14 +13,9 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # numbers 
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name, and copies of the buffers, which the next forward pass may change in place.
-
-    A collective, if the parameters are split over ranks.
-    """
+    """Return the parameters by name, and copies of the buffers, which the next forward pass may change in place."""
     buffers = {name for name, _ in model.named_buffers()}
-    return {
-        name: value.clone() if name in buffers else gather(name, value) for name, value in model.state_dict().items()
-    }
+    return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
@@ -38,7 +32,7 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     wrong = wrong or [k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
-    model.load_state_dict({name: scatter(name, tensors[name], own[name]) for name in own}, assign=assign)
+    model.load_state_dict(tensors, assign=assign)
 
 
 def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
@@ -56,7 +50,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     for name, parameter in parameters_by_name(model, optimizer).items():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{name}:{key}"] = gather(name, value)
+                tensors[f"{name}:{key}"] = value
             elif value is not None:
                 tensors[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
     return tensors
@@ -110,7 +104,7 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
         key, _, kind = key.partition(":")
         if name not in states or (kind and (kind not in number_types or tensor.dim())):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
-        states[name][key] = number_types[kind](tensor.item()) if kind else scatter(name, tensor, parameters[name])
+        states[name][key] = number_types[kind](tensor.item()) if kind else tensor
     if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):  # user optimizers are not checked
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         for (name, parameter), group in zip(parameters.items(), groups, strict=True):

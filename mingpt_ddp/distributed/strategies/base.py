@@ -5,7 +5,7 @@ A model passes `prepare` before its optimizer is built and `wrap` before the fir
 `broadcast_buffers`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -127,6 +127,16 @@ class Strategy:
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
         """Return the seconds of gradient communication in the latest timed step: in total, and not overlapped."""
         return self.all_reduce_s, self.all_reduce_s
+
+    # Snapshots, unless `is_sharded`.
+
+    def join_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the whole tensors that a snapshot holds. A collective."""
+        return tensors
+
+    def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        """Return what this rank holds of whole tensors: those of the model, or optimizer state `<parameter>:<name>`."""
+        return tensors
 
     # Snapshots, if `is_sharded`. Rows are indices of a tensor's first dimension.
 

@@ -1,7 +1,7 @@
 """Tensor parallelism: consecutive ranks hold one copy of the model together; gradients are averaged between copies."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from mingpt_ddp.distributed.tensor_parallel import (
     clip_gradients,
     gather,
     local_tensor,
+    scatter,
     separate_groups,
     split_model,
 )
@@ -32,9 +33,17 @@ class TensorParallelStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         separate_groups(optimizer)
 
+    def join_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {name: gather(name.partition(":")[0], tensor) for name, tensor in tensors.items()}
+
+    def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+        own = dict(model.named_parameters())
+        owners = {name: name.partition(":")[0] for name in tensors}
+        return {name: scatter(o, tensors[name], own[o]) if o in own else tensors[name] for name, o in owners.items()}
+
     def on_whole_model(self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]) -> T:
         """Call `work` on rank zero, which alone keeps what all ranks gather; return None elsewhere."""
-        tensors = {name: gather(name, tensor) for name, tensor in model.state_dict().items()}
+        tensors = self.join_tensors(model.state_dict())
 
         def call() -> T:
             copy = build()
