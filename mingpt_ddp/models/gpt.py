@@ -22,12 +22,13 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout  # tensor parallelism: the heads of this rank
+        self.head_size = config.n_embd // config.n_head
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, -1)
+        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
         y = attend(q, k, v, self.dropout if self.training else 0.0, cache, start)
         y = self.proj(y.transpose(1, 2).flatten(2))

@@ -44,7 +44,7 @@ def test_refused(case, message):
 
 @pytest.mark.parametrize("hosts", [["a"] * 5, ["a", "b", "c", "d"], ["a", "a", "a", "b"]])
 def test_nodes_that_hsdp_cannot_divide(hosts):
-    group = SimpleNamespace(world_size=len(hosts), rank=0, all_gather=lambda own: hosts)
+    group = SimpleNamespace(world_size=len(hosts), rank=0, tensor_size=1, all_gather=lambda own: hosts)
     with pytest.raises(ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "):
         build_strategy(config("ddp.strategy=hsdp"), CPU, group, False, torch.float32)
 
@@ -69,7 +69,7 @@ def test_strategies_that_are_not_compiled(name):
 )
 def test_what_is_built(name, one, two):
     for world_size, expected in ((1, one), (2, two)):
-        group = SimpleNamespace(world_size=world_size)
+        group = SimpleNamespace(world_size=world_size, tensor_size=1)
         assert build_strategy(config(f"ddp.strategy={name}"), CPU, group, False, torch.float32).name == expected
 
 
