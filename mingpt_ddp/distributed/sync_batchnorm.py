@@ -55,7 +55,8 @@ def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     Source: Ioffe and Szegedy 2015, "Batch Normalization" (arXiv:1502.03167).
     """
     if not norm.training:
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+        by_batch = norm.running_mean is None
+        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, by_batch, eps=norm.eps)
     dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
     values = x.float()
     count = values.new_full((1,), values.numel() / values.shape[1])

@@ -22,7 +22,7 @@ class AnomalyPolicy:
         """Return a description of the anomaly of a step, before the weights change; None if there is none.
 
         Args:
-            loss: the mean loss of the step over all ranks, nats per character.
+            loss: the mean loss of the step over all ranks.
             grad_norm: of the gradients, before clipping.
         """
         scaled = self.context.runtime.scaler.is_enabled()  # GradScaler skips overflowing steps itself: no anomaly

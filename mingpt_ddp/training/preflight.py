@@ -37,7 +37,7 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     if count * BYTES > memory:
         raise ConfigError(
             f"the model {config.model.name} has {count:,} parameters, which need {count * BYTES / 2**30:,.0f} GiB with "
-            f"their gradients, but there are {memory / 2**30:,.0f} GiB of memory; lower model.n_embd or model.n_layer"
+            f"their gradients, but there are {memory / 2**30:,.0f} GiB of memory; choose a smaller model"
         )
 
 

@@ -150,6 +150,16 @@ def identifiers_and_strings(path: Path) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
+@pytest.mark.parametrize("path", [path for path in MODULES if name_of(path).startswith("training/")], ids=name_of)
+def test_training_knows_no_task(path):
+    """What is learnt stands in tasks/; a model may count its operations per token."""
+    for line, text in identifiers_and_strings(path):
+        found = re.findall(
+            r"character|\bgpt|vocab|causal|token(?!s?_per_s)", text.replace("flops_per_token", "").lower()
+        )
+        assert not found, f"line {line}: {found}"
+
+
 @every_module
 def test_words(path):
     tree = tree_of(path)

@@ -1,0 +1,101 @@
+"""What tasks make of a batch: losses by name, sums and counts, text for the log."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from tasks import text_task
+from torch import nn
+from torch.nn import functional as F
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.supervised import Classification, Regression
+from mingpt_ddp.tasks.task import Task, batch_length, named_losses
+
+GROUP = SimpleNamespace(run_on_rank_zero=lambda work, per_node: work())
+
+
+def of_kind(kind: type[Task]) -> Task:
+    """Return a task without data."""
+    return object.__new__(kind)
+
+
+def test_several_losses_are_summed():
+    losses = named_losses({"a": torch.tensor(1.0), "b": torch.tensor(2.5)})
+    assert {name: float(loss) for name, loss in losses.items()} == {"loss": 3.5, "loss_a": 1.0, "loss_b": 2.5}
+    assert named_losses(torch.tensor(2.0)) == {"loss": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [torch.zeros(5, 2), (torch.zeros(5, 2), 3), [torch.zeros(5)], {"x": torch.zeros(5, 1)}, ({"x": torch.zeros(5)},)],
+)
+def test_the_number_of_samples_in_a_batch(batch):
+    assert batch_length(batch) == 5
+
+
+def test_classification():
+    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
+    y = torch.tensor([0, 1, 1])
+    task = of_kind(Classification)
+    metrics = task.metrics(nn.Identity(), (logits, y))
+    assert float(metrics["loss"][0]) / metrics["loss"][1] == pytest.approx(float(F.cross_entropy(logits, y)))
+    assert (int(metrics["accuracy"][0]), metrics["accuracy"][1]) == (2, 3)
+    assert float(task.loss(nn.Identity(), (logits, y))) == pytest.approx(float(F.cross_entropy(logits, y)))
+    assert task.describe({"loss": 0.5, "accuracy": 2 / 3}) == "loss 0.5000, accuracy 0.6667"
+
+
+def test_without_metrics_the_mean_losses_are_measured():
+    x, y = torch.tensor([[1.0], [2.0], [4.0]]), torch.zeros(3, 1)
+    total, n = of_kind(Regression).metrics(nn.Identity(), (x, y))["loss"]
+    assert (float(total), n) == (21.0, 3)
+
+
+def test_text(one_thread):
+    """The loss is that of the model; accuracy is the share of next tokens that are the likeliest."""
+    config = from_mapping(configure("data.block_size=4"))
+    task = text_task(config)
+
+    class Model(nn.Module):
+        def forward(self, x, y=None):
+            logits = F.one_hot((x + 1) % 8, 8).float()
+            return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    x, y = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[1, 2, 3, 0]])
+    metrics = task.metrics(Model(), (x, y))
+    assert float(metrics["accuracy"][0]) / metrics["accuracy"][1] == 0.75
+    assert float(metrics["loss"][0]) / 4 == pytest.approx(float(task.loss(Model(), (x, y))))
+    means = {name: float(total) / n for name, (total, n) in metrics.items()}
+    bits = task.derive(means)["bits_per_char"]
+    assert bits == pytest.approx(means["loss"] / 0.6931471805599453)
+    assert task.describe(means | {"bits_per_char": bits}).endswith(f"({bits:.4f} bits) per character, accuracy 0.7500")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data=toy"], "task.name=language_model needs a text; for data.dataset=toy add task=classification or task="),
+        (["task=regression"], "task.name=regression needs a dataset, as in data=digits; python_docs is a text"),
+    ],
+)
+def test_data_that_does_not_fit_the_task(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        build_task(from_mapping(configure(*overrides)), GROUP)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model=gpt_nano"], "model.architecture=gpt needs task.name=language_model"),
+        (["model=convnet"], r"model.architecture=convnet needs images \(C, H, W\) of at least 4 x 4, not \(10,\)"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data(overrides, message):
+    task = build_task(from_mapping(configure("data=toy", "task=regression", *overrides)), GROUP)
+    with pytest.raises(ConfigError, match=message):
+        task.build_model()
