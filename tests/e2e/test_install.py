@@ -27,6 +27,7 @@ from packaging.version import Version
 
 TRAIN = ["-m", "mingpt_ddp", *TINY, "trainer.max_steps=1", "data.truncate=0.01"]
 USES = {
+    "digits": ["-m", "mingpt_ddp", "experiment=digits_convnet", "trainer.max_steps=1", "run.name=digits"],
     "report": ["-c", "from mingpt_ddp.sweeps.page import get_plotlyjs; get_plotlyjs()"],
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
