@@ -67,8 +67,7 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
     for group, (selector, classes) in GROUPS.items():
         cls = classes[values[group].get(selector)]
         known = default_values(cls)
-        for field in filter(changes_numbers, fields(cls)):
-            defaults[f"{group}.{field.name}"] = known.get(field.name)
+        defaults |= {f"{group}.{field.name}": known.get(field.name) for field in fields(cls) if changes_numbers(field)}
     return defaults
 
 
