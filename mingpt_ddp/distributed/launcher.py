@@ -130,12 +130,11 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     context: Any = multiprocessing.get_context(config.ddp.launcher)
     workers = [context.Process(target=_worker, args=(environ, overrides)) for environ in environs]
     received: list[int] = []
-    index = 0
     try:
         with _started(workers, received):
             code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
     except (EOFError, ConnectionError):  # the fork server died before it had forked all
-        code = SERVER_DIED
+        code, index = SERVER_DIED, 0
     ended = code not in (0, config.ddp.preempted_exit_code) or first.is_standalone
     number = received[-1] if received and ended else 0  # other nodes may not see result.json
     if code < 0 and not number:  # it could not log this itself

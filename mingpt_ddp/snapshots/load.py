@@ -69,8 +69,7 @@ def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple
         SnapshotError: there are none.
         StorageUnavailableError: a store does not respond within ANSWER_TIMEOUT_S.
     """
-    found: list[tuple[SnapshotStore, list[int]]] = []
-    named = step_in(url)
+    named, found = step_in(url), list[tuple[SnapshotStore, list[int]]]()
     url = url.rstrip("/") or url
 
     def list_steps(store: SnapshotStore) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_ports
 
 from .contract import (
     MAIN,
@@ -129,17 +130,6 @@ PORTS += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
 FLAGS = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=300ms"]
 FLAGS += ["-master.volumeSizeLimitMB=256", "-volume.max=0", "-volume.preStopSeconds=0", "-filer", "-s3"]
 FLAGS += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def is_ready(port: int, s3_port: int) -> bool:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT, TINY, Job, committed, last_step, wait_for
-from s3_server import free_ports
+from ports import free_port
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
@@ -131,7 +131,7 @@ def pod(cwd: Path, index: int, pods: int, port: int, *overrides: str) -> Job:
 
 @pytest.mark.parametrize("evicted", [0, 1])
 def test_an_evicted_pod_stops_both_pods_which_resume(evicted, tmp_path):
-    run, [port] = tmp_path / "outputs" / "pods", free_ports(1)
+    run, port = tmp_path / "outputs" / "pods", free_port()
     pods = [pod(tmp_path, index, 2, port, "trainer.max_steps=100000") for index in (0, 1)]
     wait_for(lambda: committed(run), what="a snapshot")
     pods[evicted].process.terminate()
@@ -146,7 +146,7 @@ def test_an_evicted_pod_stops_both_pods_which_resume(evicted, tmp_path):
 
 
 def test_a_killed_and_recreated_pod_joins_the_other(tmp_path):
-    run, [port] = tmp_path / "outputs" / "pods", free_ports(1)
+    run, port = tmp_path / "outputs" / "pods", free_port()
     overrides = ["trainer.max_steps=100000", "ddp.timeout_s=30"]
     first, second = [pod(tmp_path, index, 2, port, *overrides) for index in (0, 1)]
     wait_for(lambda: committed(run), what="a snapshot")
@@ -159,14 +159,14 @@ def test_a_killed_and_recreated_pod_joins_the_other(tmp_path):
 
 
 def test_a_single_pod_starts_its_own_ranks(tmp_path):
-    job = pod(tmp_path, 0, 1, free_ports(1)[0], "ddp.nproc_per_node=2")
+    job = pod(tmp_path, 0, 1, free_port(), "ddp.nproc_per_node=2")
     assert job.wait() == 0, job.text()
     result = json.loads((tmp_path / "outputs" / "pods" / "result.json").read_text())
     assert (result["status"], result["world_size"]) == ("complete", 2)
 
 
 def test_a_configuration_error_is_final(tmp_path):
-    job = pod(tmp_path, 0, 1, free_ports(1)[0], "optimizer.lr=-1")
+    job = pod(tmp_path, 0, 1, free_port(), "optimizer.lr=-1")
     assert job.wait() == 2, job.text()
     assert "config error: optimizer.lr=-1.0 must be greater than 0" in job.text()
     assert not (tmp_path / "outputs").exists()

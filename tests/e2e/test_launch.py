@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import ROOT, TINY, Job, call, committed, environment, last_step, python_main, torchrun, wait_for
+from ports import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
@@ -317,8 +317,7 @@ def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
 
 
 def test_ranks_of_different_configuration_are_refused(tmp_path):
-    port = str(22000 + os.getpid() % 20000)
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [Job([*python_main(), *TINY, f"optimizer.lr={lr}"], tmp_path, RANK=r, **shared) for r, lr in ("01", "12")]
     assert [job.wait() for job in jobs] == [2, 2]
     expected = "config error: rank 1 has another configuration than rank 0: optimizer.lr: 1.0 -> 2.0"
@@ -342,7 +341,7 @@ def test_a_closed_console_does_not_stop_training(tmp_path):
     command = " ".join([*python_main(), *TINY, "run.name=a"])
     for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
         shutil.rmtree(tmp_path / "outputs", ignore_errors=True)
-        subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=60, capture_output=True)
+        subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=150, capture_output=True)
         assert result(tmp_path / "outputs" / "a")["step"] == 12
 
 

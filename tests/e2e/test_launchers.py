@@ -26,8 +26,9 @@ from launching import (
     torchrun,
     wait_for,
 )
-from multiprocess.ranks import configure, free_port, run_ranks
+from multiprocess.ranks import configure, run_ranks
 from pause_points import train, weights
+from ports import free_port
 
 STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.device=cpu", "trainer.precision=fp32"]

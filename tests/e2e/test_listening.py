@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from launching import TINY, Job, last_step, open_files, python_main, read, wait_for
-from multiprocess.ranks import free_port
 from netns_hosts import HostsUnavailable, TwoHosts
+from ports import free_port
 
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import connect

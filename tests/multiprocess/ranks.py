@@ -11,7 +11,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from ports import free_port
 
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
@@ -34,12 +34,6 @@ def configure(*overrides: str) -> dict[str, Any]:
     cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Ranks:

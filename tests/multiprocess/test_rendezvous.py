@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from launching import wait_for
+from ports import free_port
 from torch.distributed import TCPStore
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError
-from multiprocess.ranks import Ranks, configure, free_port
+from multiprocess.ranks import Ranks, configure
 
 WORLD = 3
 
@@ -25,13 +27,6 @@ WORLD = 3
 def store() -> Iterator[TCPStore]:
     """The key-value store of an elastic agent: in this process, so that it outlives every rank."""
     yield TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
-
-
-def wait_for(condition, timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"timed out after {timeout} s"
-        time.sleep(0.005)
 
 
 def sum_over_ranks(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
@@ -110,7 +105,7 @@ def test_a_missing_rank_is_named(tmp_path, store):
 @pytest.mark.parametrize("duplicate", [0, 1])
 def test_a_duplicate_rank_is_named(tmp_path, store, duplicate):
     """As on two machines with the same RANK; the process that joins last cannot detect it."""
-    config = configure("ddp.timeout_s=1")
+    config = configure("ddp.timeout_s=6")  # within which the other process starts
     options = {"port": store.port, "agent": True, "only": [duplicate], "config": config}
     with Ranks(WORLD, try_to_join, tmp_path / "one", **options) as one:
         wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{duplicate}"]))

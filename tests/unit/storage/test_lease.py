@@ -181,7 +181,7 @@ def test_release_while_another_waits(storage, acquire):
         waiting = pool.submit(acquire)
         time.sleep(LEASE_TTL_S / 4)
         lease.release()
-        new = waiting.result(timeout=10)
+        new = waiting.result(timeout=60)
     assert owner(storage)["id"] == new.id
 
 
