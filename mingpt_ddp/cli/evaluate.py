@@ -89,7 +89,8 @@ def _run_config(config: EvaluateConfig, state: Any) -> Config:
         values["trainer"] |= {"device": config.device, "precision": config.precision, "eval_steps": None}
         values |= {"ddp": {}, "snapshot": {}}
         if config.data_path is not None:
-            values["data"] |= {"path": config.data_path, "sha256": None}
+            whole = {"truncate": 1.0} if "truncate" in values["data"] else {}
+            values["data"] |= {"path": config.data_path, "sha256": None, **whole}
         elif "::" in str(values["data"].get("path")):
             raise ConfigError("its data.path is a chain of URLs, which is not followed; give data.path")
         return from_mapping(values)

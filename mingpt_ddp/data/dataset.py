@@ -26,20 +26,23 @@ class TextDataset:
     """The tokens, memory-mapped and split without overlap: `train`, then `val`, then `test`, which may be empty."""
 
     def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
-        """
-        Raises:
-            DataError: the training part is shorter than one window, or the validation part than one prediction.
-        """
         self.vocabulary = encoded.vocabulary
         self.vocab_size = len(encoded.vocabulary)
         tokens: Any = np.memmap(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype, mode="r")
         tokens = tokens[: int(len(tokens) * config.truncate)]
         boundary, end = int(len(tokens) * config.train_split), len(tokens) - int(len(tokens) * config.test_split)
         self.train, self.val, self.test = tokens[:boundary], tokens[boundary:end], tokens[end:]
-        if len(self.train) < config.block_size + 1:
+
+    def check_lengths(self, block_size: int) -> None:
+        """Refuse a text that no model can be trained on.
+
+        Raises:
+            DataError: the training part is shorter than one window, or the validation part than one prediction.
+        """
+        if len(self.train) < block_size + 1:
             raise DataError(
                 f"the training text has {len(self.train)} characters, one window needs data.block_size + 1 = "
-                f"{config.block_size + 1}; use a longer text or a smaller data.block_size"
+                f"{block_size + 1}; use a longer text or a smaller data.block_size"
             )
         if len(self.val) < 2:
             raise DataError(f"the validation text has {len(self.val)} characters, too few; lower data.train_split")

@@ -42,7 +42,7 @@ class LanguageModel(Task):
 
         Raises:
             ConfigError: the configuration selects a dataset of samples.
-            DataError: the text cannot be read, or is too short.
+            DataError: the text cannot be read.
         """
         if not isinstance(config.data, DataConfig):
             raise ConfigError(
@@ -56,6 +56,7 @@ class LanguageModel(Task):
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
+        self.dataset.check_lengths(data.block_size)
         return TokenLoader(self.dataset.train, data.block_size, data.stride, batch_size, self.config.run.seed, device)
 
     def split(self, name: str, device: torch.device) -> TokenSplit | None:

@@ -19,10 +19,9 @@ PATHS = {
     "plain": ["model=gpt_nano", "optimizer=adamw", "trainer.precision=fp32"],
     "fast": ["model=modern_nano", "optimizer=muon", "trainer.precision=bf16"],
 }
-
-
 for strategy in ("zero1", "fsdp"):
     PATHS[strategy] = [*PATHS["plain"], f"ddp.strategy={strategy}"]
+PATHS["tensor_parallel"] = [*PATHS["plain"], "ddp.tensor_parallel=2", "model.n_head=4"]
 
 
 def start(path: str, ranks: int, cwd: Path) -> Job:
@@ -55,7 +54,11 @@ def reached(run: Path, step: int, attempt: int):
 
 
 @pytest.mark.parametrize(
-    ("path", "ranks"), [("plain", 3), ("fast", 1), ("fast", 3), ("zero1", 2), ("zero1", 3), ("fsdp", 2), ("fsdp", 3)]
+    ("path", "ranks"),
+    [
+        *[("plain", 3), ("fast", 1), ("fast", 3)],
+        *[("zero1", 2), ("zero1", 3), ("fsdp", 2), ("fsdp", 3), ("tensor_parallel", 2)],
+    ],
 )
 def test_killed_in_every_way(path, ranks, tmp_path):
     """A worker, which its parent restarts, twice; then the parent alone; then all processes."""

@@ -39,12 +39,14 @@ def test_truncate_uses_the_first_part_of_the_text(settings):
 )
 def test_parts_that_are_too_short_are_refused(settings, length, split, message):
     config = settings("ab" * (length // 2), train_split=split)
+    data = TextDataset(prepare(config), config)
     with pytest.raises(DataError, match=message):
-        TextDataset(prepare(config), config)
+        data.check_lengths(config.block_size)
 
 
 def test_the_shortest_parts_that_work(settings):
     """One window of 8 + 1 characters for training, two for validation."""
     config = settings("ab" * 5 + "a", train_split=0.82)
     data = TextDataset(prepare(config), config)
+    data.check_lengths(config.block_size)
     assert (len(data.train), len(data.val)) == (9, 2)
