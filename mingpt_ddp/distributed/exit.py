@@ -5,6 +5,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -110,7 +111,7 @@ class ProcessExit:
         """Log the error once per agent, even if every rank has it, and exit."""
         if self.group is not None:
             self.group.report_failure(str(error))
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
         if self.env.has_agent and not self.env.is_rank_zero:
@@ -118,13 +119,25 @@ class ProcessExit:
         if isinstance(error, StorageUnavailableError):  # the same on every rank, but a restart may succeed
             code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
             exit_process(self.env.call_on_rank_zero(lambda: str(error)), code)
-        is_first = True
-        if self.env.has_agent:
-            from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
+        exit_process(str(error) if self._claim_report(str(error)) else None, USER_ERROR)
 
-            # If the store is unreachable, print the error, even if another rank does too.
-            is_first = ask_store(lambda: claim_error_report(self.env, self.job, str(error)), otherwise=True)
-        exit_process(str(error) if is_first else None, USER_ERROR)
+    def _claim_report(self, message: str) -> bool:
+        """Return whether this rank prints a user error: the first of its agent does, or all if the store is lost."""
+        if not self.env.has_agent:
+            return True
+        from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
+
+        return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
+
+    def _log_peer_failure(self, cause: str) -> None:
+        """Log the failure of another rank; a user error as that rank would, and once per agent."""
+        message = cause.partition(": ")[2]  # without the rank
+        if not re.match(r"[a-z]+ error: ", message):
+            log.error("error: %s", cause)
+        elif message.startswith(StorageUnavailableError.kind):
+            self.env.call_on_rank_zero(lambda: log.error(message))
+        elif self._claim_report(message):
+            log.error(message)
 
     def failure(self, error: Exception) -> NoReturn:
         """Report the error of this rank and exit; after losing a peer, wait for its report and log that instead."""
@@ -143,7 +156,7 @@ class ProcessExit:
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
         cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) or f"rank {rank} lost another rank: {summary[:200]}"
-        log.error("error: %s", cause)
+        self._log_peer_failure(cause)
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
@@ -154,7 +167,7 @@ class ProcessExit:
         """Exit. If the signal comes from an agent after another rank failed, log the root cause."""
         try:
             if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
-                log.error("error: %s", cause)
+                self._log_peer_failure(cause)
             elif self.env.is_rank_zero:
                 log.error("ended by %s; rerun the same command to resume", signal.Signals(number).name)
         finally:
