@@ -17,14 +17,14 @@ from mingpt_ddp.storage.run_dir import read_result
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("trained")
-    done = call([*python_main(), *TINY, "data.train_split=0.8", "data.test_split=0.1", "run.name=a"], cwd)
+    done = call([*python_main(), *TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1", "run.name=a"], cwd)
     assert done.returncode == 0, done.stdout
     return cwd
 
 
 def evaluate(cwd, *args: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
     env = environment(cwd, PYTHONPATH=str(ROOT))
-    command = [*launcher, "-m", "mingpt_ddp.evaluate", "outputs/a", "device=cpu", *args]
+    command = [*launcher, "-m", "mingpt_ddp.evaluate", "outputs/a", "device=cpu", "precision=fp32", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
 
 
