@@ -17,7 +17,10 @@ from mingpt_ddp.storage.run_dir import read_result
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("trained")
-    done = call([*python_main(), *TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1", "run.name=a"], cwd)
+    done = call(
+        [*python_main(), *TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1", "run.name=a"],
+        cwd,
+    )
     assert done.returncode == 0, done.stdout
     return cwd
 

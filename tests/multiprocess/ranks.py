@@ -36,6 +36,22 @@ def configure(*overrides: str) -> dict[str, Any]:
         return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
 
 
+def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
+    """Train one run after the other in this rank, as in a sweep; return their validation losses."""
+    from mingpt_ddp.distributed.env import read_env
+    from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.training.run import run
+
+    losses = []
+    for job, values in enumerate(configs):
+        config = from_mapping(values)
+        runtime = Runtime(config, read_env(), job)
+        losses.append(run(config, runtime, {}))
+        runtime.close()
+        del runtime
+    return losses
+
+
 class Ranks:
     """Some or all ranks of a running job; those still alive at the end of the `with` block are killed."""
 

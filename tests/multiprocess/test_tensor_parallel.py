@@ -24,9 +24,8 @@ from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.run import run
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
-from multiprocess.ranks import Ranks, configure, run_ranks
+from multiprocess.ranks import Ranks, configure, run_ranks, train_in_turn
 
 MODEL = [*TINY, "model.n_head=4", "model.dropout=0.0", "trainer.batch_size=8", "trainer.micro_batch_size=4"]
 BIASED = [*MODEL, "model.bias=true", "trainer.activation_checkpointing=true", "trainer.grad_norm_clip=0.1"]
@@ -92,17 +91,6 @@ def test_a_step_equals_that_of_a_whole_model(ranks, size, options, tmp_path):
                 assert np.any(values), name
 
 
-def train(configs: list[dict[str, Any]]) -> list[float | None]:
-    losses = []
-    for job, values in enumerate(configs):
-        config = from_mapping(values)
-        runtime = Runtime(config, read_env(), job)
-        losses.append(run(config, runtime, {}))
-        runtime.close()
-        del runtime
-    return losses
-
-
 def tensors(root: Path, name: str, step: int = 20) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for path in (root / name / "snapshots" / f"step_{step:08d}").glob("*.safetensors"):
@@ -126,13 +114,13 @@ def runs(tmp_path_factory) -> Path:
         ]
         return settings(root, *options)
 
-    train([config("whole"), config("whole-then-split", 10)])
+    train_in_turn([config("whole"), config("whole-then-split", 10)])
     two = [config("split", 20, 2), config("split-then-whole", 10, 2), config("whole-then-split", 20, 2)]
     two += [config("parts", 10, 2), config("parts", 20, 2)]
     for world_size, configs in ((2, two), (4, [config("four", 20, 2)])):
-        with Ranks(world_size, train, root.parent / f"ranks{world_size}", configs=configs) as ranks:
+        with Ranks(world_size, train_in_turn, root.parent / f"ranks{world_size}", configs=configs) as ranks:
             ranks.results(timeout=240)
-    train([config("split-then-whole", 20)])
+    train_in_turn([config("split-then-whole", 20)])
     return root
 
 

@@ -28,8 +28,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluate import Evaluator
-from mingpt_ddp.training.run import run
-from multiprocess.ranks import configure, run_ranks
+from multiprocess.ranks import configure, run_ranks, train_in_turn
 
 STEPS = 3
 SGD = ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=null"]
@@ -56,14 +55,7 @@ def slug(kind: str) -> str:
 
 def train_all(configs: list[dict[str, Any]]) -> list[float]:
     """Train one run after the other, as in a sweep; return their validation losses, and that of an untrained model."""
-    losses = []
-    for job, values in enumerate(configs):
-        config = from_mapping(values)
-        runtime = Runtime(config, read_env(), job)
-        losses.append(run(config, runtime, {}))
-        runtime.close()
-        del runtime
-    return [*losses, untrained_loss(configs[0], len(configs))]
+    return [*train_in_turn(configs), untrained_loss(configs[0], len(configs))]
 
 
 def untrained_loss(values: dict[str, Any], job: int) -> float:
