@@ -23,7 +23,7 @@ SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.e
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24", "run.name=run"]
 ENDLESS = [*TINY, "trainer.max_steps=10000000", "trainer.eval_every=null", "snapshot.every_steps=20", "run.name=run"]
 LAUNCHERS = {"torchrun": torchrun(2), "nproc_per_node": [*python_main(), "ddp.nproc_per_node=2"]}
-ONE_S = {"REQUEST_TIMEOUT_S": 0.5, "OPERATION_DEADLINE_S": 1.0, "INITIAL_BACKOFF_S": 0.05}
+SHORT = {"REQUEST_TIMEOUT_S": 2.0, "OPERATION_DEADLINE_S": 5.0, "INITIAL_BACKOFF_S": 0.05}  # the defaults are 30, 60
 ALWAYS = float("inf")
 
 
@@ -63,7 +63,7 @@ def proxied(proxy: FaultProxy) -> dict[str, str]:
 
 def short_timeouts(tmp_path: Path, **lease: float) -> dict[str, str]:
     """Return an environment in which processes time out sooner than in production."""
-    return {"PYTHONPATH": with_limits(tmp_path / "site", ONE_S, lease)}
+    return {"PYTHONPATH": with_limits(tmp_path / "site", SHORT, lease)}
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +221,13 @@ def test_preempted_while_the_store_is_unavailable(proxy, path, tmp_path):
     """With the default limits: attempts at snapshot.path must leave time for the fallback path."""
     other = tmp_path / "other"
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
-    job = Job([*command, "snapshot.grace_seconds=8"], tmp_path, **proxied(proxy))
+    job = Job([*command, "snapshot.grace_seconds=15"], tmp_path, **proxied(proxy))
     wait_for(lambda: committed(tmp_path), what="a snapshot")
     proxy.down = True
     before = committed(tmp_path)[-1][0]
     wait_for(lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training to continue")
     os.kill(job.process.pid, signal.SIGTERM)
-    assert job.wait(30) == 0, job.text()
+    assert job.wait(60) == 0, job.text()
     step = last_step(tmp_path / "outputs" / "run")
     assert f"preempted at step {step}; rerun the same command to resume" in job.text()
     assert SnapshotStore(str(other / "run")).read_latest().step == step

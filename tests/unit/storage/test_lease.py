@@ -16,7 +16,7 @@ from mingpt_ddp.storage.lease import OWNER, Lease
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
-HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.05, 0.4, 0.1
+HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.12, 1.0, 0.25
 
 
 @pytest.fixture(autouse=True)
