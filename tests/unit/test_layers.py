@@ -103,7 +103,7 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 6860, total
+    assert total <= 6865, total
     assert reading_path <= 2900, reading_path
 
 
