@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s: earlier than collectives, whose timeout would blame the waiting ranks
 HANG = "hang"  # key in the store: which rank hangs
+UNRESPONSIVE = "; its process does not respond"
 PERIOD_S = 0.25  # between two heartbeats
 
 
@@ -57,8 +58,8 @@ class Watchdog:
         keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
         if not self._store.check(keys):
             return
-        found = self._find_hang([json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)])
-        if found is not None:
+        heartbeats = [json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)]
+        if (found := self._find_hang(heartbeats)) is not None:
             self._store.compare_set(HANG, "", found)
         if self._stopped.is_set() or not self._store.check([HANG]):
             return
@@ -69,6 +70,9 @@ class Watchdog:
             log.error("rank %d hangs here:\n%s", self.group.rank, stack, extra={"file_only": True})
         log.error("error: %s", reason)
         time.sleep(AGENT_POLL_S)  # so that the other ranks log the reason too
+        for rank, heartbeat in enumerate(heartbeats):
+            if reason.startswith(f"rank {rank} ") and reason.endswith(UNRESPONSIVE):
+                self._kill_if_local(heartbeat)
         exit_process(None, FAILURE)
 
     def _find_hang(self, heartbeats: list[dict[str, Any]]) -> str | None:
@@ -81,10 +85,7 @@ class Watchdog:
         for rank in unresponsive or stragglers:
             reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {heartbeats[rank]['activity']}"
             # The training thread's last change may precede the watchdog's by some heartbeats.
-            if silent_s[rank] <= self.limit_s / 2:
-                return reason
-            self._kill_if_local(heartbeats[rank])
-            return f"{reason}; its process does not respond"
+            return f"{reason}{UNRESPONSIVE}" if silent_s[rank] > self.limit_s / 2 else reason
         if min(idle_s) > self.limit_s:
             activity = heartbeats[0]["activity"]
             return f"all ranks have waited for each other for {min(idle_s):.0f} s while {activity}: check the network"

@@ -113,8 +113,12 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
     job = Job([*python_main(), *TINY, "run.name=a", *args, "trainer.eval_every=null"], tmp_path)
     try:
         wait_for(lambda: list(directory.glob("a/step_*/manifest.json")), what="a snapshot")
-        fill(directory / "other")
-        wait_for(lambda: list(fallback.glob("a/step_*/manifest.json")), what="a snapshot at the fallback path")
+
+        def is_full() -> bool:
+            fill(directory / "other")  # again: the run may have deleted a snapshot
+            return bool(list(fallback.glob("a/step_*/manifest.json")))
+
+        wait_for(is_full, what="a snapshot at the fallback path")
         (directory / "other").unlink()
         wait_for(
             lambda: (
@@ -131,8 +135,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
 
 
 def fill(path: Path) -> None:
-    """Write a file until the disk is full."""
-    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+    """Extend a file until the disk is full."""
+    with open(path, "ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(b"x" * 4096)
 

@@ -72,6 +72,8 @@ def train(
     report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}
 
     def step(self: Trainer, number: int) -> None:
+        if lag:
+            time.sleep(0.03)  # in which other threads run, also on a busy machine
         with step_changed:
             current["step"] = number
             step_changed.notify_all()

@@ -106,8 +106,8 @@ def test_lines_of_code():
     counts = {path: code_lines(path.read_text()) for path in MODULES}
     total = sum(counts.values())
     reading_path = sum(count for path, count in counts.items() if name_of(path).startswith(READING_PATH))
-    assert total <= 8800, total
-    assert reading_path <= 4000, reading_path
+    assert total <= 8910, total
+    assert reading_path <= 4010, reading_path
 
 
 @every_module

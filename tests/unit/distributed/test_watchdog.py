@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,27 +11,51 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.watchdog import Watchdog
 
 
+class Exited(BaseException):
+    """Raised instead of the end of the process."""
+
+
 @pytest.fixture
-def find(monkeypatch):
-    """Return a function that looks for a hang at a second, given count, beat and waiting of each rank."""
+def find(monkeypatch, log_lines):
+    """Return a function that looks for a hang at a second, given count, beat and waiting of each rank.
+
+    It returns the error that is logged before the process ends, or None, and the ranks that are killed afterwards.
+    """
     clock = {"now": 0.0}
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
-    dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None))
-    dog.killed = []
-    monkeypatch.setattr(dog, "_kill_if_local", lambda heartbeat: dog.killed.append(heartbeat["rank"]))
+    monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: None)
+
+    def exit_process(message: str | None, code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr(watchdog, "exit_process", exit_process)
+    dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None, rank=0))
+    killed: list[int] = []
+
+    def kill(heartbeat: dict[str, Any]) -> None:
+        assert log_lines, "killed before the reason was logged"
+        killed.append(heartbeat["rank"])
+
+    monkeypatch.setattr(dog, "_kill_if_local", kill)
 
     def find(second: float, *ranks: tuple[int, int, bool]) -> tuple[str | None, list[int]]:
         clock["now"] = second
-        heartbeats: list[dict[str, Any]] = [
-            {"rank": rank, "count": count, "beat": beat, "waiting": waiting, "activity": "training"}
-            for rank, (count, beat, waiting) in enumerate(ranks)
-        ]
-        return dog._find_hang(heartbeats), dog.killed
+        dog._store = HashStore()
+        dog.group.world_size = len(ranks)
+        for rank, (count, beat, waiting) in enumerate(ranks):
+            heartbeat = {"rank": rank, "count": count, "beat": beat, "waiting": waiting, "activity": "training"}
+            dog._store.set(f"heartbeat/{rank}", json.dumps(heartbeat))
+        try:
+            dog._check()
+        except Exited:
+            return log_lines[-1].removeprefix("ERROR error: "), killed
+        return None, killed
 
     return find
 
