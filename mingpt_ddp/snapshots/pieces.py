@@ -87,9 +87,11 @@ def make_index(headers: Mapping[str, Mapping[str, tuple[torch.dtype, list[int], 
         headers: of the files of one kind, by file name.
 
     Raises:
-        ValueError: pieces do not make up whole tensors.
+        ValueError: pieces do not make up whole tensors, or a tensor is in two files.
     """
     named = {tensor: (file, *entry) for file, header in headers.items() for tensor, entry in header.items()}
+    if len(named) != sum(map(len, headers.values())):
+        raise ValueError("a tensor is in two files")
     index = {}
     for name, (shape, parts) in group_pieces(named, lambda part: (part[1], part[2])).items():
         dtype = str(parts[0][1]).removeprefix("torch.")

@@ -5,6 +5,7 @@ header (JSON), the data. Laying the file out in advance saves the second copy th
 """
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,20 +91,22 @@ def read_header(start: bytes, size: int) -> dict[str, tuple[torch.dtype, list[in
         start: of a safetensors file of `size` bytes; the whole header.
 
     Raises:
-        ValueError: the header is damaged, or names bytes beyond the file.
+        ValueError: the header is damaged, or its tensors overlap or are not all of the file.
     """
     length = int.from_bytes(start[:8], "little")
-    dtypes, found = {name: dtype for dtype, name in DTYPES.items()}, {}
+    dtypes, found, done = {name: dtype for dtype, name in DTYPES.items()}, {}, 0
     try:
         header = json.loads(start[8 : 8 + length])
         header.pop("__metadata__", None)
-        for name, tensor in header.items():
+        for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             dtype, shape, (begin, end) = dtypes[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
-            if not 0 <= begin <= end <= size - 8 - length:
-                raise ValueError(f"{name[:100]} is beyond the end")
-            if end - begin != torch.empty(shape, dtype=dtype, device="meta").nbytes:
+            if any(type(value) is not int or value < 0 for value in (begin, end, *shape)) or begin != done:
+                raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
+            if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name[:100]} has another size than its shape")
-            found[name] = (dtype, shape, 8 + length + begin)
+            found[name], done = (dtype, shape, 8 + length + begin), end
+        if done != size - 8 - length:
+            raise ValueError("its tensors are not all of the file")
     except Exception as error:  # untrusted: not a header
         raise ValueError(str(error)) from error
     return found

@@ -142,6 +142,10 @@ HEADERS = {
     "no shape": {"w": {"dtype": "F32", "data_offsets": [0, 8]}},
     "a string": tensor("22"),
     "fractions": tensor([2.0]),
+    "fractional offsets": {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0.0, 8.0]}},
+    "two tensors of the same bytes": tensor([2]) | {"v": tensor([2])["w"]},
+    "a gap": {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+    "bytes of no tensor": {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
     "not JSON": b"{]",
     "a list": [1],
 }
@@ -158,6 +162,14 @@ def test_hostile_headers(at, header):
         with pytest.raises(SnapshotError) as refused:
             load(f"{store.url}/step_00000001", whole=whole)
         assert "\n" not in str(refused.value)
+
+
+def test_a_tensor_in_two_files(at):
+    store = at("file")
+    write(store, [{"w": torch.ones(2)}, {"w": torch.zeros(2)}])
+    for whole in (True, False):
+        with pytest.raises(SnapshotError, match="two files"):
+            load(f"{store.url}/step_00000001", whole=whole)
 
 
 def test_a_header_longer_than_its_file(at):
