@@ -2,9 +2,10 @@
 
 import gzip
 import hashlib
+import io
+import math
 import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from mingpt_ddp.errors import DataError
 
 DIGITS_VAL, DIGITS_TEST = 200, 300  # of 1,797 images
 MNIST_VAL = 5_000  # the last of the 60,000 training images
+CLASSES = 10
 IDX_TYPE = 8  # unsigned bytes
+MAX_BYTES = 1 << 30  # of an idx file; MNIST has 47 million
 
 
 class RandomShift(Dataset[Any]):
@@ -49,13 +52,13 @@ def _split(x: Ints, y: Ints, shift: int, *starts: int) -> Datasets:
         y: (N,) labels.
     """
     digest = hashlib.sha256(np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(y).tobytes()).hexdigest()
-    images = torch.from_numpy((x / x.max()).astype(np.float32))[:, None]
+    images = torch.from_numpy((x / max(1, x.max())).astype(np.float32))[:, None]
     labels = torch.from_numpy(y.astype(np.int64))
     train, val, test = (
         TensorDataset(images[begin:end], labels[begin:end])
         for begin, end in zip((0, *starts), (*starts, len(x)), strict=True)
     )
-    return Datasets(RandomShift(train, shift) if shift else train, val, test, outputs=10, sha256=digest)
+    return Datasets(RandomShift(train, shift) if shift else train, val, test, outputs=CLASSES, sha256=digest)
 
 
 def digits(config: DigitsConfig) -> Datasets:
@@ -84,21 +87,25 @@ def mnist(config: MNISTConfig) -> Datasets:
     Raises:
         DataError: a file is missing or is not an idx file.
     """
-    parts = [_read_idx(config, name) for name in _names()]
-    images, labels = (np.concatenate(parts[i::2]) for i in (0, 1))
-    if len(images) != len(labels):
-        raise DataError(f"data.path={config.path} has {len(images)} images and {len(labels)} labels")
-    n = len(parts[0])
-    return _split(images, labels, config.shift, n - min(MNIST_VAL, n // 2), n)
+    parts = []
+    for part in ("train", "t10k"):
+        images, labels = _read_idx(config, f"{part}-images", 3), _read_idx(config, f"{part}-labels", 1)
+        if not 0 < len(images) == len(labels):
+            raise DataError(f"{part} at data.path={config.path} has {len(images)} images and {len(labels)} labels")
+        if labels.max() >= CLASSES:
+            raise DataError(f"{part}-labels at data.path={config.path} has the label {labels.max()}, not 0 to 9")
+        parts.append((images, labels))
+    (train, y), (test, y_test) = parts
+    if train.shape[1:] != test.shape[1:]:
+        raise DataError(f"the images at data.path={config.path} are {train.shape[1:]} and {test.shape[1:]}")
+    n = len(train)
+    whole = np.concatenate([train, test]), np.concatenate([y, y_test])
+    return _split(*whole, config.shift, n - min(MNIST_VAL, n // 2), n)
 
 
-def _names() -> Iterator[str]:
-    for split in ("train", "t10k"):
-        yield from (f"{split}-images-idx3-ubyte", f"{split}-labels-idx1-ubyte")
-
-
-def _read_idx(config: MNISTConfig, name: str) -> Ints:
+def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
     """Read an idx file, plain or gzip: two zero bytes, the type, the number of dimensions, their sizes, the values."""
+    name += f"-idx{n_dims}-ubyte"
     cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
     content = None
     for suffix in ("", ".gz"):
@@ -109,12 +116,15 @@ def _read_idx(config: MNISTConfig, name: str) -> Ints:
     if content is None:
         raise DataError(f"data.path={config.path} has no {name} or {name}.gz; name the directory of MNIST's four files")
     try:
-        content = gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-        zeros, kind, n_dims = struct.unpack_from(">HBB", content)
-        shape = struct.unpack_from(f">{n_dims}I", content, 4)
-        values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * n_dims)
-        if (zeros, kind) != (0, IDX_TYPE):
-            raise ValueError(f"its type is {kind}")
-        return values.reshape(shape)
+        file: Any = gzip.GzipFile(fileobj=io.BytesIO(content)) if content[:2] == b"\x1f\x8b" else io.BytesIO(content)
+        start = struct.unpack(">HBB", file.read(4))
+        if start != (0, IDX_TYPE, n_dims):
+            raise ValueError(f"it begins with {start}, not {(0, IDX_TYPE, n_dims)}")
+        shape = struct.unpack(f">{n_dims}I", file.read(4 * n_dims))
+        size = math.prod(shape)
+        values = file.read(min(size, MAX_BYTES) + 1)  # no more than declared is decompressed
+        if len(values) != size:
+            raise ValueError(f"it has {len(values):,} of {size:,} bytes" if len(values) < size else "it is too long")
+        return np.frombuffer(values, dtype=np.uint8).reshape(shape)
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
         raise DataError(f"{name} at data.path={config.path} is not an idx file of bytes: {error}") from error

@@ -75,8 +75,20 @@ def test_files_of_a_url_are_downloaded_once(tmp_path):
         ("train-images-idx3-ubyte", b"", "train-images-idx3-ubyte at data.path=.* is not an idx file of bytes"),
         ("train-images-idx3-ubyte", b"\x1f\x8bxx", "is not an idx file of bytes"),
         ("train-images-idx3-ubyte", idx(np.zeros((40, 28, 28), np.uint8))[:-1], "is not an idx file of bytes"),
-        ("train-labels-idx1-ubyte", b"\x00\x00\x0d\x01" + bytes(8), "is not an idx file of bytes: its type is 13"),
-        ("train-labels-idx1-ubyte", idx(np.zeros(39, np.uint8)), "has 50 images and 49 labels"),
+        ("train-images-idx3-ubyte", idx(np.zeros((9, 2, 2), np.uint8))[:-1], "it has 35 of 36 bytes"),
+        ("train-labels-idx1-ubyte", b"\x00\x00\x0d\x01" + bytes(8), r"it begins with \(0, 13, 1\), not \(0, 8, 1\)"),
+        ("train-labels-idx1-ubyte", idx(np.zeros((40, 1), np.uint8)), r"it begins with \(0, 8, 2\), not \(0, 8, 1\)"),
+        ("train-labels-idx1-ubyte", idx(np.zeros(40, np.uint8)) + b"x", "it is too long"),
+        ("train-labels-idx1-ubyte", gzip.compress(idx(np.zeros(40, np.uint8)) + bytes(1 << 24)), "it is too long"),
+        (
+            "train-labels-idx1-ubyte",
+            idx(np.zeros(39, np.uint8)),
+            "^data error: train at .* has 40 images and 39 labels",
+        ),
+        ("t10k-labels-idx1-ubyte", idx(np.full(10, 10, np.uint8)), "t10k-labels .* has the label 10, not 0 to 9"),
+        ("t10k-images-idx3-ubyte", idx(np.zeros((10, 9, 9), np.uint8)), r"are \(28, 28\) and \(9, 9\)"),
+        ("t10k-images-idx3-ubyte", idx(np.zeros((0, 28, 28), np.uint8)), "t10k at .* has 0 images and 10 labels"),
+        ("train-images-idx3-ubyte", struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3), "it has 0 of "),
     ],
 )
 def test_invalid_files_are_one_line(tmp_path, name, data, message):
@@ -86,6 +98,25 @@ def test_invalid_files_are_one_line(tmp_path, name, data, message):
         (tmp_path / name).write_bytes(data)
     with pytest.raises(DataError, match=message):
         mnist(settings(tmp_path, tmp_path))
+
+
+def test_a_compressed_file_is_read_no_further_than_it_declares(tmp_path, monkeypatch):
+    """A few kilobytes may hold gigabytes of zeros."""
+    read = []
+    monkeypatch.setattr(
+        gzip.GzipFile, "read", lambda file, n=-1, read_all=gzip.GzipFile.read: read.append(n) or read_all(file, n)
+    )
+    write(tmp_path, {f"{name}.gz": gzip.compress(data) for name, data in files().items()})
+    mnist(settings(tmp_path, tmp_path))
+    assert max(read) == 40 * 28 * 28 + 1 and min(read) > 0
+
+
+def test_black_images(tmp_path):
+    write(
+        tmp_path,
+        files() | {f"{part}-images-idx3-ubyte": idx(np.zeros((n, 9, 9), np.uint8)) for part, n in SIZES.items()},
+    )
+    assert not mnist(settings(tmp_path, tmp_path)).train[0][0].any()
 
 
 def test_digits():
