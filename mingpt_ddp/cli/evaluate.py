@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mingpt_ddp.cli.arguments import echo, run_command
-from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
+from mingpt_ddp.config.config import Config, NotRegisteredError, from_mapping
+from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined, run_file
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
 
@@ -47,7 +48,8 @@ def main() -> None:
 def _command(config: EvaluateConfig) -> int:
     env = read_env()
     metrics = evaluate(config)
-    env.call_on_rank_zero(lambda: echo(json.dumps({"split": config.split, **metrics}, indent=1)))
+    about = {"split": config.split} if config.data_path is None else {"data": config.data_path, "split": config.split}
+    env.call_on_rank_zero(lambda: echo(json.dumps({**about, **metrics}, indent=1)))
     return 0
 
 
@@ -61,6 +63,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.snapshots.load import load
+    from mingpt_ddp.snapshots.load_model import build_around
     from mingpt_ddp.snapshots.state_dict import load_model_state
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluate import Evaluator
@@ -72,9 +75,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, float]:
     runtime = Runtime(run_config, read_env())
     with attribute_errors_to_user_code():
         task = build_task(run_config, runtime.group)
-        task.adopt(snapshot.state, is_other_data=config.data_path is not None)
-        model = task.build_model()
-        load_model_state(model, snapshot.model)
+        try:
+            task.adopt(snapshot.state, is_other_data=config.data_path is not None)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise SnapshotError(f"the snapshot of {config.snapshot} has an invalid state: {error}") from error
+        if is_user_defined("task", run_config.task.name):  # it may build the model itself
+            model = task.build_model()
+            load_model_state(model, snapshot.model)
+        else:
+            model = build_around(run_config.model, task.shape, snapshot.model)
         metrics = Evaluator(task, runtime).run(model.to(runtime.device), config.split)
     runtime.close()
     if not metrics:
@@ -88,12 +97,19 @@ def _run_config(config: EvaluateConfig, state: Any) -> Config:
         values = {group: dict(keys) for group, keys in state["config"].items()}
         values["trainer"] |= {"device": config.device, "precision": config.precision, "eval_steps": None}
         values |= {"ddp": {}, "snapshot": {}}
+        data = values["data"]
+        given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
         if config.data_path is not None:
-            whole = {"truncate": 1.0} if "truncate" in values["data"] else {}
-            values["data"] |= {"path": config.data_path, "sha256": None, **whole}
-        elif "::" in str(values["data"].get("path")):
-            raise ConfigError("its data.path is a chain of URLs, which is not followed; give data.path")
+            check("path" in data, "its data has no path; leave data.path out")
+            given |= {"path": config.data_path, "sha256": None, "truncate": 1.0}
+        check("::" not in str({**data, **given}.get("path")), "a chain of URLs is not followed; give data.path")
+        data |= {key: value for key, value in given.items() if key in data}
         return from_mapping(values)
+    except NotRegisteredError as error:
+        raise SnapshotError(
+            f"the snapshot of {config.snapshot} needs code of yours: {error.args[0]}; name the Python file that "
+            "registers it, if you trust it, as in code=my_project/mine.py"
+        ) from error
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = str(error.args[0]) if error.args else type(error).__name__
         raise SnapshotError(f"the snapshot of {config.snapshot} cannot be evaluated: {message}") from error

@@ -249,7 +249,9 @@ def describe(snapshot: Snapshot) -> bytes:
     state = snapshot.state
     values = {"step": snapshot.step, "val_loss": recorded_train_state(state).get("val_loss")}
     if isinstance(state, dict) and "data" in state:  # another task than a language model
-        values |= {"task": state["config"].get("task"), "model": state["config"].get("model"), "data": state["data"]}
+        config = state.get("config")
+        groups = {name: config.get(name) if isinstance(config, dict) else None for name in ("task", "model")}
+        values |= {**groups, "data": state["data"]}
     else:
         spec = read_model_spec(state)
         if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code

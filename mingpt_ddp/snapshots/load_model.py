@@ -26,7 +26,9 @@ def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, CharTokenize
     """
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
-    return _build(spec, snapshot.model), CharTokenizer(spec.vocabulary)
+    with attribute_errors_to_user_code():
+        model = build_around(spec.config(), (len(spec.vocabulary), spec.block_size), snapshot.model)
+    return model, CharTokenizer(spec.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -73,31 +75,30 @@ def read_model_spec(state: Any) -> ModelSpec:
         raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 
 
-def _build(spec: ModelSpec, tensors: dict[str, Tensor]) -> nn.Module:
-    """Build the model around the snapshot's tensors, so that a hostile configuration allocates no more than they take.
+def build_around(config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]) -> nn.Module:
+    """Build a model around a snapshot's tensors: a hostile configuration allocates no more than they take.
+
+    Args:
+        sizes: outputs and inputs, as `build_model` takes them.
 
     Raises:
         SnapshotError: the tensors do not fit the configuration.
     """
-    vocab_size = len(spec.vocabulary)
-    with attribute_errors_to_user_code():
-        config = spec.config()
-        if is_user_defined("model", config.architecture):  # its constructor may compute buffers
-            model = build_model(config, vocab_size, spec.block_size)
-            load_model_state(model, tensors)
-            return model
+    if is_user_defined("model", config.architecture):  # its constructor may compute buffers
+        model = build_model(config, *sizes)
+        load_model_state(model, tensors)
+        return model
 
-    assert isinstance(config, TransformerConfig)
-
-    def on_meta(n_layer: int) -> nn.Module:
+    def on_meta(**changed: Any) -> nn.Module:
         with torch.device("meta"):  # shapes without memory
-            return build_model(replace(config, n_layer=n_layer), vocab_size, spec.block_size)
+            return build_model(replace(config, **changed), *sizes)
 
     try:
-        one, two = (len(on_meta(n).state_dict()) for n in (1, 2))
-        if one + (config.n_layer - 1) * (two - one) != len(tensors):  # before building a billion modules
-            raise SnapshotError(f"the snapshot's {len(tensors)} tensors are not those of {config.n_layer} layers")
-        model = on_meta(config.n_layer)
+        if isinstance(config, TransformerConfig):
+            one, two = (len(on_meta(n_layer=n).state_dict()) for n in (1, 2))
+            if one + (config.n_layer - 1) * (two - one) != len(tensors):  # before building a billion modules
+                raise SnapshotError(f"the snapshot's {len(tensors)} tensors are not those of {config.n_layer} layers")
+        model = on_meta()
     except RuntimeError as error:  # a tensor size overflows
         raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
     load_model_state(model, tensors, assign=True)

@@ -46,8 +46,8 @@ class LanguageModel(Task):
         """
         if not isinstance(config.data, DataConfig):
             raise ConfigError(
-                f"task.name={config.task.name} needs a text; for data.dataset={config.data.dataset} add "
-                "task=classification or task=regression"
+                f"task.name={config.task.name} needs a text; for data.dataset={config.data.dataset} add a task and a "
+                "model, as in task=classification model=convnet"
             )
         self.config, self.group = config, group
         self.text = EncodedText(**group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
@@ -86,7 +86,7 @@ class LanguageModel(Task):
         if is_other_data:
             tokens = np.array(CharTokenizer(vocabulary).encode(self.text.vocabulary), dtype=np.uint32)
             parts = [self.dataset.train, self.dataset.val, self.dataset.test]
-            self.dataset.val = tokens[np.concatenate(parts)]
+            self.dataset.val = self.dataset.test = tokens[np.concatenate(parts)]
         self.dataset.vocabulary, self.shape = vocabulary, (len(vocabulary), self.config.data.block_size)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

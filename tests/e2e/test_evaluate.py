@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
+import shutil
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from launching import ROOT, TINY, call, environment, python_main, torchrun
 
+from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
 from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.storage.run_dir import read_result
 
@@ -25,9 +33,11 @@ def trained(tmp_path_factory):
     return cwd
 
 
-def evaluate(cwd, *args: str, launcher: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+def evaluate(
+    cwd: Path, *args: str, run: str = "outputs/a", launcher: tuple[str, ...] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     env = environment(cwd, PYTHONPATH=str(ROOT))
-    command = [*launcher, "-m", "mingpt_ddp.evaluate", "outputs/a", "device=cpu", "precision=fp32", *args]
+    command = [*launcher, "-m", "mingpt_ddp.evaluate", run, "device=cpu", "precision=fp32", *args]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
 
 
@@ -44,12 +54,13 @@ def test_the_metrics_are_those_of_the_run(split, ranks, trained):
     assert set(metrics) == {"loss", "accuracy", "bits_per_char"}
 
 
-@pytest.mark.parametrize("text", ["no", "the rest is silence"])
-def test_another_text_is_measured_as_a_whole(text, trained):
-    """Also one that is shorter than a window of training."""
+@pytest.mark.parametrize(("text", "split"), [("no", "val"), ("the rest is silence", "val"), ("zyx" * 30, "test")])
+def test_another_text_is_measured_as_a_whole(text, split, trained):
+    """Also one that is shorter than a window of training; whichever split is named."""
     (trained / "other.txt").write_text(text)
-    done = evaluate(trained, "data.path=other.txt")
+    done = evaluate(trained, "data.path=other.txt", f"split={split}")
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["data"] == "other.txt"
     model, tokenizer = load_model(str(trained / "outputs" / "a"))
     tokens, length = torch.tensor([tokenizer.encode(text)]), 16
     losses = []
@@ -59,6 +70,62 @@ def test_another_text_is_measured_as_a_whole(text, trained):
             logits = model(x[:, : y.shape[1]])
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"))
     assert json.loads(done.stdout)["loss"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+
+
+def change_state(trained: Path, target: Path, change: Callable[[dict], None]) -> Path:
+    """Copy the newest snapshot with another state, whose digest is right."""
+    [newest] = (trained / "outputs" / "a" / "snapshots").glob("step_00000012")
+    shutil.copytree(newest, target / newest.name)
+    state = json.loads((target / newest.name / "state.json").read_text())
+    change(state)
+    content = json.dumps(state).encode()
+    (target / newest.name / "state.json").write_bytes(content)
+    files = decode_manifest((newest / "manifest.json").read_bytes(), 12)
+    files["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (target / newest.name / "manifest.json").write_bytes(encode_manifest(12, files))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.update(text=[1]), "has an invalid state"),
+        (lambda state: state.pop("text"), "has an invalid state"),
+        (lambda state: state.pop("vocabulary"), "has an invalid state"),
+        (lambda state: state.update(data=7, text=None), "has an invalid state"),
+        (lambda state: state["config"]["model"].update(n_embd=24_000), "the snapshot's weights do not fit the model"),
+        (lambda state: state["config"]["model"].update(n_layer=10_000), "are not those of 10000 layers"),
+        (lambda state: state["config"]["data"].update(path="a::b"), "a chain of URLs is not followed"),
+    ],
+)
+def test_a_hostile_state_is_refused_in_one_line(change, message, trained, tmp_path):
+    changed = change_state(trained, tmp_path, change)
+    done = evaluate(trained, run=str(changed))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert message in done.stderr
+    assert re.match("(snapshot|data) error: ", done.stderr)
+
+
+def test_data_that_has_moved(tmp_path):
+    """The four files of MNIST; a toy data set has no path."""
+    for part, n in (("train", 40), ("t10k", 10)):
+        for name, shape in ((f"{part}-images-idx3-ubyte", (n, 8, 8)), (f"{part}-labels-idx1-ubyte", (n,))):
+            values = (np.arange(np.prod(shape)) % 10).astype(np.uint8)
+            content = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + values.tobytes()
+            (tmp_path / "before").mkdir(exist_ok=True)
+            (tmp_path / "before" / name).write_bytes(content)
+    settings = ["experiment=digits_convnet", "data=mnist", "data.path=before", "trainer.max_steps=2", "run.name=a"]
+    done = call([*python_main(), *settings, "trainer.batch_size=8"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "before").rename(tmp_path / "after")
+    assert evaluate(tmp_path, "split=test").returncode == 2
+    done = evaluate(tmp_path, "split=test", "data.path=after")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["accuracy"] <= 1
+    assert call([*python_main(), "experiment=toy", "trainer.max_epochs=1", "run.name=toy"], tmp_path).returncode == 0
+    done = evaluate(tmp_path, "data.path=after", run="outputs/toy")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "its data has no path; leave data.path out" in done.stderr
 
 
 def test_a_character_that_the_model_does_not_know_is_refused(trained):

@@ -96,6 +96,12 @@ def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
     assert all("val_accuracy" in result for result in results)
 
 
+def test_a_run_with_code_of_ones_own_needs_it(trained, project):
+    done = call([sys.executable, "-m", "mingpt_ddp.evaluate", str(trained)], project, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
+    assert "name the Python file that registers it, if you trust it, as in code=my_project/mine.py" in done.stdout
+
+
 def test_sampling_is_refused(trained, project):
     done = call([sys.executable, str(ROOT / "sample.py"), str(trained), "code=my_task/mine.py"], project)
     assert done.returncode == 2

@@ -79,7 +79,10 @@ def test_text(one_thread):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data=toy"], "task.name=language_model needs a text; for data.dataset=toy add task=classification or task="),
+        (
+            ["data=toy"],
+            "task.name=language_model needs a text; for data.dataset=toy add a task and a model, as in task=classification",
+        ),
         (["task=regression"], "task.name=regression needs a dataset, as in data=digits; python_docs is a text"),
     ],
 )
