@@ -21,6 +21,7 @@ all_gather, scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-te
 """
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,11 @@ from mingpt_ddp.storage.storage import atomic_write
 if TYPE_CHECKING:
     from mingpt_ddp.distributed.collectives import Measurement
 
+OPERATIONS = [
+    *("broadcast", "all_reduce", "reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all"),
+    *("send_recv", "ring", "barrier"),
+]
+TENSORS = 4  # of a message's size, which a rank needs at a time
 HEADER = f"{'operation':<14} {'bytes':>11} {'latency (us)':>12} {'algbw (GB/s)':>12} {'busbw (GB/s)':>12}"
 
 
@@ -66,13 +72,24 @@ class CollectivesConfig:
     def __post_init__(self) -> None:
         smallest, largest = self.min_bytes, self.max_bytes
         check(smallest <= largest, f"min_bytes={smallest} must be at most max_bytes={largest}")
+        for name in self.operations:
+            check(name in OPERATIONS, f"{name} is not an operation; {hint_at(name, OPERATIONS)}")
         for key, path in (("plot", self.plot), ("json", self.json)):
             is_file = path is None or (bool(path.strip()) and "://" not in path)
             check(is_file, f"{key}={path} must be a local file")
+        check(not self.plot or self.plot.endswith(".html"), f"plot={self.plot} is a page; give it a name with .html")
         check(not self.plot or find_spec("plotly") is not None, "plot needs plotly; pip install 'mingpt_ddp[report]'")
 
+    def check_files(self) -> None:
+        """Refuse files that cannot be written, before anything is measured; called on one rank."""
+        for key, path in (("plot", self.plot), ("json", self.json)):
+            parents = Path(path).absolute().parents if path is not None else []
+            existing = next((parent for parent in parents if parent.exists()), None)
+            if existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)):
+                raise RunError(f"{key}={path} cannot be written, because of {existing}; name another file")
+
     def sizes(self) -> Iterator[int]:
-        """Yield the message sizes in bytes."""
+        """Yield the message sizes in bytes, before they are rounded."""
         size = self.min_bytes
         while size <= self.max_bytes:
             yield size
@@ -86,9 +103,10 @@ def main() -> None:
 
 def _command(config: CollectivesConfig) -> int:
     exits, env = ProcessExit(), read_env()
-    if env.is_standalone and config.nproc_per_node:
+    if env.is_standalone and config.nproc_per_node is not None and config.nproc_per_node > 1:
         from mingpt_ddp.distributed.launcher import run_under_torchrun
 
+        config.check_files()
         run_under_torchrun("mingpt_ddp.collectives", config.nproc_per_node, sys.argv[1:])
     start = "start it with torchrun --nproc_per_node=3 -m mingpt_ddp.collectives, or set nproc_per_node=3"
     check(env.world_size > 1, f"collectives needs several ranks; {start}")
@@ -103,25 +121,29 @@ def _command(config: CollectivesConfig) -> int:
 
 def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> int:
     # torch takes a second to import: only after the keys are validated.
-    from mingpt_ddp.distributed.collectives import OPERATIONS, measure
-    from mingpt_ddp.distributed.device import choose_device, set_up_device
+    from mingpt_ddp.distributed.collectives import measure, rounded
+    from mingpt_ddp.distributed.device import choose_device, set_up_device, total_memory
     from mingpt_ddp.distributed.process_group import ProcessGroup
 
-    for name in config.operations:
-        check(name in OPERATIONS, f"{name} is not an operation; {hint_at(name, OPERATIONS)}")
     ddp = DDPConfig(backend=config.backend, timeout_s=config.timeout_s)
     device = choose_device(TrainerConfig(device=config.device), ddp, env)
     set_up_device(device, deterministic=False)
     if device.type == "cpu" and config.backend == "auto":  # not shared memory
         ddp = replace(ddp, backend="gloo")
+    memory = total_memory([device])
+    check(
+        TENSORS * config.max_bytes <= memory, f"max_bytes={config.max_bytes} does not fit into {memory} bytes of memory"
+    )
     group = exits.group = ProcessGroup(env, [device], ddp, job=0)
+    group.run_on_rank_zero(config.check_files)
     hosts = len(set(group.all_gather(socket.gethostname())))
     about = {"ranks": group.world_size, "hosts": hosts, "backend": group.transport, "device": device.type}
     title = ", ".join(f"{key} {value}" for key, value in about.items())
     env.call_on_rank_zero(lambda: echo(f"{title}\n{HEADER}"))
     rows: list[Measurement] = []
-    for name in config.operations or OPERATIONS:
-        for size in [0] if name == "barrier" else config.sizes():
+    sizes = dict.fromkeys(rounded(size, group.world_size) for size in config.sizes())
+    for name in dict.fromkeys(config.operations or OPERATIONS):
+        for size in [0] if name == "barrier" else sizes:
             row = measure(group, device, name, size, config.repetitions)
             rows.append(row)
             env.call_on_rank_zero(partial(echo, _line(row, group.transport)))

@@ -24,16 +24,22 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def rounded(size: int, ranks: int) -> int:
+    """Return a size in bytes rounded down to whole elements per rank, of which there is at least one."""
+    row = ranks * torch.float32.itemsize
+    return max(1, size // row) * row
+
+
 class Message:
     """The tensors of one message size on this rank: one row of n elements per rank."""
 
     def __init__(self, rank: int, ranks: int, size: int, device: torch.device) -> None:
         """
         Args:
-            size: in bytes; rounded down to whole rows, of at least one element.
+            size: in bytes; rounded by `rounded`.
         """
         self.rank, self.ranks = rank, ranks
-        n = max(1, size // torch.float32.itemsize // ranks)
+        n = rounded(size, ranks) // ranks // torch.float32.itemsize
         self.positions = (torch.arange(ranks * n, device=device) % PERIOD).float().view(ranks, n)
         self.input = self.positions + rank
         self.output = torch.empty_like(self.input)

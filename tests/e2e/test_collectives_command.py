@@ -84,11 +84,20 @@ def test_an_error_of_all_ranks_is_one_line(argument, error, tmp_path):
     assert done.stdout.splitlines().count(error) == 1, done.stdout
 
 
-def test_local_processes_and_a_file_that_cannot_be_written(tmp_path):
-    """One command starts the processes."""
-    (tmp_path / "file").touch()
-    command = [sys.executable, "-m", "mingpt_ddp.collectives", "barrier", "nproc_per_node=2", "json=file/numbers.json"]
-    done = call(command, tmp_path, PYTHONPATH=str(ROOT))
+def test_local_processes_and_sizes_that_are_rounded_to_the_same(tmp_path):
+    """One command starts the processes. An operation that is named twice is measured once."""
+    command = [sys.executable, "-m", "mingpt_ddp.collectives", "barrier", "barrier", "broadcast", "nproc_per_node=2"]
+    done = call([*command, "min_bytes=1", "max_bytes=20", "factor=2"], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    about, _, *rows, last = done.stdout.splitlines()
+    assert about == "ranks 2, hosts 1, backend gloo, device cpu"
+    assert [tuple(row.split()[:2]) for row in rows] == [("barrier", "0"), ("broadcast", "8"), ("broadcast", "16")]
+    assert last == "every result is correct"
+
+
+def test_messages_larger_than_the_memory_are_refused(tmp_path):
+    done = collectives(tmp_path, f"max_bytes={1 << 50}")
     assert done.returncode != 0
-    assert done.stdout.startswith("ranks 2, hosts 1, backend gloo, device cpu\n")
-    assert done.stdout.count("run error: cannot write") == 1, done.stdout
+    lines = [line for line in done.stdout.splitlines() if "error: " in line]
+    assert [line for line in lines if line.startswith("config error: max_bytes=1125899906842624 does not fit")]
+    assert "Traceback" not in done.stdout.partition("torch/distributed")[0]

@@ -27,6 +27,8 @@ def run(monkeypatch, capsys):
         ("repetitions=0", "repetitions=0 must be at least 1"),
         ("plot=s3://bucket/a.html", "plot=s3://bucket/a.html must be a local file"),
         ("json=", "json= must be a local file"),
+        ("plot=busbw.svg", "plot=busbw.svg is a page; give it a name with .html"),
+        ("all_reduc", "all_reduc is not an operation; did you mean all_reduce?"),
         ("min_byte=8", "min_byte is not a key; did you mean min_bytes?"),
     ],
 )
@@ -48,7 +50,19 @@ def test_a_plot_needs_plotly(run, monkeypatch):
 def test_the_usage_lists_the_operations():
     listed = command.__doc__.partition("operations ")[2].partition("\nbackend ")[0]
     words = listed.replace(" (an all-reduce written by hand)", "").removesuffix(" (all)")
-    assert [word.strip() for word in words.split(",")] == [*collectives.OPERATIONS]
+    assert [word.strip() for word in words.split(",")] == [*collectives.OPERATIONS] == command.OPERATIONS
+
+
+def test_nothing_is_started_for_a_file_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "numbers.json"
+    message = f"run error: json={path} cannot be written, because of {tmp_path / 'file'}; name another file\n"
+    assert run("nproc_per_node=2", f"json={path}") == (2, "", message)
+
+
+def test_one_local_process_is_not_several_ranks(run):
+    code, out, err = run("nproc_per_node=1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_the_bus_bandwidths_of_nccl_tests():
