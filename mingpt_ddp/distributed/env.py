@@ -59,6 +59,10 @@ def read_env(per_pod: int = 1) -> DistEnv:
         is_standalone=False,
         has_local_rank="LOCAL_RANK" in os.environ,
     )
+    return _checked(env)
+
+
+def _checked(env: DistEnv) -> DistEnv:
     if not 0 <= env.master_address[1] < 1 << 16:
         raise ConfigError(f"MASTER_PORT={env.master_address[1]} must lie below 65536")
     if not 0 <= env.rank < env.world_size:
@@ -77,7 +81,7 @@ def _read_mpi_env() -> DistEnv | None:
     host = os.environ.get("MASTER_ADDR", "localhost" if local_size == world_size else "")
     if not host:
         raise ConfigError("mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST, the machine of rank 0")
-    return DistEnv(
+    env = DistEnv(
         rank=_read_int("OMPI_COMM_WORLD_RANK"),
         local_rank=_read_int("OMPI_COMM_WORLD_LOCAL_RANK"),
         world_size=world_size,
@@ -85,6 +89,7 @@ def _read_mpi_env() -> DistEnv | None:
         is_standalone=False,
         has_local_rank=True,
     )
+    return _checked(env)
 
 
 def _read_pod_env(workers: int) -> DistEnv:

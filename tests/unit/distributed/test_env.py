@@ -114,6 +114,18 @@ def test_mpirun_on_one_machine_needs_no_address(mpirun):
         mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="2")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"OMPI_COMM_WORLD_RANK": "4"}, r"RANK=4 must lie in 0 .. WORLD_SIZE - 1 = 3"),
+        ({"MASTER_PORT": "65536"}, r"MASTER_PORT=65536 must lie below 65536"),
+    ],
+)
+def test_numbers_of_mpirun_out_of_range(mpirun, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        mpirun(MASTER_ADDR="head", **changes)
+
+
 def test_one_rank_of_mpirun_is_standalone(mpirun):
     assert mpirun(OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0").is_standalone
 
