@@ -51,7 +51,7 @@ def check_tensor_parallel(config: Config) -> None:
             raise ConfigError(f"ddp.tensor_parallel={size} needs {needed}; or set it to 1")
     assert isinstance(model, GPTConfig)
     if model.n_head % size:
-        raise ConfigError(f"ddp.tensor_parallel={size} must divide model.n_head={model.n_head}")
+        raise ConfigError(f"ddp.tensor_parallel={size} must divide model.n_head={model.n_head}; change one of them")
 
 
 def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:

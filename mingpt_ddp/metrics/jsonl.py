@@ -76,6 +76,7 @@ class MetricsHistory:
     starts: int  # attempts
     faults: int  # attempts that ended early and were followed by another
     rollbacks: int
+    is_complete: bool = False  # the last attempt has reached the end
     began: float = math.inf  # the first attempt, in seconds since 1970
 
     def series(self, key: str) -> list[tuple[int, float]]:
@@ -114,6 +115,7 @@ def read_history(path: Path) -> MetricsHistory:
         starts=len(starts),
         faults=sum("start" in one and "start" in other for one, other in itertools.pairwise(attempts)),
         rollbacks=sum("rollback" in record for record in records),
+        is_complete=bool(attempts) and "complete" in attempts[-1],
         began=min((start for start in starts if start is not None), default=math.inf),
     )
 

@@ -156,7 +156,10 @@ class SnapshotStore:
             with self._pool() as pool:
                 contents = list(pool.map(partial(self._read_file, step, files), files))
             for name in reversed(files):  # pop: free the bytes of a decoded file
-                tensors[layout.kind_of(name)].update(decode(contents.pop()))
+                known, more = tensors[layout.kind_of(name)], decode(contents.pop())
+                if twice := known.keys() & more.keys():
+                    raise ValueError(f"{min(twice)[:100]} is in two files")
+                known.update(more)
             tensors = {kind: merge(named) for kind, named in tensors.items()}
         except StorageError as error:  # not the fault of the snapshot
             raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
@@ -180,8 +183,8 @@ class SnapshotStore:
         by_kind = {kind: {n: h for n, h in headers.items() if layout.kind_of(n) == kind} for kind in layout.KINDS}
         return {"url": self.url, **{kind: make_index(named) for kind, named in by_kind.items()}}
 
-    def check_format(self) -> bool:
-        """Read the newest undamaged manifest; return whether there is one.
+    def newest_state(self) -> Snapshot | None:
+        """Read the newest undamaged state, without tensors; None if there is none.
 
         Raises:
             SnapshotError: another version wrote it, in another format.
@@ -189,12 +192,10 @@ class SnapshotStore:
         """
         for step in reversed(self.steps()):
             try:
-                return bool(self.files(step, kinds=()))
+                return self.read(step, kinds=())
             except CorruptSnapshotError:  # `read_latest` reports it
                 continue
-            except StorageError as error:
-                raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
-        return False
+        return None
 
     def read_latest(self, kinds: Sequence[str] = layout.KINDS, whole: bool = True) -> Snapshot | None:
         """Read the newest undamaged snapshot; log one line for each newer damaged one.

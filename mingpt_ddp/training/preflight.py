@@ -1,7 +1,8 @@
-"""Checks before anything is written: the model fits into memory, and user code trains and resumes exactly."""
+"""Before anything is written: the batch of a resumed run; the model fits; user code trains and resumes exactly."""
 
 import hashlib
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,26 +13,77 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.compile import check_compiles
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.models import count_parameters, flops_per_token
+from mingpt_ddp.errors import CodeError, ConfigError, SnapshotError
+from mingpt_ddp.models import apply_activation_checkpointing, count_parameters, flops_per_token
+from mingpt_ddp.models.placement import blocks_of
 from mingpt_ddp.snapshots import state_dict
+from mingpt_ddp.snapshots.load import load, stores_of_run
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
+# Of the newest snapshot, or None: trainer.batch_size and the micro-batch size; its step, or 0; and the URL that
+# run.resume names, if the run has no snapshot of its own.
+RecordedBatch: TypeAlias = tuple[int | None, int | None, int, str | None]
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
+
+
+def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch:
+    """Read the batch of the snapshot that the run resumes from.
+
+    Args:
+        stores: of the run's snapshots.
+
+    Raises:
+        SnapshotError: another version wrote it, in another format, or its batch is not one.
+        StorageUnavailableError: a store does not respond.
+    """
+    own = [store.newest_state() for store in stores_of_run(stores, run_directory(config))]
+    newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
+    source = config.run.source if newest is None else None
+    if source is not None:
+        newest = load(source, kinds=())
+    if newest is None:
+        return None, None, 0, None
+    try:
+        batch, micro = newest.state["config"]["trainer"]["batch_size"], newest.state["micro_batch_size"]
+        if not all(type(size) is int and size > 0 for size in (batch, micro)):
+            raise ValueError(f"batches of {batch} and {micro}")
+    except (LookupError, TypeError, ValueError) as error:
+        raise SnapshotError(f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]) from error
+    return batch, micro, newest.step, source
+
+
+def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:
+    """Return the configuration with `batch_size` for `batch_size_per_rank`; the run keeps its name.
+
+    Args:
+        recorded: the batch size of the snapshot to resume, which stays as it was at the first start.
+    """
+    per_rank = config.trainer.batch_size_per_rank
+    if per_rank is None:
+        return config
+    trainer = replace(config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None)
+    return replace(config, run=replace(config.run, name=config.run_name()), trainer=trainer)
 
 
 def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     """Check that a built-in model fits the smallest memory of all ranks. A collective.
 
     Raises:
-        ConfigError: the parameters and gradients alone do not fit.
+        ConfigError: the parameters and gradients alone do not fit, or the model has not the blocks that a key needs.
     """
     if is_user_defined("model", config.model.architecture):  # its constructor may allocate any amount
         return
     memory = min(runtime.group.all_gather(total_memory(runtime.devices)))
     with torch.device("meta"):  # allocates nothing
-        count = count_parameters(task.build_model())
+        model = task.build_model()
+    if config.trainer.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    if config.model.devices > 1:
+        blocks_of(model, config.model.devices)
+    count = count_parameters(model)
     if runtime.strategy.shards_model:
         memory *= runtime.strategy.shards
     if count * BYTES > memory:
@@ -57,6 +109,10 @@ def check_resumes_exactly(runtime: Runtime, task: Task, batch: Any) -> None:
         first = _Trial(runtime, task)
         flops_per_token(first.model)
         state_dict.check_savable(first.model, first.optimizer)
+        scalars = [name for name, parameter in first.model.named_parameters() if parameter.dim() == 0]
+        if scalars and runtime.strategy.shards_model:
+            key = f"ddp.strategy={config.ddp.strategy}"
+            raise ConfigError(f"{key} cannot split {scalars[0]}, a scalar; give it one element, or use zero1")
         with runtime.autocast():
             task.check_model(first.model, batch, trained=False)
         if runtime.compiles:

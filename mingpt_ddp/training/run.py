@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,9 +15,10 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.snapshots.load import load, stores_of_run
+from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
@@ -26,7 +26,13 @@ from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluate import Evaluator
-from mingpt_ddp.training.preflight import check_fits, check_resumes_exactly
+from mingpt_ddp.training.preflight import (
+    RecordedBatch,
+    check_fits,
+    check_resumes_exactly,
+    recorded_batch,
+    with_batch_size,
+)
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots, warn_of_unused_changes
 from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore
@@ -59,13 +65,14 @@ def run(
     """
     interrupt, started_at = interrupt or SignalHandler(), started_at or process_start_time()
     _check_same_config(config, runtime)
-    config = _with_batch_size(config, runtime.group.data_size)
+    directory = run_directory(config)
+    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
+    recorded = runtime.group.run_on_rank_zero(partial(recorded_batch, config, stores))
+    config = with_batch_size(config, runtime.group.data_size, recorded[0])
     task = build_task(config, runtime.group)
     loader = task.train_loader(runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
-    directory = run_directory(config)
-    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
-    _preflight(runtime, task, loader, stores)  # refuses before anything is written
+    _preflight(runtime, task, loader, recorded)  # refuses before anything is written
 
     with contextlib.ExitStack() as resources:
         resources.callback(loader.close)
@@ -81,7 +88,7 @@ def run(
         evaluator = Evaluator(task, runtime)
         log_start(runtime, task, model, directory, range(state.step, steps))
 
-        is_complete = state.step > steps or (state.step == steps and state.val_step == steps)
+        is_complete = state.step > steps or (state.step == state.val_step == steps and _has_ended(directory, runtime))
         previous = recorded_config(directory) if owner else None
         if owner and not (is_complete and previous):
             owner.record_start(config.to_dict(), hydra_files)
@@ -143,33 +150,33 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
             raise ConfigError(f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}")
 
 
-def _with_batch_size(config: Config, world_size: int) -> Config:
-    """Return the configuration with `batch_size` for `batch_size_per_rank`; the run keeps its name."""
-    per_rank = config.trainer.batch_size_per_rank
-    if per_rank is None:
-        return config
-    trainer = replace(config.trainer, batch_size=per_rank * world_size, batch_size_per_rank=None)
-    return replace(config, run=replace(config.run, name=config.run_name()), trainer=trainer)
+def _preflight(runtime: Runtime, task: Task, loader: Loader, recorded: RecordedBatch) -> None:
+    """Check the batch, the snapshot, the memory and the user's code. A collective."""
+    config, (_, micro_batch_size, step, source) = task.config, recorded
+    is_resumed = step < count_steps(config, loader.steps_per_epoch)
+    plan = plan_batches(config, runtime.group.data_size, micro_batch_size if is_resumed else None)
 
+    def check_source() -> None:
+        if source is not None:
+            snapshot = load(source)
+            check_state(snapshot.step, snapshot.state, task)
 
-def _preflight(runtime: Runtime, task: Task, loader: Loader, stores: list[SnapshotStore]) -> None:
-    """Check the batch, the snapshots, the memory and the user's code. A collective."""
-    config = task.config
-    plan = plan_batches(config, runtime.group.data_size)
-
-    def check_resume() -> None:
-        # For any run.resume: refuse another format or an unreadable location before anything is written.
-        own = [store.check_format() for store in stores_of_run(stores, run_directory(config))]
-        if config.run.source is not None and not any(own):
-            source = load(config.run.source)
-            check_state(source.step, source.state, task)
-            plan_batches(config, runtime.group.data_size, source.state["micro_batch_size"])
-
-    runtime.group.run_on_rank_zero(check_resume)
+    runtime.group.run_on_rank_zero(check_source)
     check_fits(config, runtime, task)
     if uses_user_code(config):
         first = partial(loader.get_batch, 1, plan, 0)
         runtime.group.run_on_rank_zero(lambda: check_resumes_exactly(runtime, task, first()[0].batch))
+
+
+def _has_ended(directory: Path, runtime: Runtime) -> bool:
+    """Return whether metrics.jsonl has the end of the run, which a kill after the last snapshot prevents."""
+
+    def read() -> bool:
+        with contextlib.suppress(OSError, DataError):
+            return read_history(directory / METRICS).is_complete
+        return True  # resumed from a snapshot elsewhere
+
+    return runtime.group.run_on_rank_zero(read)
 
 
 def _lock_directory(

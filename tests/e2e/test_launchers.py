@@ -270,18 +270,31 @@ def test_mpirun(tmp_path, uninterrupted):
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
 
 
+def test_more_ranks_than_micro_batches_of_the_snapshot(tmp_path):
+    """The run is refused before anything is written; a complete one shows its result."""
+    settings = [*python_main(), *SETTINGS, "trainer.batch_size=8", "trainer.max_steps=4"]
+    assert call([*settings, TWO], tmp_path).returncode == 0
+    assert "done: " in call([*settings, "ddp.nproc_per_node=4"], tmp_path).stdout
+    run = tmp_path / "outputs" / "run"
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = call([*settings[:-1], "trainer.max_steps=8", "ddp.nproc_per_node=4"], tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
+    assert done.stdout.startswith("config error: trainer.batch_size=8 makes 2 micro-batches of 4 for 4 ranks")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_a_batch_size_per_rank(tmp_path):
-    """Two ranks train with twice the batch; the snapshot keeps it, so that three ranks do not train another run."""
+    """Two ranks train with twice the batch; the snapshot keeps it when other numbers of ranks continue the run."""
     settings = [word for word in SETTINGS if "batch_size" not in word and not word.startswith("run.name")]
-    per_rank = [*python_main(), *settings, "trainer.batch_size_per_rank=6"]
+    per_rank = [*python_main(), *settings, "trainer.batch_size_per_rank=6", "trainer.micro_batch_size=2"]
     done = call([*per_rank, TWO, "trainer.max_steps=4"], tmp_path)
     assert done.returncode == 0, done.stdout
     (run,) = (tmp_path / "outputs").iterdir()
     assert result(run)["tokens"] == 4 * 12 * 16
     again = call([*per_rank, TWO], tmp_path)
     assert "resuming from the snapshot of step 4" in again.stdout and result(run)["step"] == STEPS
-    done = call([*per_rank, "ddp.nproc_per_node=3", "trainer.max_steps=50"], tmp_path)
-    assert done.returncode == 2
-    assert "trainer.batch_size (12 there, 18 now); restore them" in done.stdout
-    done = call([*per_rank[:-1], "trainer.batch_size=12", f"run.name={run.name}", "ddp.nproc_per_node=3"], tmp_path)
-    assert (done.returncode, [path.name for path in (tmp_path / "outputs").iterdir()]) == (0, [run.name]), done.stdout
+    for ranks, steps in ((3, STEPS + 2), (1, STEPS + 4)):
+        done = call([*per_rank, f"ddp.nproc_per_node={ranks}", f"trainer.max_steps={steps}"], tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert result(run)["tokens"] == steps * 12 * 16
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == [run.name]

@@ -362,7 +362,7 @@ def test_a_newer_format_is_not_reported_as_damage(store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     rewrite_manifest(store, format=3)
-    for look in (store.read_latest, store.check_format):
+    for look in (store.read_latest, store.newest_state):
         with pytest.raises(SnapshotError, match="step 8 was written by a newer version, in format 3; upgrade"):
             look()
 
@@ -378,7 +378,7 @@ def write_manifest_of_format_1(store: SnapshotStore, step: int) -> bytes:
 def test_an_older_format_is_refused_in_one_line(store):
     commit(store, small_snapshot(8))
     write_manifest_of_format_1(store, 8)
-    for look in (store.read_latest, store.check_format, lambda: store.verify(8), lambda: store.read_metadata(8)):
+    for look in (store.read_latest, store.newest_state, lambda: store.verify(8), lambda: store.read_metadata(8)):
         with pytest.raises(SnapshotError) as refused:
             look()
         assert str(refused.value) == (
@@ -397,15 +397,15 @@ def test_a_damaged_manifest_of_format_1_is_reported_as_damage(store):
 
 
 def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
-    assert not store.check_format()
+    assert not store.newest_state()
     commit(store, small_snapshot(8))
     store.storage.write(f"{directory_name(8)}/{MANIFEST}", b"")
-    assert not store.check_format()
+    assert not store.newest_state()
     commit(store, small_snapshot(4))
-    assert store.check_format()
+    assert store.newest_state()
     write_manifest_of_format_1(store, 4)
     with pytest.raises(SnapshotError, match="in format 1"):
-        store.check_format()
+        store.newest_state()
 
 
 def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
@@ -413,7 +413,7 @@ def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
     commit(store, small_snapshot(8))
     files = store.files(8) | store.write_files(8, {"loader.json": b"{}", "ema.safetensors": b"later"})
     rewrite_manifest(store, files=files, written_by={"version": "9.9"})
-    assert store.check_format()
+    assert store.newest_state()
     assert same(store.read(8).model, small_snapshot(8).model)
     assert set(store.verify(8)) == {MODEL, OPTIMIZER, STATE, "loader.json", "ema.safetensors"}
     store.storage.write(f"{directory_name(8)}/ema.safetensors", b"Later")

@@ -325,5 +325,21 @@ def test_parameters_without_gradients_are_refused_with_several_ranks(preflight):
         preflight(Unused, ranks=2)
 
 
+class Scaled(Plain):
+    def __init__(self, *arguments) -> None:
+        super().__init__(*arguments)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def hidden(self, tokens):
+        return super().hidden(tokens) * self.temperature
+
+
+def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, monkeypatch):
+    preflight(Scaled)
+    monkeypatch.setattr(type(runtime.strategy), "shards_model", True)
+    with pytest.raises(ConfigError, match=r"cannot split temperature, a scalar; give it one element, or use zero1"):
+        preflight(Scaled)
+
+
 def test_built_in_models_and_optimizers_are_not_checked(config):
     assert not registry.uses_user_code(config)
