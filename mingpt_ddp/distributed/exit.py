@@ -154,7 +154,8 @@ class ProcessExit:
 
             with contextlib.suppress(Exception):  # the error file for torchrun's summary
                 get_error_handler().record_exception(error)
-            log.error("rank %d failed", rank, exc_info=error)
+            is_known = "DataLoader worker" in summary  # was killed: torch says so from wherever the rank happens to be
+            log.error("rank %d failed", rank, exc_info=error, extra={"file_only": is_known})
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
         cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) or f"rank {rank} lost another rank: {summary[:200]}"

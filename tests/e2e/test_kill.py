@@ -21,11 +21,12 @@ PATHS = {
 }
 for strategy in ("zero1", "fsdp"):
     PATHS[strategy] = [*PATHS["plain"], f"ddp.strategy={strategy}"]
-PATHS["tensor_parallel"] = [*PATHS["plain"], "ddp.tensor_parallel=2", "model.n_head=4"]
+PATHS["tensor_parallel"] = [*PATHS["plain"], "ddp.tensor_parallel=2", "model.n_head=4", "model.dropout=0.0"]
 
 
 def start(path: str, ranks: int, cwd: Path) -> Job:
-    settings = [override for override in SETTINGS if not override.startswith("model=")]
+    keys = {override.partition("=")[0] for override in PATHS[path]}
+    settings = [override for override in SETTINGS if override.partition("=")[0] not in keys]
     forked = [*python_main(), f"ddp.nproc_per_node={ranks}"]
     launcher = torchrun(ranks, "--max_restarts=2") if path == "plain" else forked
     return Job([*launcher, *PATHS[path], *settings, "run.name=run"], cwd)

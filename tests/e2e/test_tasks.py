@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
-from launching import Job, call, committed, last_step, python_main, torchrun, wait_for
+from launching import Job, call, children, committed, last_step, python_main, torchrun, wait_for
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -50,6 +53,40 @@ def test_killed_with_augmentation_and_loader_processes(tmp_path):
     assert (history.starts, [step for step, _ in history.series("train_loss")]) == (3, list(range(1, STEPS + 1)))
 
 
+def test_a_killed_loader_process(tmp_path):
+    """The run restarts; the console names the loader process, without a traceback from wherever the rank was."""
+    train(tmp_path / "uninterrupted", ranks=2)
+    command = [*python_main(), *CONVNET, "ddp.nproc_per_node=2", "data.num_workers=1"]
+    run = tmp_path / "outputs" / "run"
+    job = Job(command, tmp_path)
+    wait_for(lambda: last_step(run) >= 18 and committed(run), what="step 18")
+    loaders = [pid for rank in job.workers() for pid in children(rank)]
+    assert len(loaders) == 2
+    os.kill(loaders[1], signal.SIGKILL)
+    assert job.wait() == 0, job.text()
+    assert "Traceback" not in job.text()
+    assert re.search(r"error: rank 1: RuntimeError: DataLoader worker .* is killed by signal: Killed", job.text())
+    assert final(tmp_path) == final(tmp_path / "uninterrupted")
+
+
+def test_killed_between_the_last_snapshot_and_the_test_split(tmp_path):
+    """Run again, the test metrics and the end of the run are recorded, once."""
+    settings = ["experiment=toy", "trainer.max_epochs=1", "run.name=run"]
+    assert call([*python_main(), *settings], tmp_path).returncode == 0
+    run = tmp_path / "outputs" / "run"
+    lines, before = (run / METRICS).read_bytes().splitlines(keepends=True), read_result(run)
+    assert b"test_loss" in lines[-2] and b"complete" in lines[-1]
+    (run / METRICS).write_bytes(b"".join(lines[:-2]))  # as a kill before leaves it
+    (run / "result.json").unlink()
+    for _ in range(2):
+        done = call([*python_main(), *settings], tmp_path)
+        assert done.returncode == 0, done.stdout
+        history = read_history(run / METRICS)
+        assert history.series("test_loss") == [(before["step"], pytest.approx(before["test_loss"]))]
+        assert history.is_complete and (run / METRICS).read_bytes().count(b"complete") == 1
+        assert read_result(run)["test_loss"] == pytest.approx(before["test_loss"])
+
+
 def test_statistics_over_all_ranks(tmp_path):
     """1, 2 and 3 ranks train the same model, and evaluate every one of 200 and 300 samples once."""
     one, two, three = (train(tmp_path / str(n), ranks=n) for n in (1, 2, 3))
@@ -57,6 +94,21 @@ def test_statistics_over_all_ranks(tmp_path):
         assert one[name] == pytest.approx(two[name], abs=1e-5)
         assert one[name] == pytest.approx(three[name], abs=1e-5)
     assert one["samples"] == STEPS * 96 and "tokens" not in one
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("task=regression", "task=regression needs samples (x, y) with floating-point numbers as y, but digits has"),
+        ("trainer.activation_checkpointing=true", "trainer.activation_checkpointing=true needs a model with blocks"),
+        ("model.devices=2", "model.devices=2 needs a model with blocks"),
+    ],
+)
+def test_what_does_not_fit_the_recipe_is_refused(override, expected, tmp_path):
+    done = call([*python_main(), *CONVNET, override], tmp_path)
+    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
+    assert done.stdout.startswith(f"config error: {expected}")
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_unequal_micro_batches_are_refused(tmp_path):
