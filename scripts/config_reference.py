@@ -8,6 +8,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from mingpt_ddp.config.components import DatasetConfig  # noqa: E402
 from mingpt_ddp.config.hints import other_names  # noqa: E402
 from mingpt_ddp.config.schema import GROUPS  # noqa: E402
 from mingpt_ddp.config.validation import adapter, show_number  # noqa: E402
@@ -48,7 +49,7 @@ These names on the command line are answered with ours; some count in another un
 
 def sections() -> Iterator[tuple[str, str, Keys]]:
     """Yield heading, meaning and keys: of each group what all its dataclasses have, then what each has besides."""
-    for group, (selector, classes) in GROUPS.items():
+    for group, (selectors, classes) in GROUPS.items():
         keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
         first, *others = keys
         common = {k: schema for k, schema in keys[first].items() if all(keys[o].get(k) == schema for o in others)}
@@ -56,7 +57,8 @@ def sections() -> Iterator[tuple[str, str, Keys]]:
         yield group, meaning(shared), common
         for name, cls in classes.items() if others else ():
             own = {k: schema for k, schema in keys[cls].items() if k not in common}
-            yield f"{group}, {selector}={name}", meaning(cls), own
+            selector = selectors[0] if issubclass(cls, DatasetConfig) else selectors[-1]
+            yield f"{group}, {selector}={name or 'null'}", meaning(cls), own
 
 
 def meaning(cls: type) -> str:

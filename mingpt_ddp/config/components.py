@@ -204,7 +204,9 @@ class DigitsConfig(DatasetConfig):
 class MNISTConfig(DatasetConfig):
     """The 70,000 images of 28 x 28 pixels (mingpt_ddp/data/images.py)."""
 
-    path: str = key(..., "directory or URL of the four idx files, plain or .gz")
+    path: str = key(
+        ..., "directory or URL of the four idx files, plain or .gz: https://ossci-datasets.s3.amazonaws.com/mnist"
+    )
     cache_dir: str | None = neutral(None, "local directory of downloads; null: the user's cache directory")
     shift: Annotated[NonNegativeInt, Field(le=8)] = key(
         0, "augmentation: move training images up to this far", "pixels"

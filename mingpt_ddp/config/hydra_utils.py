@@ -184,6 +184,9 @@ def explain(error: Exception) -> str:
     text = str(error)
     if (plugin := re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)) and plugin[2] in PLUGINS:
         return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
+    elif missing := re.search(r"Could not find '[^']+'(?=\s+Available options)", text):
+        known = ", ".join(re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE))
+        return f"{missing[0]}; choose one of {known}, or add --config-dir=DIR for a preset of your own"
     elif override := re.search(r"Could not override '([^']+)'", text):
         key = override[1].split("@")[0]
         cause: Any = error.__cause__  # has the keys of the group, which a user may have registered

@@ -200,9 +200,10 @@ def command_line(job: Job) -> str:
         # Remove these presets, whose keys differ.
         words = ["~model", "~optimizer", *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
     name = job.config["run.name"]
-    if isinstance(name, str) and "/" in name:  # a job of a sweep, whose overrides have the sweep's run.name
-        words = [word for word in words if not re.match(r"\+{0,2}run\.name=", word)]
-        words.append(f"run.name={hydra_value(name)}")
+    named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
+    # The overrides of a job have the sweep's run.name, those of local workers the user's and the directory's.
+    if isinstance(name, str) and ("/" in name or len(named) > 1):
+        words = [*(word for word in words if word not in named), f"run.name={hydra_value(name)}"]
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
     return shlex.join(["python", *program, *words])
 

@@ -229,6 +229,15 @@ CASES = [
         "ddp.preempted_exit_code=75",
         "config error: ddp.preempted_exit_code=75 means a failure; use 0, or 143 in pods",
     ),
+    (
+        "experiment=toy task=classification",
+        "config error: task=classification needs samples (x, y) with a whole number as y, but toy has others",
+    ),
+    ("model=gpt_nano model.devices=9", "config error: model.devices=9, but the model has 3 blocks; lower it"),
+    (
+        "model=gpt_nano ddp.tensor_parallel=2",
+        "config error: ddp.tensor_parallel=2 must divide model.n_head=3; change one of them",
+    ),
     # Hardware and software that this machine lacks
     ("trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
     ("ddp.nproc_per_node=2 trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
@@ -331,7 +340,7 @@ CASES = [
     ("=3", "config error: "),
     (
         "model=huge",
-        "config error: Could not find 'model/huge' Available options in 'model': convnet gpt2 gpt_micro gpt_mini",
+        "config error: Could not find 'model/huge'; choose one of convnet, gpt2, gpt_micro, gpt_mini",
     ),
     ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),
     ("model=null", "config error: "),

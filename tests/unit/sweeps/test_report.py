@@ -494,6 +494,14 @@ def test_the_command_without_main_py(tmp_path, monkeypatch):
     assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
 
 
+def test_the_command_line_names_the_run_once(tmp_path):
+    """Local workers record the name that the user has given, and that of the directory."""
+    run = fake_run(
+        tmp_path / "study", {"run.name": "study"}, overrides=["optimizer.lr=2", "run.name=study", 'run.name="study"']
+    )
+    assert command_line(read_jobs([run])[0]) == "python main.py optimizer.lr=2 'run.name=\"study\"'"
+
+
 def test_no_command_line_of_another_run(tmp_path):
     """The overrides of a job have the name of the sweep, and alone would train a plain run in its directory."""
     run = fake_run(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
