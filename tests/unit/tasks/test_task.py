@@ -81,7 +81,7 @@ def test_text(one_thread):
     [
         (
             ["data=toy"],
-            "task.name=language_model needs a text; for data.dataset=toy add a task and a model, as in task=classification",
+            "task.name=language_model needs a text; for data.dataset=toy add a task and a model, as in task=",
         ),
         (["task=regression"], "task.name=regression needs a dataset, as in data=digits; python_docs is a text"),
     ],
