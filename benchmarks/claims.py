@@ -117,7 +117,7 @@ def main() -> None:
     rows = []
     for claim, measure in CLAIMS.items():
         if measure is None:
-            reason = "benchmarks/gpu.py compares speeds on one GPU" if gpu() else "there is no GPU here"
+            reason = "benchmarks/gpu.py compares speeds on one GPU" if gpu() else "no GPU"
             verdict, text = "not measurable here", reason
         else:
             is_true, figures, text = measure(args.repetitions)
