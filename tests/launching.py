@@ -46,7 +46,7 @@ def python_main() -> list[str]:
     return [sys.executable, str(ROOT / "main.py")]
 
 
-def call(command: list[str], cwd: Path, timeout: float = 200, **extra: str) -> subprocess.CompletedProcess[str]:
+def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run to completion; standard output and error are both in `stdout`."""
     return subprocess.run(
         command,
@@ -98,7 +98,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def wait(self, timeout: float = 200) -> int:
+    def wait(self, timeout: float = 120) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -149,7 +149,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, timeout: float = 150, what: str = "the condition") -> None:
+def wait_for(condition, timeout: float = 60, what: str = "the condition") -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

@@ -95,7 +95,7 @@ class PausedJob:
     def resume(self) -> None:
         (self.site / "go").touch()
 
-    def wait(self, timeout: float = 150) -> int:
+    def wait(self, timeout: float = 60) -> int:
         return self.job.wait(timeout)
 
 

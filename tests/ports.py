@@ -2,17 +2,21 @@
 
 import random
 import socket
+from itertools import islice
 from pathlib import Path
 
 LOWEST = 10_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports below those that the kernel gives to anybody: a test beside this one must not get them meanwhile."""
+    """Return ports below those that the kernel gives to anybody: a test beside this one must not get them meanwhile.
+
+    Where the kernel gives all of them, any free ones.
+    """
     limits = Path("/proc/sys/net/ipv4/ip_local_port_range")
     highest = int(limits.read_text().split()[0]) if limits.exists() else 32_768
-    candidates = random.SystemRandom().sample(range(LOWEST, highest), highest - LOWEST)
-    return [port for port, _ in zip(filter(_is_free, candidates), range(count), strict=False)]
+    ports = range(LOWEST, highest) or range(LOWEST, 1 << 16)
+    return list(islice(filter(_is_free, random.SystemRandom().sample(ports, len(ports))), count))
 
 
 def free_port() -> int:

@@ -83,7 +83,7 @@ class Slurm:
 
     def call(self, *args: str, **extra: str) -> str:
         """Run a SLURM command on this cluster; return its output."""
-        done = subprocess.run(args, env=self.environment(**extra), capture_output=True, text=True, timeout=150)
+        done = subprocess.run(args, env=self.environment(**extra), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{args}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -341,7 +341,7 @@ def test_a_closed_console_does_not_stop_training(tmp_path):
     command = " ".join([*python_main(), *TINY, "run.name=a"])
     for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
         shutil.rmtree(tmp_path / "outputs", ignore_errors=True)
-        subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=150, capture_output=True)
+        subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=60, capture_output=True)
         assert result(tmp_path / "outputs" / "a")["step"] == 12
 
 

@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
 def sample(cwd, *args: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "sample.py"), *args]
     return subprocess.run(
-        command, cwd=cwd, env=environment(cwd, **extra), input=stdin, capture_output=True, text=True, timeout=150
+        command, cwd=cwd, env=environment(cwd, **extra), input=stdin, capture_output=True, text=True, timeout=60
     )
 
 
@@ -69,7 +69,7 @@ def test_several_samples_of_a_prompt_from_standard_input(trained):
 def test_a_reader_that_closes_the_pipe(trained):
     command = f"{sys.executable} {ROOT / 'sample.py'} snapshot=outputs/a max_new_tokens=200 samples=900 | head -c 5"
     done = subprocess.run(
-        ["bash", "-c", command], cwd=trained, env=environment(trained), capture_output=True, timeout=150
+        ["bash", "-c", command], cwd=trained, env=environment(trained), capture_output=True, timeout=60
     )
     assert done.stderr == b""
 

@@ -107,7 +107,7 @@ def test_a_stopped_worker_is_killed_and_the_run_resumes(tmp_path, uninterrupted)
     os.kill(stopped, signal.SIGSTOP)
     paused.resume()
     resumed_at = datetime.now()
-    wait_for(lambda: not is_running(stopped), timeout=100, what="the end of the stopped worker")
+    wait_for(lambda: not is_running(stopped), timeout=30, what="the end of the stopped worker")
     # Its last heartbeat was up to half a second earlier.
     reason = r"error: rank 1 has stalled for [4-7] s while .+; its process does not respond"
     assert paused.wait(60) == 0, paused.job.text()

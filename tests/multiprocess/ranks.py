@@ -31,7 +31,7 @@ processes.set_forkserver_preload(
 
 def configure(*overrides: str) -> dict[str, Any]:
     """Compose a configuration; return the plain values that `config.from_mapping` reads."""
-    cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=200"]
+    cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
 
@@ -104,7 +104,7 @@ class Ranks:
     def printed(self) -> str:
         return "\n".join(f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items())
 
-    def results(self, timeout: float = 200) -> list[Any]:
+    def results(self, timeout: float = 60) -> list[Any]:
         """Return the results of all ranks, once all have exited with 0."""
         deadline = time.monotonic() + timeout
         while any(process.is_alive() for process in self.processes.values()):

@@ -122,6 +122,6 @@ def test_a_reader_that_closed_the_pipe(args, tmp_path):
     command = [sys.executable, "-c", "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv("]
     command[2] += f"sys.executable, [sys.executable, '-m', *{args!r}])"
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(tmp_path, PYTHONUNBUFFERED=""), capture_output=True, text=True, timeout=150
+        command, cwd=ROOT, env=environment(tmp_path, PYTHONUNBUFFERED=""), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")

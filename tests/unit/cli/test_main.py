@@ -31,7 +31,7 @@ def run(monkeypatch, capsys):
 
 
 def python_m(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_no_other_module_is_runnable():

@@ -267,7 +267,7 @@ def test_concurrent_processes(settings, damaged):
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    outcomes = [process.communicate(timeout=150) for process in processes]
+    outcomes = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outcomes
     expected = prepare(config)
     assert [EncodedText(**json.loads(out)) for out, _ in outcomes] == [expected] * 4

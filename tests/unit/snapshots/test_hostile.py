@@ -456,7 +456,7 @@ def sample_command(url: str) -> list[str]:
 def test_a_terminal_gets_no_escape_sequences(tmp_path, valid_files):
     url = write_snapshot(tmp_path, valid_files)
     main, terminal = pty.openpty()
-    done = subprocess.run(sample_command(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=150)
+    done = subprocess.run(sample_command(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60)
     os.close(terminal)
     shown = os.read(main, 1000)
     os.close(main)
@@ -471,7 +471,7 @@ def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files):
         cwd=ROOT,
         input=b"a\x1b]0;x\x07",
         capture_output=True,
-        timeout=150,
+        timeout=60,
     )
     assert done.stdout.startswith(b"a\x1b]0;x\x07")
 

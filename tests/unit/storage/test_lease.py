@@ -16,7 +16,7 @@ from mingpt_ddp.storage.lease import OWNER, Lease
 from mingpt_ddp.storage.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
-HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.12, 1.0, 0.25
+HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.05, 0.4, 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_release_while_another_waits(storage, acquire):
         waiting = pool.submit(acquire)
         time.sleep(LEASE_TTL_S / 4)
         lease.release()
-        new = waiting.result(timeout=60)
+        new = waiting.result(timeout=10)
     assert owner(storage)["id"] == new.id
 
 

@@ -379,7 +379,7 @@ def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
         while not Unsteady.calls:
             time.sleep(0.01)
         unsteady.set_deadline(20.0)
-        writing.result(timeout=60)
+        writing.result(timeout=15)
     assert unsteady.read("file") == b"x"
 
 

@@ -164,7 +164,7 @@ def test_nothing_blocks_the_report(tmp_path):
     merges = "".join(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}, *m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 40))
     (fake_run(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
     command = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=True).stdout
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
     notes = [line for line in output.splitlines() if line.startswith("note: ")]
     bad = ("bomb/config.yaml", "config.yaml/config", "metrics.jsonl/m", "one_line/m", "result.json/r", "zeros/m")
     assert len(notes) == len(bad) and all(any(name in note for note in notes) for name in bad), notes
