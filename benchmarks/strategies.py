@@ -2,9 +2,9 @@
 
 One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one rank:
 with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M parameters and 60 steps; `large`
-has 19M and few tokens, on two ranks, so that its memory is that of the state. Memory is VmHWM of the rank with most.
-For saving and resuming it is what is added to the memory before; the bytes of the optimizer's state that a rank holds
-are there for comparison.
+has 19M and few tokens, on two ranks, so that its memory is that of the state; it alone is resumed. Memory is VmHWM of
+the rank with most. For saving and resuming it is what is added to the memory before; the bytes of the optimizer's state
+that a rank holds are there for comparison.
 
     python benchmarks/strategies.py
     python benchmarks/strategies.py --settings large --repetitions 1
@@ -129,17 +129,18 @@ def train(words: list[str], ranks: int, scratch: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def measure(overrides: list[str], steps: int, ranks: int, cache: Path) -> dict[str, Any]:
-    """Train, then resume for one step in new processes; return the figures of the rank with most."""
+def measure(overrides: list[str], steps: int, ranks: int, cache: Path, resumes: bool) -> dict[str, Any]:
+    """Train, then resume for one step in new processes if requested; return the figures of the rank with most."""
     with tempfile.TemporaryDirectory(prefix="strategies-") as name:
         scratch = Path(name)
         words = [*overrides, f"data.cache_dir={cache}", f"run.root={scratch / 'runs'}"]
         first = train([*words, f"trainer.max_steps={steps}"], ranks, scratch)
         loss = json.loads((scratch / "runs" / "run" / "result.json").read_text())["val_loss"]
-        second = train([*words, f"trainer.max_steps={steps + 1}"], ranks, scratch)
+        second = train([*words, f"trainer.max_steps={steps + 1}"], ranks, scratch) if resumes else []
     figures = {key: max(rank[key] for rank in first) / MIB for key in ("training", "state", "saving")}
     step_ms = 1e3 * max(median(rank["steps"][WARMUP:]) for rank in first)
-    return {"loss": loss, "step_ms": step_ms, **figures, "resuming": max(rank["resuming"] for rank in second) / MIB}
+    resuming = {"resuming": max(rank["resuming"] for rank in second) / MIB} if resumes else {}
+    return {"loss": loss, "step_ms": step_ms, **figures, **resuming}
 
 
 def main() -> None:
@@ -158,7 +159,8 @@ def main() -> None:
                 words = {
                     s: [*overrides, f"trainer.precision={precision}", f"ddp.strategy={s}"] for s in STRATEGIES[ranks]
                 }
-                candidates = {s: partial(measure, w, steps, ranks, Path(name)) for s, w in words.items()}
+                resumes = setting == "large"
+                candidates = {s: partial(measure, w, steps, ranks, Path(name), resumes) for s, w in words.items()}
                 found = alternate(f"{setting}, {precision}, {ranks} ranks", candidates, chosen.repetitions)
                 base = [each["step_ms"] for each in found[STRATEGIES[ranks][0]]]
                 for strategy, measured in found.items():
@@ -167,7 +169,8 @@ def main() -> None:
                     ratio = compare([each["step_ms"] for each in measured], base)
                     about = {"setting": setting, "precision": precision, "ranks": ranks, "strategy": strategy}
                     results.append({**about, "losses": losses, **columns, "ratio": ratio})
-                    memories = [f"{columns[key]['median']:,.1f}" for key in ("training", "state", "saving", "resuming")]
+                    keys = ("training", "state", "saving", "resuming")
+                    memories = [f"{columns[key]['median']:,.1f}" if key in columns else "" for key in keys]
                     times = [cell(columns["step_ms"], ".1f"), cell(ratio, ".2f")]
                     rows.append([*map(str, about.values()), f"{median(losses):.7f}", *times, *memories])
     log(f"{len(rows)} rows")
