@@ -174,7 +174,30 @@ def main() -> None:
                     times = [cell(columns["step_ms"], ".1f"), cell(ratio, ".2f")]
                     rows.append([*map(str, about.values()), f"{median(losses):.7f}", *times, *memories])
     log(f"{len(rows)} rows")
-    report(chosen.out, {"repetitions": chosen.repetitions, "results": results}, HEADER, rows)
+    report(chosen.out, {"repetitions": chosen.repetitions, "results": results}, HEADER, rows, readme(results))
+
+
+def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return a row per setting, precision and number of ranks: loss, time and memory of each strategy."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        ranks = f"{result['ranks']} rank{'s' if result['ranks'] > 1 else ''}"
+        rows.setdefault(f"{result['setting']} model in {result['precision']} on {ranks}", []).append(result)
+    found = []
+    for name, (base, *others) in rows.items():
+        losses = [loss for result in (base, *others) for loss in result["losses"]]
+        parts = [f"{base['strategy']} {base['step_ms']['median']:.0f} ms, {base['state']['median']:.1f} MiB"]
+        for other in others:
+            times, state = other["ratio"]["median"], other["state"]["median"] / base["state"]["median"]
+            parts.append(f"{other['strategy']} {times:.2f} times, {state:.2f} times")
+        loss = f"loss {median(losses):.6f}, {max(losses) - min(losses):.0e} apart"
+        found.append(
+            (
+                f"strategies, {name}: validation loss; time of a step; optimizer state per rank",
+                f"{loss}; {'; '.join(parts)}",
+            )
+        )
+    return found
 
 
 if __name__ == "__main__":
