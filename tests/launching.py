@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
+from forked import run_forked
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third digit of a loss.
@@ -48,6 +50,8 @@ def python_main() -> list[str]:
 
 def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run to completion; standard output and error are both in `stdout`."""
+    if done := run_forked(command, cwd, environment(cwd, **extra), timeout):
+        return done
     return subprocess.run(
         command,
         cwd=cwd,

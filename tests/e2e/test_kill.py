@@ -58,7 +58,7 @@ def reached(run: Path, step: int, attempt: int):
     ("path", "ranks"),
     [
         *[("plain", 3), ("fast", 1), ("fast", 3)],
-        *[("zero1", 2), ("zero1", 3), ("fsdp", 2), ("fsdp", 3), ("tensor_parallel", 2)],
+        *[("zero1", 2), ("fsdp", 3), ("tensor_parallel", 2)],
     ],
 )
 def test_killed_in_every_way(path, ranks, tmp_path):

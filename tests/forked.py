@@ -1,0 +1,121 @@
+"""Run the program's commands in forks of a process that has imported torch, which takes most of a short command's time.
+
+All else is as in a new process: arguments, directory, environment, output, exit code. Tests that kill or signal a
+command, or start it by torchrun, start new processes: `launching.Job`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+DOORS = [f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives")]
+PRELOADED = ["mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo", "torch._inductor.config"]
+
+
+class ForkServer:
+    """A process that forks one command at a time; it ends with this one."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+        )
+
+    def run(self, command: list[str], cwd: Path, env: dict[str, str], timeout: float) -> tuple[int, str]:
+        """Return the exit code and the output of `python ...`.
+
+        Raises:
+            subprocess.TimeoutExpired: the command has been killed.
+        """
+        with tempfile.TemporaryFile() as output:
+            request = {"argv": command[1:], "cwd": str(cwd), "env": env, "output": f"/proc/{os.getpid()}/fd/"}
+            request["output"] += str(output.fileno())
+            assert self._process.stdin and self._process.stdout
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            child = int(self._process.stdout.readline())
+            waiter = os.pidfd_open(child)
+            is_done = bool(select.select([waiter], [], [], timeout)[0])
+            os.close(waiter)
+            if not is_done:
+                os.killpg(child, signal.SIGKILL)
+            code = int(self._process.stdout.readline())
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        if not is_done:
+            raise subprocess.TimeoutExpired(command, timeout, output=text)
+        return code, text
+
+
+@functools.cache
+def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
+    """Return the server of this test process for an environment.
+
+    Args:
+        imported: the variables that Python or torch read when they are loaded.
+    """
+    return ForkServer({**os.environ, **dict(imported)})
+
+
+def run_forked(
+    command: list[str], cwd: Path, env: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str] | None:
+    """Run one of the program's commands; return None if it needs a process of its own."""
+    is_ours = command[1] in (str(ROOT / "main.py"), str(ROOT / "sample.py")) or command[1:2] == ["-m"]
+    is_ours &= command[1] != "-m" or command[2] in DOORS
+    if command[0] != sys.executable or not is_ours or env.get("PYTHONPATH", str(ROOT)) != str(ROOT):
+        return None
+    imported = {name: value for name, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", name)}
+    imported.pop("PYTHONPATH", None)
+    code, text = server_for(tuple(sorted(imported.items()))).run(command, cwd, env, timeout)
+    return subprocess.CompletedProcess(command, code, text)
+
+
+def main() -> None:
+    """Serve: read a request a line, fork, print the child's process id, then its exit code."""
+    sys.path[0] = str(ROOT)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        if (pid := os.fork()) == 0:
+            run(json.loads(line))
+            return  # like a new process, through the end of the interpreter
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def run(request: dict[str, Any]) -> None:
+    """Become the command."""
+    os.setsid()
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
+    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+        os.dup2(descriptor, target)
+    argv = request["argv"]
+    sys.orig_argv = [sys.executable, *argv]
+    tempfile.tempdir = None
+    if argv[0] == "-m":
+        sys.argv, sys.path[0] = argv[1:], request["cwd"]
+        sys.path.insert(1, str(ROOT))
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
