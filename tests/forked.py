@@ -33,15 +33,20 @@ class ForkServer:
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
         )
 
-    def run(self, command: list[str], cwd: Path, env: dict[str, str], timeout: float) -> tuple[int, str]:
-        """Return the exit code and the output of `python ...`.
+    def run(
+        self, command: list[str], cwd: Path, env: dict[str, str], timeout: float, separate: bool
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python ...` to completion.
+
+        Args:
+            separate: standard error is not in `stdout`, but in `stderr`.
 
         Raises:
             subprocess.TimeoutExpired: the command has been killed.
         """
-        with tempfile.TemporaryFile() as output:
-            request = {"argv": command[1:], "cwd": str(cwd), "env": env, "output": f"/proc/{os.getpid()}/fd/"}
-            request["output"] += str(output.fileno())
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors if separate else output)]
+            request = {"argv": command[1:], "cwd": str(cwd), "env": env, "files": files}
             assert self._process.stdin and self._process.stdout
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -52,11 +57,13 @@ class ForkServer:
             if not is_done:
                 os.killpg(child, signal.SIGKILL)
             code = int(self._process.stdout.readline())
-            output.seek(0)
-            text = output.read().decode(errors="replace")
+            texts = []
+            for file in (output, errors):
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
         if not is_done:
-            raise subprocess.TimeoutExpired(command, timeout, output=text)
-        return code, text
+            raise subprocess.TimeoutExpired(command, timeout, *texts)
+        return subprocess.CompletedProcess(command, code, *texts)
 
 
 @functools.cache
@@ -70,7 +77,7 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
 
 
 def run_forked(
-    command: list[str], cwd: Path, env: dict[str, str], timeout: float
+    command: list[str], cwd: Path, env: dict[str, str], timeout: float, separate: bool = False
 ) -> subprocess.CompletedProcess[str] | None:
     """Run one of the program's commands; return None if it needs a process of its own."""
     is_ours = command[1] in (str(ROOT / "main.py"), str(ROOT / "sample.py")) or command[1:2] == ["-m"]
@@ -79,8 +86,7 @@ def run_forked(
         return None
     imported = {name: value for name, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", name)}
     imported.pop("PYTHONPATH", None)
-    code, text = server_for(tuple(sorted(imported.items()))).run(command, cwd, env, timeout)
-    return subprocess.CompletedProcess(command, code, text)
+    return server_for(tuple(sorted(imported.items()))).run(command, cwd, env, timeout, separate)
 
 
 def main() -> None:
@@ -102,8 +108,8 @@ def run(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
-    for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (output, 1), (output, 2)):
+    files = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in request["files"]]
+    for target, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *files]):
         os.dup2(descriptor, target)
     argv = request["argv"]
     sys.orig_argv = [sys.executable, *argv]

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import run_forked
 from launching import ROOT, TINY, call, environment, python_main, torchrun
 
 from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
@@ -38,7 +39,8 @@ def evaluate(
 ) -> subprocess.CompletedProcess[str]:
     env = environment(cwd, PYTHONPATH=str(ROOT))
     command = [*launcher, "-m", "mingpt_ddp.evaluate", run, "device=cpu", "precision=fp32", *args]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+    done = run_forked(command, cwd, env, timeout=150, separate=True)
+    return done or subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
 
 
 @pytest.mark.parametrize("split", ["val", "test"])

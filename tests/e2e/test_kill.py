@@ -57,7 +57,7 @@ def reached(run: Path, step: int, attempt: int):
 @pytest.mark.parametrize(
     ("path", "ranks"),
     [
-        *[("plain", 3), ("fast", 1), ("fast", 3)],
+        *[("plain", 3), ("fast", 3)],
         *[("zero1", 2), ("fsdp", 3), ("tensor_parallel", 2)],
     ],
 )

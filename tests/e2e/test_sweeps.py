@@ -85,12 +85,12 @@ def kill_at_random(command: list[str], cwd: Path, generator: random.Random, n_jo
 
 
 @pytest.mark.timeout(LIMIT_S * 2)
-@pytest.mark.parametrize("launch", [ranks_in_lockstep, one_parent])
-def test_twelve_jobs_killed_three_times(launch, uninterrupted, tmp_path):
+def test_twelve_jobs_killed_three_times(uninterrupted, tmp_path):
+    """From one parent, against a sweep of ranks in lock-step; contract/test_sweeps.py kills both."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     generator = random.Random(seed)
-    command = launch(*TWELVE, "run.name=sweep")
+    command = one_parent(*TWELVE, "run.name=sweep")
     sweep = tmp_path / "outputs" / "sweep"
     starts: dict[str, int] = {}
     for n_jobs in sorted(generator.sample(range(11), KILLS)):
