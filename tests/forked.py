@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-DOORS = [f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives")]
+COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
+COMMANDS += [f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives")]
 PRELOADED = ["mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo", "torch._inductor.config"]
 
 
@@ -76,17 +77,22 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
     return ForkServer({**os.environ, **dict(imported)})
 
 
-def run_forked(
+def run_command(
     command: list[str], cwd: Path, env: dict[str, str], timeout: float, separate: bool = False
-) -> subprocess.CompletedProcess[str] | None:
-    """Run one of the program's commands; return None if it needs a process of its own."""
-    is_ours = command[1] in (str(ROOT / "main.py"), str(ROOT / "sample.py")) or command[1:2] == ["-m"]
-    is_ours &= command[1] != "-m" or command[2] in DOORS
-    if command[0] != sys.executable or not is_ours or env.get("PYTHONPATH", str(ROOT)) != str(ROOT):
-        return None
-    imported = {name: value for name, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", name)}
-    imported.pop("PYTHONPATH", None)
-    return server_for(tuple(sorted(imported.items()))).run(command, cwd, env, timeout, separate)
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to completion, forked if it is one of the program's.
+
+    Args:
+        separate: standard error is not in `stdout`, but in `stderr`.
+    """
+    name = command[2] if command[1:2] == ["-m"] else command[1]
+    if command[0] == sys.executable and name in COMMANDS and env.get("PYTHONPATH", str(ROOT)) == str(ROOT):
+        imported = {key: value for key, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)}
+        imported.pop("PYTHONPATH", None)
+        return server_for(tuple(sorted(imported.items()))).run(command, cwd, env, timeout, separate)
+    errors = subprocess.PIPE if separate else subprocess.STDOUT
+    streams: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+    return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=timeout, **streams)
 
 
 def main() -> None:

@@ -12,9 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from forked import run_forked
-
-ROOT = Path(__file__).resolve().parent.parent
+from forked import ROOT, run_command
 
 # fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third digit of a loss.
 TINY = [
@@ -48,20 +46,11 @@ def python_main() -> list[str]:
     return [sys.executable, str(ROOT / "main.py")]
 
 
-def call(command: list[str], cwd: Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
-    """Run to completion; standard output and error are both in `stdout`."""
-    if done := run_forked(command, cwd, environment(cwd, **extra), timeout):
-        return done
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=environment(cwd, **extra),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        timeout=timeout,
-    )
+def call(
+    command: list[str], cwd: Path, timeout: float = 120, separate: bool = False, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run to completion; standard output and error are both in `stdout`, unless they are to be `separate`."""
+    return run_command(command, cwd, environment(cwd, **extra), timeout, separate)
 
 
 class Job:

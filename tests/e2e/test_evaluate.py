@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import run_forked
-from launching import ROOT, TINY, call, environment, python_main, torchrun
+from launching import ROOT, TINY, call, python_main, torchrun
 
 from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
 from mingpt_ddp.snapshots.load_model import load_model
@@ -37,10 +36,8 @@ def trained(tmp_path_factory):
 def evaluate(
     cwd: Path, *args: str, run: str = "outputs/a", launcher: tuple[str, ...] = (sys.executable,)
 ) -> subprocess.CompletedProcess[str]:
-    env = environment(cwd, PYTHONPATH=str(ROOT))
     command = [*launcher, "-m", "mingpt_ddp.evaluate", run, "device=cpu", "precision=fp32", *args]
-    done = run_forked(command, cwd, env, timeout=150, separate=True)
-    return done or subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=150)
+    return call(command, cwd, timeout=150, separate=True, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.parametrize("split", ["val", "test"])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from forked import run_forked
 from launching import ROOT, TINY, call, environment, python_main
 
 
@@ -19,9 +18,11 @@ def trained(tmp_path_factory):
 
 
 def sample(cwd, *args: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    command, env = [sys.executable, str(ROOT / "sample.py"), *args], environment(cwd, **extra)
-    done = None if stdin or extra else run_forked(command, cwd, env, timeout=60, separate=True)
-    return done or subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, str(ROOT / "sample.py"), *args]
+    if not stdin and not extra:
+        return call(command, cwd, timeout=60, separate=True)
+    env = environment(cwd, **extra)
+    return subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=60)
 
 
 def test_a_seed_reproduces_the_text(trained):
