@@ -22,7 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
-COMMANDS += [f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives", "again", "plan")]
+COMMANDS += [
+    f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives", "again", "plan")
+]
 PRELOADED = ["mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo", "torch._inductor.config"]
 
 

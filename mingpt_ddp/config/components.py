@@ -46,6 +46,13 @@ class TaskConfig(UserCodeConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClassesConfig(TaskConfig):
+    """A task whose targets are classes: the next token, or a label."""
+
+    label_smoothing: DecayFactor = key(0.0, "share of a target spread over all classes, in training alone")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(UserCodeConfig):
     """The keys of every model."""
 
@@ -108,6 +115,12 @@ class OptimizerConfig(UserCodeConfig):
     decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
     lr_scaling: Literal["none", "linear", "sqrt"] = key("none", "of all learning rates, by batch over reference batch")
     reference_batch_size: PositiveInt | None = key(None, "lr_scaling: the batch that lr is meant for", "sequences")
+    weight_decay_schedule: Literal["constant", "linear", "cosine", "lr"] = key(
+        "constant", "how weight_decay changes over the schedule; lr: in proportion to the learning rate"
+    )
+    final_weight_decay_ratio: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
+        0.0, "weight_decay_schedule=linear, cosine: final weight decay over the first"
+    )
 
     def __post_init__(self) -> None:
         is_known = self.lr_scaling == "none" or self.reference_batch_size is not None

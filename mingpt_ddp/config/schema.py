@@ -15,6 +15,7 @@ from pydantic import Field
 
 from mingpt_ddp.config.components import (
     AdamWConfig,
+    ClassesConfig,
     ConvNetConfig,
     DataConfig,
     DatasetConfig,
@@ -132,8 +133,12 @@ class TrainerConfig:
     prune: Literal["none", "median"] = neutral("none", "median: stop a sweep's jobs that do worse than most")
     prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
     activation_checkpointing: bool = neutral(False, "recompute activations: less memory, a third more time")
+    patience: PositiveInt | None = neutral(None, "stop after this many without a lower loss", "evaluations")
+    min_delta: NonNegativeFloat = neutral(0.0, "patience: a loss is lower if it is so by more than this", "nats")
 
     def __post_init__(self) -> None:
+        measured = self.patience is None or self.eval_every is not None
+        check(measured, f"trainer.patience={self.patience} needs evaluations during training; set trainer.eval_every")
         limits = (self.max_epochs, self.max_steps)
         check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
         micro, batch = self.micro_batch_size, self.batch_size_per_rank or self.batch_size
@@ -152,6 +157,7 @@ class SnapshotConfig:
     every_minutes: PositiveFloat | None = neutral(None, "between snapshots, by rank 0's clock", "minutes")
     keep_last: PositiveInt = neutral(2, "how many of the newest snapshots to keep")
     keep_best: bool = neutral(True, "also keep the one with the lowest validation loss")
+    keep_every: PositiveInt | None = neutral(None, "between milestones, which are saved and never deleted", "steps")
     background: bool = neutral(True, "write on a thread; training waits only for the staging copy")
     max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
     fallback_path: str | None = neutral(None, "where to write when path fails; the run's name is appended")
@@ -178,7 +184,10 @@ MODELS: dict[str | None, type] = {
 }
 GROUPS: dict[str, Selection] = {
     "run": ((), {None: RunConfig}),
-    "task": (("name",), dict.fromkeys(("language_model", "classification", "regression"), TaskConfig)),
+    "task": (
+        ("name",),
+        {"language_model": ClassesConfig, "classification": ClassesConfig, "regression": TaskConfig},
+    ),
     "model": (("architecture",), MODELS),
     "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
     "data": (

@@ -118,9 +118,9 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy, in fp32, of logits (B, T, V) and targets (B, T)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), label_smoothing=label_smoothing)
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:

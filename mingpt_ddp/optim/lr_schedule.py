@@ -1,4 +1,4 @@
-"""The learning-rate schedule."""
+"""The schedules of the learning rate and of weight decay."""
 
 import math
 from dataclasses import replace
@@ -39,3 +39,15 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     else:
         coeff = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
+
+
+def weight_decay_factor(step: int, config: OptimizerConfig, run_steps: int) -> float:
+    """Return the weight decay of a step over `weight_decay`; steps count from 1.
+
+    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule, and stay there.
+    """
+    if config.weight_decay_schedule == "lr":
+        return get_lr(step, config, run_steps) / config.lr
+    progress = min(1.0, step / (config.schedule_steps or run_steps))
+    shapes = {"constant": 0.0, "linear": progress, "cosine": 0.5 * (1 - math.cos(math.pi * progress))}
+    return 1 + (config.final_weight_decay_ratio - 1) * shapes[config.weight_decay_schedule]

@@ -135,15 +135,16 @@ class SnapshotManager:
         assert self._save is None
         if step == self.last_step:
             return
-        best = best_step if self.config.snapshot.keep_best else None
+        config = self.config.snapshot
+        best, every = best_step if config.keep_best else None, config.keep_every
 
         def apply_retention(store: SnapshotStore) -> None:
             try:
-                store.prune(self.config.snapshot.keep_last, best, newest=step)
+                store.prune(config.keep_last, best, step, every)
                 # The fallbacks were needed only while the first store failed.
                 for fallback in self.stores[1:] if store is self.stores[0] else []:
                     for old in fallback.steps():
-                        if old < step and old != best:
+                        if old < step and old != best and not (every and old % every == 0):
                             fallback.clear(old)
             except Exception as error:  # the new snapshot is committed nevertheless
                 log.warning("cannot delete older snapshots at %s: %s", store.url, error)

@@ -263,18 +263,21 @@ class SnapshotStore:
 
     # Retention.
 
-    def expired_steps(self, keep_last: int, best: int | None, newest: int) -> list[int]:
-        """List all steps up to `newest` except the last `keep_last` committed ones and the `best` one.
+    def expired_steps(self, keep_last: int, best: int | None, newest: int, every: int | None = None) -> list[int]:
+        """List all steps up to `newest` except the last `keep_last` committed ones, the `best` one and milestones.
+
+        Milestones are the committed steps that `every` divides.
 
         Directories beyond `newest` are from before the run resumed from an older snapshot. They are kept until the run
         saves those steps again.
         """
         past = [step for step in self.steps() if step <= newest]
         committed = [step for step in past if step not in self.damaged and self.is_committed(step)]
-        kept = {*committed[-keep_last:], newest, best}
+        milestones = (step for step in committed if every and step % every == 0)
+        kept = {*committed[-keep_last:], *milestones, newest, best}
         return [step for step in past if step not in kept]
 
-    def prune(self, keep_last: int, best: int | None, newest: int) -> None:
+    def prune(self, keep_last: int, best: int | None, newest: int, every: int | None = None) -> None:
         """Delete the expired steps."""
-        for step in self.expired_steps(keep_last, best, newest):
+        for step in self.expired_steps(keep_last, best, newest, every):
             self.clear(step)

@@ -50,6 +50,7 @@ def _validation_loss(directory: Path, config: Config) -> float | None:
         ended = result.get("status") == RunStatus.COMPLETE or (pruned and result["step"] >= config.trainer.prune_after)
         # A recorded limit of null did not apply: the other one was reached. Any smaller limit was reached too.
         limits = [(recorded["trainer"][key], getattr(config.trainer, key)) for key in LIMITS]
+        limits += [(recorded["trainer"]["patience"], config.trainer.patience)] if result.get("stopped_early") else []
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
         same = numeric_values(recorded) == numeric_values(config.to_dict())
         valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])

@@ -90,6 +90,8 @@ class LanguageModel(Task):
         self.dataset.vocabulary, self.shape = vocabulary, (len(vocabulary), self.config.data.block_size)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if smoothing := getattr(self.config.task, "label_smoothing", 0.0):
+            return cross_entropy(model(batch[0]), batch[1], smoothing)
         loss: Tensor = model(*batch)
         return loss
 

@@ -37,7 +37,8 @@ class Classification(Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return F.cross_entropy(model(x).float(), y)
+        smoothing = getattr(self.config.task, "label_smoothing", 0.0)
+        return F.cross_entropy(model(x).float(), y, label_smoothing=smoothing)
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
         x, y = batch

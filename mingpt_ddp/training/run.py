@@ -35,7 +35,7 @@ from mingpt_ddp.training.preflight import (
 )
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots, warn_of_unused_changes
-from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore
+from mingpt_ddp.training.train_state import Context, TrainState, check_state, has_stopped_early, restore
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps, sample
 from mingpt_ddp.training.trainer import Trainer
 from mingpt_ddp.training.trial_pruning import MedianPruner
@@ -88,7 +88,8 @@ def run(
         evaluator = Evaluator(task, runtime)
         log_start(runtime, task, model, directory, range(state.step, steps))
 
-        is_complete = state.step > steps or (state.step == state.val_step == steps and _has_ended(directory, runtime))
+        at_end = state.step == state.val_step == steps or has_stopped_early(state, config.trainer.patience)
+        is_complete = state.step > steps or (at_end and _has_ended(directory, runtime))
         previous = recorded_config(directory) if owner else None
         if owner and not (is_complete and previous):
             owner.record_start(config.to_dict(), hydra_files)
@@ -213,8 +214,11 @@ def _log_end(state: TrainState, task: Task, directory: Path, test_metrics: dict[
 def _result(
     state: TrainState, task: Task, loader: Loader, status: RunStatus, test_metrics: dict[str, float]
 ) -> dict[str, Any]:
+    early = has_stopped_early(state, task.config.trainer.patience) and status is RunStatus.COMPLETE
+    early &= state.step < count_steps(task.config, loader.steps_per_epoch)
     return {
         "status": status.value,
+        **({"stopped_early": True} if early else {}),
         "step": state.step,
         "epoch": state.step / loader.steps_per_epoch,
         "train_loss": state.train_loss,

@@ -97,6 +97,8 @@ class SaveSchedule:
             is_due: whether one is due by rank zero's clock.
         """
         step = self.context.state.step
+        if self.config.keep_every and step % self.config.keep_every == 0:  # a milestone is of no other step
+            return self.save(last=False)
         self._is_due |= is_due or any(step % every == 0 for every in self._every)
         if not self._is_due:
             return

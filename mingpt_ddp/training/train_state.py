@@ -47,12 +47,28 @@ class TrainState:
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
     consecutive_skips: int = 0  # up to this step
     skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
+    patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
+    evaluations_above: int = 0  # in a row that did not
 
     @property
     def goodput(self) -> float:
         """The fraction of the time of all attempts that is kept progress, 0 to 1."""
         share = (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
         return min(1.0, max(0.0, share))  # lost work is measured with the clocks of two attempts
+
+
+def count_patience(state: TrainState, min_delta: float) -> None:
+    """Count the evaluation that `state` has just recorded, for trainer.patience."""
+    assert state.val_loss is not None
+    if state.patience_loss is None or state.val_loss < state.patience_loss - min_delta:
+        state.patience_loss, state.evaluations_above = state.val_loss, 0
+    else:
+        state.evaluations_above += 1
+
+
+def has_stopped_early(state: TrainState, patience: int | None) -> bool:
+    """Return whether a run with this trainer.patience ends at this step."""
+    return patience is not None and state.evaluations_above >= patience and state.step == state.val_step
 
 
 @dataclass

@@ -20,7 +20,7 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.models.placement import split_blocks
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
+from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.tasks.task import Task, named_losses
 
@@ -78,6 +78,8 @@ class TrainStep:
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         if isinstance(optimizer, Muon) and not runtime.strategy.is_sharded:
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
+        groups = (group for group in optimizer.param_groups if "weight_decay" in group)
+        self._weight_decays = [(group, group["weight_decay"]) for group in groups]  # of the configuration
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
         self.data_time_s = 0.0  # seconds to fetch the last batch
@@ -148,6 +150,9 @@ class TrainStep:
         lr = get_lr(step, self.lr_config, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
+        factor = weight_decay_factor(step, self.lr_config, self.steps)
+        for group, decay in self._weight_decays:
+            group["weight_decay"] = decay * factor
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
         self.runtime.strategy.update(self.optimizer, self.runtime.scaler)
         self.clear()

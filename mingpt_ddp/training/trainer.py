@@ -14,7 +14,7 @@ from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.train_state import Context, TrainState
+from mingpt_ddp.training.train_state import Context, TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import sample
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,10 @@ class Trainer:
             self.train_step.warm_up()
             self.metrics.meter.pause(time.perf_counter() - begin)
             self._resume_pending_evaluation()
+            self._maybe_stop_early()
             while self.state.step < self.steps and self._ended is None:
                 self._step(self.state.step + 1)
-            if self._ended is None:
+            if self._ended in (None, RunStatus.COMPLETE):
                 self._test()
             if self._ended is not RunStatus.PREEMPTED:
                 self.metrics.complete(self.state.step)
@@ -87,6 +88,7 @@ class Trainer:
         self._ended = RunStatus.PREEMPTED if flags.interrupted else None
         improved = self._maybe_evaluate()
         self._maybe_prune()
+        self._maybe_stop_early()
         if self._ended is None and self._is_due(self.config.sample_every):
             self._log_sample()
         last = self._ended is not None or step == self.steps
@@ -194,6 +196,7 @@ class Trainer:
         improved = state.best_val_loss is None or loss < state.best_val_loss
         if improved:
             state.best_val_loss, state.best_step = loss, state.step
+        count_patience(state, self.config.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)
         return improved and self.context.config.snapshot.keep_best
 
@@ -218,6 +221,16 @@ class Trainer:
             return
         if self.context.pruner.should_prune(state.step, state.best_val_loss):
             self._ended = RunStatus.PRUNED
+
+    def _maybe_stop_early(self) -> None:
+        """End the run after an evaluation if trainer.patience is at its end."""
+        state, patience = self.state, self.config.patience
+        if self._ended is None and has_stopped_early(state, patience) and state.step < self.steps:
+            self._ended = RunStatus.COMPLETE
+            values = (state.step, patience, state.patience_loss)
+            log.info(
+                "stopped early at step %d: trainer.patience=%d evaluations in a row have no loss below %.4f", *values
+            )
 
     def _log_sample(self) -> None:
         self.context.runtime.group.set_activity("sampling")

@@ -12,7 +12,7 @@ from torch import nn
 from mingpt_ddp.config.components import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
+from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
 SCHEDULE = {"schedule": "cosine", "schedule_steps": None, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_ratio": 0.2}
@@ -147,3 +147,20 @@ def test_the_learning_rate_is_scaled_with_the_batch(scaling, batch, factor):
     for step in (1, 5, 50, STEPS):
         assert get_lr(step, scaled, STEPS) == pytest.approx(factor * get_lr(step, config, STEPS))
     assert scale_lr(schedule("cosine"), batch) == schedule("cosine")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("constant", {1: 1.0, 55: 1.0, 110: 1.0, 500: 1.0}),
+        # from 1 to 3 over 110 steps
+        ("linear", {11: 1.2, 55: 2.0, 110: 3.0, 500: 3.0}),
+        # 1 + (1 - cos(pi progress)): at a tenth 1 - 0.95106
+        ("cosine", {11: 1.0489435, 55: 2.0, 110: 3.0, 500: 3.0}),
+        ("lr", {5: 0.5, 10: 1.0, 60: 0.55, 110: 0.1, 500: 0.1}),
+    ],
+)
+def test_the_schedule_of_weight_decay(name, expected):
+    config = schedule("cosine", weight_decay_schedule=name, final_weight_decay_ratio=3.0)
+    factors = {step: weight_decay_factor(step, config, STEPS) for step in expected}
+    assert factors == pytest.approx(expected, rel=1e-6)

@@ -145,6 +145,14 @@ def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
     assert store.steps() == [3, 5]
 
 
+def test_prune_keeps_milestones_that_are_whole(store):
+    for step in range(1, 10):
+        commit(store, small_snapshot(step))
+    store.storage.delete(f"{directory_name(6)}/{MANIFEST}")
+    store.prune(keep_last=1, best=1, newest=9, every=2)
+    assert store.steps() == [1, 2, 4, 8, 9]
+
+
 def test_prune_keeps_later_steps(store):
     """A run that resumed from an older snapshot keeps later ones until it reaches their steps again."""
     for step in (1, 2, 3, 8, 9):

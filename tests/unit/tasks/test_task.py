@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.supervised import Classification, Regression
 from mingpt_ddp.tasks.task import Task, batch_length, named_losses
 
@@ -39,10 +40,29 @@ def test_the_number_of_samples_in_a_batch(batch):
     assert batch_length(batch) == 5
 
 
+def test_label_smoothing_is_of_training_alone():
+    """A smoothed target is 1 - 0.3 for the class, and 0.1 for each of three."""
+    logits, y = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, -1.0]]), torch.tensor([0, 2])
+    targets = torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]])
+    expected = float(-(targets * logits.log_softmax(1)).sum(1).mean())
+    for kind, batch in ((Classification, (logits, y)), (LanguageModel, (logits[None], y[None]))):
+        task = of_kind(kind)
+        task.config = SimpleNamespace(task=SimpleNamespace(label_smoothing=0.3))
+        assert float(task.loss(nn.Identity(), batch)) == pytest.approx(expected)
+        total, n = task.metrics(nn.Identity(), batch)["loss"]
+        assert float(total) / n == pytest.approx(float(F.cross_entropy(logits, y)))
+
+
+def test_label_smoothing_needs_classes():
+    with pytest.raises(ConfigError, match=r"task.label_smoothing is not a key"):
+        configure("task=regression", "data=digits", "model=convnet", "+task.label_smoothing=0.1")
+
+
 def test_classification():
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
     y = torch.tensor([0, 1, 1])
     task = of_kind(Classification)
+    task.config = SimpleNamespace(task=SimpleNamespace(label_smoothing=0.0))
     metrics = task.metrics(nn.Identity(), (logits, y))
     assert float(metrics["loss"][0]) / metrics["loss"][1] == pytest.approx(float(F.cross_entropy(logits, y)))
     assert (int(metrics["accuracy"][0]), metrics["accuracy"][1]) == (2, 3)
