@@ -60,6 +60,7 @@ class Meter:
             f"speed/{self.unit}_per_s": self._timed_steps * self.items_per_step / elapsed,
             "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
             "speed/data_ms": self._data_s / max(1, self._timed_steps) * 1e3,
+            "speed/work_ms": self.runtime.strategy.clock.read() * 1e3,
             "memory/peak_mib": peak_memory(self.runtime.devices) / 2**20,
         }
         self._reset()

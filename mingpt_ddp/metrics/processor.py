@@ -14,6 +14,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
 from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
+from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.storage.run_dir import run_directory
@@ -46,6 +47,7 @@ class MetricsProcessor:
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
+        self.stragglers = Stragglers(runtime.group, steps.start)
         self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
         self._is_set_up = False
@@ -96,6 +98,8 @@ class MetricsProcessor:
         self._set_up()
         communication_s, exposed_s = self.runtime.strategy.comm_times(model)
         times = {"speed/communication_ms": communication_s * 1e3, "speed/communication_exposed_ms": exposed_s * 1e3}
+        work_ms, clock = measured["speed/work_ms"], self.runtime.strategy.clock
+        slowest = self.stragglers.check(step, work_ms, measured["speed/data_ms"], clock.micro_batches)
         metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured, **times}
         per_s = metrics[f"speed/{self.task.unit}_per_s"]
         if self._flops_per_token is not None:
@@ -104,7 +108,7 @@ class MetricsProcessor:
             metrics["speed/matmul_utilization"] = flops / self._matmul_flops
             if self._peak_flops is not None:
                 metrics["speed/mfu"] = flops / self._peak_flops
-        run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput}) or {}
+        run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput, **slowest}) or {}
         for logger in self.loggers:
             logger.log(step, {**metrics, **run_metrics})
         brief = f"loss {metrics['train/loss']:.4f}, {per_s:,.0f} {self.task.unit}/s"
@@ -133,6 +137,7 @@ class MetricsProcessor:
 
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
+        self.stragglers.log_end()
         for logger in self.run_loggers:
             logger.complete(step, self.task.config)
 

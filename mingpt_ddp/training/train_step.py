@@ -82,6 +82,8 @@ class TrainStep:
         self._weight_decays = [(group, group["weight_decay"]) for group in groups]  # of the configuration
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
+        waits = runtime.strategy.shards_model or self.config.ddp.tensor_parallel > 1 or self.config.ddp.sync_batchnorm
+        runtime.strategy.clock.attach(model, is_split=waits)
         self.data_time_s = 0.0  # seconds to fetch the last batch
 
     def warm_up(self) -> None:
@@ -98,8 +100,10 @@ class TrainStep:
     def forward_backward(self, step: int) -> dict[str, Tensor]:
         """Accumulate the gradients of the step's mean `loss`; return this rank's share of it and of its parts."""
         self.runtime.strategy.begin_step()
+        self.runtime.strategy.clock.start()
         losses: dict[str, Tensor] = {}
         batch = self._fetch(step)
+        self.runtime.strategy.clock.fetched(len(batch))
         for micro in batch:
             parts = self._forward_backward(step, micro, syncs=micro is batch[-1])
             for name, loss in parts.items() if micro.weight else ():

@@ -19,6 +19,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.compile import compile_model, report_compile_errors
 from mingpt_ddp.distributed.device import devices_of_rank
 from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
 from mingpt_ddp.models.placement import split_blocks
 
@@ -38,6 +39,7 @@ class Strategy:
         self.config, self.device, self.group, self.compiles = config, device, group, compiles
         self.devices = devices_of_rank(device, config.model.devices)
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
+        self.clock = StepClock(device)
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0  # the first compiles, the second records CUDA graphs
 
     # The model.

@@ -62,6 +62,7 @@ TAGS = {
         "speed/tokens_per_s",
         "speed/step_ms",
         "speed/data_ms",
+        "speed/work_ms",
     ),
     *("speed/communication_ms", "speed/communication_exposed_ms", "memory/peak_mib"),
 }
@@ -120,6 +121,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
     model = build_model(config.model, 65, 16)
     monkeypatch.setattr(runtime.group, "world_size", 2)
     monkeypatch.setattr(runtime.group, "all_reduce", lambda values: values)
+    monkeypatch.setattr(runtime.group, "all_gather_async", lambda row: lambda: torch.stack([row, row]))
     monkeypatch.setattr(processor_module, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype])
     begin = time.perf_counter()
     monkeypatch.setattr(processor_module, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__))
