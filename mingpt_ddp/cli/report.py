@@ -1,11 +1,12 @@
-"""Report the results of a sweep, or of any runs.
+"""Report a run, or the results of a sweep or of any runs.
 
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...]
 
 runs       directories: runs, or parents of runs one or two levels below
 
-Prints a table of the jobs, best first, and writes a page with their curves to report.html in the first directory. The
-page needs plotly: pip install 'mingpt_ddp[report]'.
+Prints a table of the jobs, best first, and writes a page to report.html in the first directory: of the curves of all
+jobs; or, if one run is named, of its curves with restarts, timings of every rank, samples and configuration. The page
+needs plotly: pip install 'mingpt_ddp[report]'.
 """
 
 from dataclasses import dataclass

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ class MetricsHistory:
     rollbacks: int
     is_complete: bool = False  # the last attempt has reached the end
     began: float = math.inf  # the first attempt, in seconds since 1970
+    attempts: list[dict[str, Any]] = field(default_factory=list)  # the records of their starts
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of all records that have a finite value."""
@@ -109,14 +110,15 @@ def read_history(path: Path) -> MetricsHistory:
         elif "complete" not in record:
             rows.append(record)
     attempts = [record for record in records if "start" in record or "complete" in record]
-    starts = [record["start"] for record in attempts if "start" in record]
+    starts = [record for record in attempts if "start" in record]
     return MetricsHistory(
         sorted(rows, key=lambda row: row["step"]),
         starts=len(starts),
         faults=sum("start" in one and "start" in other for one, other in itertools.pairwise(attempts)),
         rollbacks=sum("rollback" in record for record in records),
         is_complete=bool(attempts) and "complete" in attempts[-1],
-        began=min((start for start in starts if start is not None), default=math.inf),
+        began=min((start["start"] for start in starts if start["start"] is not None), default=math.inf),
+        attempts=starts,
     )
 
 

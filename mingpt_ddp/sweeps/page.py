@@ -50,17 +50,52 @@ def render_page(title: str, jobs: list[Job], keys: list[str]) -> str:
         "Loss curves": curves and f'<p>{plots.legend()}</p><div class="plots">{curves}</div>',
         "Objective against each parameter": against and f'<p>{more}</p><div class="plots">{against}</div>',
         "Parallel coordinates": parallel and f'<div class="wide">{parallel}</div>',
-        "Jobs": f'<div class="wide">{_table(jobs, keys)}</div>',
+        "Jobs": _table(jobs, keys),
         "Notes": notes and f"<ul>{notes}</ul>",
     }
+    return document(title, summary, sections, plots.figures)
+
+
+def document(title: str, summary: str, sections: dict[str, str], figures: list[dict[str, Any]]) -> str:
+    """Return the whole document.
+
+    Args:
+        title, summary: texts.
+        sections: HTML by heading; without those that are "".
+        figures: of plotly, one for each element that `draw` has returned.
+    """
     body = "".join(f"<h2>{heading}</h2>{content}" for heading, content in sections.items() if content)
     return Template(Path(__file__).with_name("page.html").read_text()).substitute(
         title=escape(title),
         body=f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>{body}",
-        figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # cannot close the script element
+        figures=json.dumps(figures).replace("<", "\\u003c"),  # cannot close the script element
         plotly=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )
+
+
+def draw(
+    figures: list[dict[str, Any]], traces: list[dict[str, Any]], layout: dict[str, Any], height: int, width: int = 0
+) -> str:
+    """Add a figure and return its HTML element; "" if there are no traces."""
+    if not traces:
+        return ""
+    figures.append({"data": traces, "layout": layout})
+    return f'<div class="plot" style="height:{height}px;min-width:{width}px"></div>'
+
+
+def thinned(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    """Return steps and values of about POINTS points that can be drawn, the last one among them."""
+    drawn = [(x, y) for x, y in points if number(x) is not None and number(y) is not None]
+    kept = dict.fromkeys([*drawn[:: len(drawn) // POINTS + 1], *drawn[-1:]])
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def html_table(titles: list[str], rows: list[list[str]]) -> str:
+    """Return a table that can be sorted by each column, and scrolls."""
+    head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
+    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{head}</thead><tbody>{body}</tbody></table></div>'
 
 
 def _best(jobs: list[Job], keys: list[str]) -> str:
@@ -77,9 +112,7 @@ def _table(jobs: list[Job], keys: list[str]) -> str:
     names = [cut(name, LONGEST) for name in short_names(keys).values()]
     titles = ["#", "validation loss", "status", *names, "step", f"{jobs[0].unit}/s", "faults", "time", "directory"]
     rows = [[str(rank), *cells(job, keys), cut(job.name)] for rank, job in enumerate(jobs, start=1)]
-    head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
-    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
-    return f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table>"
+    return html_table(titles, rows)
 
 
 class Plots:
@@ -110,12 +143,11 @@ class Plots:
         """Draw a loss over the steps of every job that has logged it."""
         traces: list[dict[str, Any]] = []
         for job in self._jobs:
-            points = [(x, y) for x, y in job.history.series(key) if number(x) is not None and number(y) is not None]
-            if points:
-                steps, losses = zip(*points[:: len(points) // POINTS + 1], points[-1], strict=True)
+            steps, losses = thinned(job.history.series(key))
+            if steps:
                 traces.append(self._line(job, steps, losses) | {"hovertemplate": CURVE_HOVER})
-        axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": _loss_axis([y for trace in traces for y in trace["y"]])}
-        return self._plot(traces, {"title": {"text": title}, **axes}, 340)
+        axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": loss_axis([y for trace in traces for y in trace["y"]])}
+        return draw(self.figures, traces, {"title": {"text": title}, **axes}, 340)
 
     def against(self, key: str) -> str:
         """Draw the objective of every job over one parameter; outliers are triangles at the edge."""
@@ -131,7 +163,7 @@ class Plots:
         texts = [self._hovers[job.directory] for job, _ in drawn]
         trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": losses, "text": texts, "marker": marker}
         xaxis = {"title": {"text": _label(self._names[key])}, "range": [-0.15, 1.15], **_ticks(ticks)}
-        return self._plot([trace] if drawn else [], {"xaxis": xaxis, "yaxis": _loss_axis(losses)}, 260)
+        return draw(self.figures, [trace] if drawn else [], {"xaxis": xaxis, "yaxis": loss_axis(losses)}, 260)
 
     def parallel(self, keys: list[str]) -> str:
         """Draw a line per job through its parameters to its objective, below the axes of those it lacks."""
@@ -150,7 +182,7 @@ class Plots:
         xaxis = {"side": "top", "range": [-0.65, len(keys) + 0.5], **_ticks(dict(enumerate(names)))}
         yaxis = {"visible": False, "range": [LACKING - 0.08, 1.05]}
         layout = {"xaxis": xaxis, "yaxis": yaxis, "annotations": labels, "margin": {"l": 0, "r": 0, "t": 40, "b": 10}}
-        return self._plot(lines if keys else [], layout, 360, 105 * len(columns))
+        return draw(self.figures, lines if keys else [], layout, 360, 105 * len(columns))
 
     def _line(self, job: Job, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
         width, dash = 3.5 if job is self._best else 1.5, "solid" if job.objective is not None else "dash"
@@ -163,13 +195,6 @@ class Plots:
         low = min(self._objectives)
         share = (min(job.objective, self._highest) - low) / ((self._highest - low) or 1.0)
         return str(sample_colorscale(COLOURS, [share])[0])
-
-    def _plot(self, traces: list[dict[str, Any]], layout: dict[str, Any], height: int, width: int = 0) -> str:
-        """Add the figure and return its HTML element; "" if there are no traces."""
-        if not traces:
-            return ""
-        self.figures.append({"data": traces, "layout": layout})
-        return f'<div class="plot" style="height:{height}px;min-width:{width}px"></div>'
 
 
 def _label(text: str, longest: int = LONGEST) -> str:
@@ -210,7 +235,7 @@ def _highest(losses: list[float]) -> float:
     return max(loss for loss in losses if loss <= third + 3 * (third - first))
 
 
-def _loss_axis(losses: list[float]) -> dict[str, Any]:
+def loss_axis(losses: list[float], title: str = "validation loss") -> dict[str, Any]:
     low, high = min(losses, default=0.0), _highest(losses)
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
-    return {"title": {"text": "validation loss"}, "range": [low - margin, high + margin]}
+    return {"title": {"text": title}, "range": [low - margin, high + margin]}

@@ -1,4 +1,4 @@
-"""The report of a sweep: a table for the terminal and a page for the browser, without torch."""
+"""The report of a sweep or a run: a table for the terminal and a page for the browser, without torch."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PAGE = "report.html"
 
 
 def report(directories: list[Path], page: Path) -> str:
-    """Return the table of the jobs in `directories`, and write the page.
+    """Return the table of the jobs in `directories`, and write the page: of the jobs, or of the run that is named.
 
     The table does not depend on the page: without plotly its last line says how to install it, and if the page cannot
     be written the table is printed before the error is raised.
@@ -28,11 +28,14 @@ def report(directories: list[Path], page: Path) -> str:
     text = table(jobs, keys)
     try:
         from mingpt_ddp.sweeps.page import render_page
+        from mingpt_ddp.sweeps.run_page import render_run
     except ImportError:
         return f"{text}\nthe page needs plotly; pip install 'mingpt_ddp[report]'"
     try:
         title = ", ".join(directory.resolve().name for directory in directories)
-        atomic_write(page, render_page(title, jobs, keys).encode(errors="replace"))
+        is_run = directories == [jobs[0].directory]
+        document = render_run(title, jobs[0]) if is_run else render_page(title, jobs, keys)
+        atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
         print(text, flush=True)
         raise RunError(f"cannot write {page}: {error.strerror}") from error

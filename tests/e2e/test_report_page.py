@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from browser import Browser, chromium
 from fake_runs import fake_run
 
+from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.sweeps.report import report
 
 pytestmark = pytest.mark.integration
@@ -21,6 +24,18 @@ OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
     `${one} and ${other}`));
 })"""
 
+# The light of the page, and the least WCAG contrast of texts, of labels and of lines with it.
+CONTRAST = """(() => {
+  const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = css => css.match(/[0-9.]+/g).slice(0, 3).map(v => linear(v / 255)).reduce(
+    (sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const page = light(getComputedStyle(document.body).backgroundColor);
+  const to = css => (Math.max(light(css), page) + 0.05) / (Math.min(light(css), page) + 0.05);
+  const least = (selector, of) => Math.min(
+    ...[...document.querySelectorAll(selector)].map(element => to(getComputedStyle(element)[of])));
+  return [page, least("p, td, h1, h2", "color"), least(".plot text", "fill"), least(".js-line", "stroke")];
+})()"""
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
@@ -29,6 +44,25 @@ def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("profile"))
     yield browser
     browser.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The page of one run, with texts that try to be markup."""
+    script = "<script>stolen = 6</script><img src=http://127.0.0.1:9/ onerror='stolen = 7'>"
+    run = fake_run(tmp_path_factory.mktemp("run") / "a<b>", {"model.name": script}, faults=2)
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 100, f"val_{script}": 1.0}) + "\n")
+    for rank in range(3):
+        logger = TensorBoardLogger(run / "tensorboard" / f"rank{rank}")
+        logger.start(0, 3)
+        for step in range(10, 101, 10):
+            logger.log(step, {"speed/step_ms": 100.0 + rank * step, "memory/peak_mib": 300.0 + rank})
+        logger.log_text(100, "sample", script)
+        logger.close()
+    (run / "main.rank0.log").write_text(f"2026-01-01 00:00:00,000 WARNING {script}\n")
+    report([run], run / "report.html")
+    return run / "report.html"
 
 
 @pytest.fixture(scope="module")
@@ -106,25 +140,34 @@ def test_the_page_fits_a_phone(narrow, sweep):
 
 def test_light_and_dark_are_readable(browser, sweep):
     """WCAG contrast: 4.5 for text, 2.5 between every line and the page."""
-    contrast = """(() => {
-      const linear = v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-      const light = css => css.match(/[0-9.]+/g).slice(0, 3).map(v => linear(v / 255)).reduce(
-        (sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-      const page = light(getComputedStyle(document.body).backgroundColor);
-      const to = css => (Math.max(light(css), page) + 0.05) / (Math.min(light(css), page) + 0.05);
-      const least = (selector, of) => Math.min(
-        ...[...document.querySelectorAll(selector)].map(element => to(getComputedStyle(element)[of])));
-      return [page, least("p, td, h1, h2", "color"), least(".plot text", "fill"), least(".js-line", "stroke")];
-    })()"""
     pages = []
     for scheme in ("light", "dark"):
         use_scheme(browser, scheme)
         browser.open(sweep)
-        page, text, labels, lines = browser.evaluate(contrast)
+        page, text, labels, lines = browser.evaluate(CONTRAST)
         pages.append(page)
         assert min(text, labels) >= 4.5
         assert lines >= 2.5
     assert pages[0] > 0.9 and pages[1] < 0.02
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_page_of_a_run(browser, run, scheme, width):
+    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 800)
+    use_scheme(browser, scheme)
+    browser.open(run)
+    assert browser.errors() == browser.evaluate(OVERLAPPING) == []
+    assert browser.requested() == [run.as_uri()]
+    assert browser.evaluate("typeof stolen") == "undefined"
+    assert counted(browser, ".js-plotly-plot") == 7
+    assert counted(browser, ".plots .js-line") >= 3 + 2 * 3
+    assert counted(browser, "a, img, .plot image") == 0
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    page, text, labels, lines = browser.evaluate(CONTRAST)
+    assert (page > 0.9) == (scheme == "light")
+    assert min(text, labels) >= 4.5 and lines >= 2.5
+    browser.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_a_point_shows_the_parameters_of_its_job(browser, sweep):
