@@ -30,7 +30,6 @@ from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare
-from mingpt_ddp.data.tokenizer import CharTokenizer
 
 HEADER = ["context", "batch", "TokenLoader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
 HEADER += ["share of a training step"]
@@ -107,7 +106,7 @@ def main() -> None:
                 cache_dir=scratch,
             )
             corpus = TextDataset(prepare(config), config)
-            text = CharTokenizer(corpus.vocabulary).decode(corpus.train.tolist())
+            text = corpus.tokenizer.decode(corpus.train.tolist())
             measure = partial(batches_per_s, shape=(batch, context), seconds=chosen.seconds)
             sources = {
                 "loader": from_loader(corpus, context, batch),

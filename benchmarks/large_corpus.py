@@ -91,7 +91,7 @@ def encode(text: Path) -> dict[str, float]:
     encoded = prepare(config)
     seconds = time.perf_counter() - begin
     speed = text.stat().st_size / 1e6 / seconds
-    figures = {"characters": encoded.length, "distinct": len(encoded.vocabulary)}
+    figures = {"characters": encoded.length, "distinct": len(encoded.tokenizer["vocabulary"])}
     return {"seconds": seconds, "mb_per_s": speed, "peak_mb": peak_mb(), **figures}
 
 

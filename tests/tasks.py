@@ -8,11 +8,17 @@ import numpy as np
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.tasks.language_model import LanguageModel
 
 ENCODED = EncodedText(
-    directory="nowhere", sha256="1" * 64, length=100, vocabulary="abcdefgh", dtype="uint8", tokens_sha256="2" * 64
+    directory="nowhere",
+    sha256="1" * 64,
+    length=100,
+    tokenizer={"vocabulary": "abcdefgh"},
+    dtype="uint8",
+    tokens_sha256="2" * 64,
 )
 
 
@@ -21,7 +27,7 @@ def text_task(config: Config, val: np.ndarray | str = "yy", vocab_size: int = 8,
     task = object.__new__(LanguageModel)
     task.config, task.group = config, SimpleNamespace(env=DistEnv())
     task.text, task.sha256 = encoded, encoded.sha256
-    vocabulary = encoded.vocabulary
-    task.dataset = SimpleNamespace(train="x" * 90, val=val, test="", vocab_size=vocab_size, vocabulary=vocabulary)
+    tokenizer = tokenizer_from_state(encoded.tokenizer)
+    task.dataset = SimpleNamespace(train="x" * 90, val=val, test="", tokenizer=tokenizer)
     task.shape = vocab_size, config.data.block_size
     return task

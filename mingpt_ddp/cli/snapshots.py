@@ -259,5 +259,5 @@ def describe(snapshot: Snapshot) -> bytes:
         spec = read_model_spec(state)
         if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
             spec.config()
-        values |= {"model": spec.model, "block_size": spec.block_size, "vocabulary": spec.vocabulary}
+        values |= {"model": spec.model, "block_size": spec.block_size, **spec.tokenizer.state()}
     return (json.dumps(values, indent=1) + "\n").encode()

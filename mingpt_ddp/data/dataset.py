@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
 
 
@@ -16,8 +17,8 @@ class EncodedText:
 
     directory: str
     sha256: str  # of the source's bytes, before decompression
-    length: int  # characters
-    vocabulary: str  # the distinct characters in code-point order; a token is an index into it
+    length: int  # tokens
+    tokenizer: dict[str, Any]  # the state of the tokenizer
     dtype: str  # of a token on disk
     tokens_sha256: str  # of tokens.bin
 
@@ -26,8 +27,7 @@ class TextDataset:
     """The tokens, memory-mapped and split without overlap: `train`, then `val`, then `test`, which may be empty."""
 
     def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
-        self.vocabulary = encoded.vocabulary
-        self.vocab_size = len(encoded.vocabulary)
+        self.tokenizer = tokenizer_from_state(encoded.tokenizer)
         tokens: Any = np.memmap(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype, mode="r")
         tokens = tokens[: int(len(tokens) * config.truncate)]
         boundary, end = int(len(tokens) * config.train_split), len(tokens) - int(len(tokens) * config.test_split)

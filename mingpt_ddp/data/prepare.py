@@ -26,12 +26,13 @@ from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import download, download_path, open_filesystem, user_cache
+from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
-FORMAT = 3
+FORMAT = 4
 CODE_POINTS = 0x110000
 OpenBytes = Callable[[], io.BufferedReader]
 
@@ -220,8 +221,8 @@ def _encode(open_text: OpenBytes, directory: Path, sha256: str, path: str) -> En
             os.fsync(file.fileno())
         if _sha256(open_text) != sha256:
             raise DataError(f"data.path={path} changed while being read; run again")
-        vocabulary = "".join(map(chr, distinct))
-        encoded = EncodedText(str(directory), sha256, length, vocabulary, dtype, _sha256(_opener(tokens)))
+        tokenizer = CharTokenizer("".join(map(chr, distinct))).state()
+        encoded = EncodedText(str(directory), sha256, length, tokenizer, dtype, _sha256(_opener(tokens)))
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
         content = {"text": meta, "digest": _digest(meta)}
         atomic_write(Path(name) / "meta.json", json.dumps(content).encode())

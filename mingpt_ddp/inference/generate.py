@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, eval_mode
 from mingpt_ddp.models.placement import is_split
@@ -108,7 +108,7 @@ def sample_token(logits: Tensor, sampling: SamplingParams, rng: torch.Generator 
 
 def generate_text(
     model: nn.Module,
-    tokenizer: CharTokenizer,
+    tokenizer: Tokenizer,
     prompt: str,
     max_new_tokens: int,
     sampling: SamplingParams,
@@ -121,7 +121,7 @@ def generate_text(
         DataError: the prompt has characters that the tokenizer does not know.
     """
     device = next(model.parameters()).device
-    start = tokenizer.encode(prompt) or [tokenizer.index.get("\n", 0)]
+    start = tokenizer.encode(prompt) or [tokenizer.line_feed]
     tokens = torch.tensor(start, device=device).expand(n_samples, -1)
     rng = torch.Generator(device).manual_seed(seed)
     steps = list(generate(model, tokens, max_new_tokens, sampling, rng))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mingpt_ddp.config.components import ModelConfig, TransformerConfig
 from mingpt_ddp.config.config import NotRegisteredError, build_group
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS
@@ -18,7 +18,7 @@ from mingpt_ddp.snapshots.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
 
 
-def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, CharTokenizer]:
+def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:
     """Load a snapshot at a URL, without its optimizer; the model is on the CPU.
 
     Raises:
@@ -27,8 +27,8 @@ def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, CharTokenize
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
-        model = build_around(spec.config(), (len(spec.vocabulary), spec.block_size), snapshot.model)
-    return model, CharTokenizer(spec.vocabulary)
+        model = build_around(spec.config(), (spec.tokenizer.vocab_size, spec.block_size), snapshot.model)
+    return model, spec.tokenizer
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class ModelSpec:
     """The model's part of a snapshot state. Untrusted until `config` has validated it."""
 
     model: dict[str, Any]  # the group `model` of the run's configuration
-    block_size: int  # characters of context
-    vocabulary: str  # the character of each token
+    block_size: int  # tokens of context
+    tokenizer: Tokenizer
 
     def config(self) -> ModelConfig:
         """Validate the values and return the typed configuration.
@@ -65,12 +65,12 @@ def read_model_spec(state: Any) -> ModelSpec:
     if isinstance(state, dict) and "data" in state:  # of a dataset of samples, not of a text
         raise SnapshotError("its task is not a language model; measure it with python -m mingpt_ddp.evaluate")
     try:
-        vocabulary, config = state["vocabulary"], state["config"]
+        tokenizer, config = tokenizer_from_state(state), state["config"]
         architecture, block_size = config["model"]["architecture"], config["data"]["block_size"]
-        texts = isinstance(vocabulary, str) and isinstance(architecture, str)
-        if not (texts and type(block_size) is int) or len(json.dumps(config)) > MAX_CONFIG_CHARS:
-            raise ValueError("expected a vocabulary and a configuration")
-        return ModelSpec(dict(config["model"]), max(1, block_size), vocabulary)
+        typed = isinstance(architecture, str) and type(block_size) is int
+        if not typed or len(json.dumps(config)) > MAX_CONFIG_CHARS:
+            raise ValueError("expected a configuration")
+        return ModelSpec(dict(config["model"]), max(1, block_size), tokenizer)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 

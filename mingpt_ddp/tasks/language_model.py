@@ -19,7 +19,7 @@ from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.rng import derive_seed
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
@@ -52,7 +52,7 @@ class LanguageModel(Task):
         self.config, self.group = config, group
         self.text = EncodedText(**group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
         self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
-        self.shape = self.dataset.vocab_size, config.data.block_size
+        self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
@@ -69,11 +69,11 @@ class LanguageModel(Task):
         parts = {"training": self.dataset.train, "validation": self.dataset.val, "test": self.dataset.test}
         *first, last = [f"{len(tokens):,} {name}" for name, tokens in parts.items() if len(tokens)]
         sizes = f"{', '.join(first)} and {last} characters"
-        return f"{self.config.data.label}: {sizes}, {self.dataset.vocab_size} distinct"
+        return f"{self.config.data.label}: {sizes}, {self.dataset.tokenizer.vocab_size} distinct"
 
     def state(self) -> dict[str, Any]:
         text = {"sha256": self.text.sha256, "length": self.text.length}
-        return {"vocabulary": self.text.vocabulary, "text": text}
+        return {**self.dataset.tokenizer.state(), "text": text}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
         """Take the vocabulary of the snapshot; other data is evaluated as a whole.
@@ -82,12 +82,12 @@ class LanguageModel(Task):
             DataError: the text has changed, or has characters that the model does not know.
         """
         super().adopt(state, is_other_data)
-        vocabulary = str(state["vocabulary"])
+        tokenizer = tokenizer_from_state(state)
         if is_other_data:
-            tokens = np.array(CharTokenizer(vocabulary).encode(self.text.vocabulary), dtype=np.uint32)
+            tokens = np.array(tokenizer.encode(self.dataset.tokenizer.decode([*range(self.shape[0])])), dtype=np.uint32)
             parts = [self.dataset.train, self.dataset.val, self.dataset.test]
             self.dataset.val = self.dataset.test = tokens[np.concatenate(parts)]
-        self.dataset.vocabulary, self.shape = vocabulary, (len(vocabulary), self.config.data.block_size)
+        self.dataset.tokenizer, self.shape = tokenizer, (tokenizer.vocab_size, self.config.data.block_size)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if smoothing := getattr(self.config.task, "label_smoothing", 0.0):
@@ -112,8 +112,7 @@ class LanguageModel(Task):
     def sample(self, model: nn.Module, step: int) -> str | None:
         """Generate a text on rank zero, keyed by the seed and the step; return None on other ranks."""
         seed, sampling = derive_seed("sample", self.config.run.seed, step), SamplingParams(temperature=0.8, top_k=40)
-        tokenizer = CharTokenizer(self.dataset.vocabulary)
-        generate = partial(generate_text, model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
+        generate = partial(generate_text, model, self.dataset.tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
         return self.group.env.call_on_rank_zero(lambda: generate()[0])
 
     def trial_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -122,4 +121,4 @@ class LanguageModel(Task):
 
     def check_model(self, model: nn.Module, batch: tuple[Tensor, Tensor], trained: bool) -> None:
         check = check_is_causal_lm if trained else check_shapes
-        check(model, self.config.model.architecture, self.dataset.vocab_size, *batch)
+        check(model, self.config.model.architecture, self.shape[0], *batch)

@@ -102,7 +102,7 @@ def initial(trained) -> dict[str, Tensor]:
     config = from_mapping(settings(trained(1)["root"]))
     corpus = TextDataset(prepare(config.data), config.data)
     seed_everything(config.run.seed)
-    return build_model(config.model, corpus.vocab_size, config.data.block_size).state_dict()
+    return build_model(config.model, corpus.tokenizer.vocab_size, config.data.block_size).state_dict()
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro
 def test_no_window_crosses_the_split(tmp_path):
     """The last character that is trained on, as x or as y, is the last one before the split."""
     TOKENS.tofile(tmp_path / "tokens.bin")
-    encoded = EncodedText(str(tmp_path), "", LENGTH, "".join(map(chr, range(LENGTH))), "uint16", "")
+    encoded = EncodedText(str(tmp_path), "", LENGTH, {"vocabulary": "".join(map(chr, range(LENGTH)))}, "uint16", "")
     config = DataConfig(
         name="text",
         path="text.txt",

@@ -6,7 +6,6 @@ import pytest
 
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare
-from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
 
 LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
@@ -17,10 +16,10 @@ def test_the_split_is_contiguous_and_without_overlap(settings):
     config = settings(text, train_split=0.75)
     data = TextDataset(prepare(config), config)
     boundary = int(len(text) * 0.75)
-    decode = CharTokenizer(data.vocabulary).decode
+    decode = data.tokenizer.decode
     assert decode(data.train.tolist()) == text[:boundary]
     assert decode(data.val.tolist()) == text[boundary:]
-    assert data.vocab_size == len(set(text))
+    assert data.tokenizer.vocab_size == len(set(text))
 
 
 def test_truncate_uses_the_first_part_of_the_text(settings):
@@ -28,7 +27,7 @@ def test_truncate_uses_the_first_part_of_the_text(settings):
     config = settings(text, truncate=0.5, train_split=0.8)
     data = TextDataset(prepare(config), config)
     used = text[: len(text) // 2]
-    decode = CharTokenizer(data.vocabulary).decode
+    decode = data.tokenizer.decode
     assert decode(data.train.tolist()) + decode(data.val.tolist()) == used
     assert len(data.train) == int(len(used) * 0.8)
 

@@ -34,7 +34,7 @@ def tokens_of(encoded: EncodedText) -> np.ndarray:
 
 
 def text_of(encoded: EncodedText) -> str:
-    return "".join(encoded.vocabulary[token] for token in tokens_of(encoded))
+    return "".join(encoded.tokenizer["vocabulary"][token] for token in tokens_of(encoded))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_python_docs_needs_no_download(settings):
 
 def test_utf8_is_encoded_by_code_point_order(settings):
     encoded = prepare(settings(LINE))
-    assert encoded.vocabulary == "".join(sorted(set(LINE)))
+    assert encoded.tokenizer["vocabulary"] == "".join(sorted(set(LINE)))
     assert encoded.length == len(LINE)
     assert encoded.sha256 == hashlib.sha256(LINE.encode()).hexdigest()
     assert text_of(encoded) == LINE
@@ -213,7 +213,7 @@ def write_meta(content: bytes):
         write_meta(b""),
         write_meta(b"null"),
         write_meta(b'{"length": 3}'),
-        write_meta(b'{"sha256": "0", "length": 10, "vocabulary": "ab", "dtype": "nonsense"}'),
+        write_meta(b'{"sha256": "0", "length": 10, "tokenizer": {"vocabulary": "ab"}, "dtype": "nonsense"}'),
     ],
     ids=[
         "tokens cut",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError
 
 
@@ -19,3 +19,19 @@ def test_unknown_characters_are_named():
     with pytest.raises(DataError, match="the model does not know 'x', 'y': these characters") as caught:
         CharTokenizer("abc").encode("ayxay")
     assert str(caught.value).startswith("data error: ")
+
+
+def test_sizes_of_characters():
+    tokenizer = CharTokenizer("\na\x7f\x80ß\u07ff\u0800€\uffff\U00010000😀")
+    assert tokenizer.token_sizes.tolist() == [len(c.encode()) for c in tokenizer.vocabulary]
+    assert tokenizer.token_characters.tolist() == [1] * tokenizer.vocab_size
+    assert (tokenizer.line_feed, CharTokenizer("ab").line_feed) == (0, 0)
+
+
+def test_state():
+    tokenizer = CharTokenizer("\nabc")
+    assert tokenizer.state() == {"vocabulary": "\nabc"}
+    assert tokenizer_from_state(tokenizer.state()).encode("cab") == [3, 1, 2]
+    for state in ({}, [], {"vocabulary": 7}, {"vocabulary": None}):
+        with pytest.raises((LookupError, TypeError, ValueError)):
+            tokenizer_from_state(state)

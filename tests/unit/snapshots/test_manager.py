@@ -27,7 +27,7 @@ from mingpt_ddp.training.train_state import TrainState, check_state, restore, sn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-VOCABULARY = ENCODED.vocabulary
+VOCABULARY = ENCODED.tokenizer["vocabulary"]
 OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snapshot.keep_last=2"]
 
 
