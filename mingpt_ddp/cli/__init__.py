@@ -13,6 +13,8 @@ def refuse_other_modules() -> None:
     Call it while `python -m` imports the parent packages: the arguments are then sys.argv[1:], and the one before them
     in sys.orig_argv is the module's name, or -mNAME.
     """
+    if sys.argv[:1] != ["-m"]:  # `python -m` is not resolving its module
+        return
     module = re.fullmatch(r"(?:-\w*?m)?(mingpt_ddp(?:\..*)?)", sys.orig_argv[-len(sys.argv)])
     doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
     if module and module[1].removesuffix(".__main__") not in doors:

@@ -1,5 +1,6 @@
 """The train command: compose, validate, start local workers if requested, report every error as one line."""
 
+import contextlib
 import gc
 import io
 import logging
@@ -10,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +21,14 @@ from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, process_start_time, read_env
+from mingpt_ddp.distributed.env import (
+    CALLER,
+    DIRECTORY_FILE,
+    DistEnv,
+    has_parent_launcher,
+    process_start_time,
+    read_env,
+)
 from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
 from mingpt_ddp.distributed.fork_server import start_server
 from mingpt_ddp.distributed.launcher import train_on_workers
@@ -35,8 +44,9 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Run main.py and `python -m mingpt_ddp`; always exit through os._exit."""
     gc.set_threshold(20_000)  # by default a third of the time in which torch is imported goes into collections
-    if has_parent_launcher():
-        die_with_parent()
+    caller = os.environ.pop(CALLER, None)
+    if caller or has_parent_launcher():
+        die_with_parent(caller)
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
     sweep, exits = Sweep(), ProcessExit()
@@ -143,10 +153,17 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     if config.run.resume == "never":
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
+    env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
     loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at)
     signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
     runtime.close()
     return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
+
+
+def _report_directory(directory: Path) -> None:
+    """Write the path of the run directory where `mingpt_ddp.train` reads it."""
+    with contextlib.suppress(KeyError, OSError):  # not called by it, or it has ended
+        Path(os.environ[DIRECTORY_FILE]).write_text(str(directory.absolute()))
 
 
 def _count_gpus(per_worker: int) -> int:

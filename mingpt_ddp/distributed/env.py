@@ -10,6 +10,8 @@ from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
+# Set by `mingpt_ddp.train`: its process id, with which training ends, and the file that it reads the directory from.
+CALLER, DIRECTORY_FILE = "MINGPT_DDP_CALLER", "MINGPT_DDP_DIRECTORY_FILE"
 
 
 @dataclass(frozen=True)

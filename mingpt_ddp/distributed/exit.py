@@ -66,9 +66,13 @@ def cli_errors() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
 
 
-def die_with_parent() -> None:
-    """Exit when the parent process dies: an orphaned worker must not train concurrently with its successor."""
-    parent = os.getppid()
+def die_with_parent(expected: str | None = None) -> None:
+    """Exit when the parent process dies: an orphaned worker must not train concurrently with its successor.
+
+    Args:
+        expected: the parent's process id; None: whichever it is now.
+    """
+    parent = int(expected or os.getppid())
 
     def wait_for_parent() -> None:
         if launcher := multiprocessing.parent_process():  # of a forked worker, whose parent is the fork server

@@ -18,9 +18,7 @@ PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_d
 def start_server() -> None:
     """Start the server unless it is running; it imports torch for seconds, concurrently with this process."""
     before, directory = dict(os.environ), tempfile.tempdir
-    checkout = Path(__file__).resolve().parents[2]
-    if checkout.name not in ("site-packages", "dist-packages"):  # else it would hide the standard library
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(checkout), before.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = import_path()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store closes
     # Otherwise torch.cuda.is_available() would initialize CUDA, which a forked process cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -33,6 +31,14 @@ def start_server() -> None:
         os.environ.clear()
         os.environ.update(before)
         tempfile.tempdir = directory
+
+
+def import_path() -> str:
+    """Return PYTHONPATH for a new interpreter that imports this package, which may be in a checkout."""
+    checkout, path = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
+    if Path(checkout).name in ("site-packages", "dist-packages"):  # it would hide the standard library
+        return path
+    return os.pathsep.join(filter(None, [checkout, path]))
 
 
 def stop_server() -> None:

@@ -13,7 +13,7 @@ from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_de
 from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS
+from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS, Snapshot
 from mingpt_ddp.snapshots.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
 
@@ -24,11 +24,17 @@ def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:
     Raises:
         SnapshotError: there is no snapshot, or no model can be built from it.
     """
+    model, tokenizer, _ = load_with_state(url, step)
+    return model, tokenizer
+
+
+def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer, Snapshot]:
+    """Do as `load_model`, and return the snapshot too."""
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
         model = build_around(spec.config(), (spec.tokenizer.vocab_size, spec.block_size), snapshot.model)
-    return model, spec.tokenizer
+    return model, spec.tokenizer, snapshot
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,176 @@
+"""The functions of `import mingpt_ddp`, for scripts and notebooks: train, load, history.
+
+Everything is imported when it is first used, so that `import mingpt_ddp` takes no time. docs/python.md shows their use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mingpt_ddp.data.tokenizer import Tokenizer
+    from mingpt_ddp.errors import UserError
+
+
+def train(overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None) -> dict[str, Any]:
+    """Train as `python main.py` does with these overrides, in processes of its own, and print what it prints.
+
+    The same call again resumes. Ctrl-C, or the stop button of a notebook, saves a snapshot, then raises
+    KeyboardInterrupt. The training ends with the calling process, even if that is killed.
+
+    Args:
+        overrides: as on the command line, `key=value` and options of Hydra.
+        nproc: local processes that train together; None: as `ddp.nproc_per_node` says, by default one.
+
+    Returns:
+        The content of result.json, and the run directory as `run`.
+
+    Raises:
+        UserError: its one line says what went wrong.
+    """
+    from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
+    from mingpt_ddp.distributed.fork_server import import_path
+    from mingpt_ddp.errors import ConfigError, RunError
+    from mingpt_ddp.storage.run_dir import read_result
+
+    words = [*overrides, *([] if nproc is None else [f"ddp.nproc_per_node={nproc}"])]
+    if {"-m", "--multirun"} & {*words}:
+        raise ConfigError("train runs one job; start a sweep with python main.py -m")
+    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
+        file = Path(name, "directory")
+        environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
+        environ |= {CALLER: str(os.getpid()), DIRECTORY_FILE: str(file)}
+        code, last = _run([sys.executable, "-m", "mingpt_ddp", *words], environ)
+        if code != 0:
+            raise _error(last or f"training ended with exit code {code}")
+        if not file.exists():  # --help
+            raise RunError("these arguments do not train")
+        directory = Path(file.read_text())
+    return {"run": str(directory), **read_result(directory)}
+
+
+def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
+    """Run a command and print its output; return its exit code and its last line. End it if this function is ended."""
+    last = ""
+    # In a session of its own: Ctrl-C on the terminal arrives once, from here.
+    with subprocess.Popen(
+        command,
+        env=environ,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+    ) as process:
+        try:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                last = line.strip() or last
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # saves
+            with contextlib.suppress(OSError):
+                print(process.communicate()[0], end="", flush=True)
+            raise
+        finally:
+            if process.poll() is None and sys.exc_info()[0]:
+                process.kill()
+    return process.returncode, last
+
+
+def _error(line: str) -> UserError:
+    """Return the error that a process has printed."""
+    from mingpt_ddp.errors import UserError
+
+    kinds = {kind.kind: kind for kind in UserError.__subclasses__()}
+    found = re.search(r"\b(\w+ error|error): (.*)", line)
+    return kinds.get(found[1], UserError)(found[2]) if found else UserError(line)
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """The model of a snapshot, in evaluation mode, and what belongs to it."""
+
+    model: nn.Module  # model(ids), ids (B, T) int64, gives logits (B, T, V)
+    tokenizer: Tokenizer
+    config: dict[str, Any]  # of the run, by group, as in config.yaml
+    step: int
+
+    def generate(
+        self,
+        prompt: str = "",
+        max_new_tokens: int = 500,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 1,
+    ) -> str:
+        """Return the prompt and its continuation; the arguments are those of the sample command.
+
+        Raises:
+            ConfigError: an argument is out of bounds.
+            DataError: the prompt has characters that the model does not know.
+        """
+        from mingpt_ddp.cli.sample import SampleConfig
+        from mingpt_ddp.config.validation import build
+        from mingpt_ddp.inference.generate import SamplingParams, generate_text
+
+        numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        build(SampleConfig, {"snapshot": "-", "top_k": top_k, "top_p": top_p, **numbers}, "")
+        sampling = SamplingParams(temperature, top_k, top_p)
+        return prompt + generate_text(self.model, self.tokenizer, prompt, max_new_tokens, sampling, seed)[0]
+
+
+def load(
+    run: str | os.PathLike[str],
+    step: int | Literal["newest", "best"] = "newest",
+    device: str = "cpu",
+    code: str | None = None,
+) -> LoadedRun:
+    """Load the model of a run in fp32.
+
+    Args:
+        run: a run directory, its snapshots or one of them; a path or any fsspec URL.
+        step: newest, best (lowest validation loss) or a number.
+        code: your Python file that registers the model, if it is not built in.
+
+    Raises:
+        SnapshotError: there is no such snapshot, or no model can be built from it.
+    """
+    from mingpt_ddp.config.registry import run_file
+    from mingpt_ddp.snapshots.load_model import load_with_state
+
+    if code is not None:
+        run_file(Path(code), "code")
+    model, tokenizer, snapshot = load_with_state(os.fspath(run), step)
+    return LoadedRun(model.to(device).eval(), tokenizer, snapshot.state["config"], snapshot.step)
+
+
+def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the measurements of a run by step, as `pandas.DataFrame(history(run))` takes them.
+
+    A step that was repeated after a restart counts once. A row has the keys of what was measured at its step.
+
+    Raises:
+        RunError: this is not the directory of a run.
+        DataError: its metrics.jsonl is damaged.
+    """
+    from mingpt_ddp.errors import RunError
+    from mingpt_ddp.metrics.jsonl import METRICS, read_history
+
+    try:
+        return read_history(Path(run) / METRICS).rows
+    except OSError as error:
+        raise RunError(f"{run} is not a run directory: it has no {METRICS} that can be read") from error

@@ -1,0 +1,26 @@
+"""Write docs/python.ipynb from docs/python.md: its Python blocks become cells of code, all else cells of text."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "python.md"
+NOTEBOOK = PAGE.with_suffix(".ipynb")
+
+
+def notebook(page: str) -> str:
+    """Return the notebook of a page, as JSON."""
+    cells = []
+    for number, part in enumerate(re.split(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)):
+        cell = {"id": f"cell-{number}", "metadata": {}, "source": part.strip().splitlines(keepends=True)}
+        code = {"cell_type": "code", "execution_count": None, "outputs": []} if number % 2 else None
+        cells.append({**cell, **(code or {"cell_type": "markdown"})})
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    values = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    NOTEBOOK.write_text(notebook(PAGE.read_text()))

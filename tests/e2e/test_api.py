@@ -1,0 +1,117 @@
+"""Training from Python: from a script without a guard, from the page of the docs, interrupted, and killed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TINY, Job, call, read, workers
+
+sys.path.append(str(ROOT / "scripts"))
+from notebook import NOTEBOOK, PAGE, notebook
+
+# Trains in a thread, without `if __name__ == "__main__"`.
+SCRIPT = """
+import sys, threading
+import mingpt_ddp
+words = sys.argv[1:]
+if "in-a-thread" in words:
+    words.remove("in-a-thread")
+    thread = threading.Thread(target=lambda: print(mingpt_ddp.train(words, nproc=2)))
+    thread.start()
+    thread.join()
+else:
+    try:
+        mingpt_ddp.train(words, nproc=2)
+    except KeyboardInterrupt:
+        print("stopped by hand")
+"""
+
+
+def cells() -> list[str]:
+    """Return the code of the notebook, which is that of the page."""
+    found = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    return ["".join(cell["source"]) for cell in found]
+
+
+def test_the_notebook_is_the_page():
+    page = PAGE.read_text()
+    assert NOTEBOOK.read_text() == notebook(page), "run python scripts/notebook.py"
+    assert "\n\n".join(cells()) == "\n\n".join(re.findall(r"```python\n(.*?)\n```", page, re.DOTALL))
+
+
+def test_the_page_as_a_script(tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(cells()))
+    done = call([sys.executable, "page.py"], tmp_path, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout
+    assert f"{tmp_path}/outputs/python complete " in done.stdout
+    assert "config error: trainer.max_step is not a key; did you mean trainer.max_steps?" in done.stdout
+    assert re.search(r"torch.Size\(\[1, 9, \d+\]\) \d+ \d0\n", done.stdout)
+    [rows] = [line for line in done.stdout.splitlines() if line.startswith("[(10, ")]
+    assert re.findall(r"\((\d+), ", rows) == ["10", "20", "30"]
+
+
+@pytest.mark.integration
+def test_the_page_as_a_notebook(tmp_path, monkeypatch):
+    if not (importlib.util.find_spec("nbclient") and importlib.util.find_spec("ipykernel")):
+        pytest.skip("there is no Jupyter; pip install nbclient ipykernel")
+    import nbclient
+    import nbformat
+
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    book = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    assert f"{tmp_path}/outputs/python complete " in printed
+
+
+def start(cwd: Path, *words: str) -> tuple[Job, int]:
+    """Start the script; return it and its training process, once that has logged a step."""
+    (cwd / "script.py").write_text(SCRIPT)
+    job = Job([sys.executable, "script.py", *TINY, "run.name=a", *words], cwd, PYTHONPATH=str(ROOT))
+    begun = len(re.findall(r"^step \d+/", job.text(), re.MULTILINE))
+    deadline = time.monotonic() + 100
+    while len(re.findall(r"^step \d+/", job.text(), re.MULTILINE)) < begun + 2:
+        assert job.process.poll() is None, job.text()
+        assert time.monotonic() < deadline, job.text()
+        time.sleep(0.05)
+    [training] = [
+        int(pid) for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    ]
+    return job, training
+
+
+def test_interrupted_then_killed_then_finished_in_a_thread(tmp_path):
+    long = ["trainer.max_steps=100000", "snapshot.every_steps=null", "trainer.eval_every=null"]
+    job, training = start(tmp_path, *long)
+    ranks = workers(training)
+    assert len(ranks) == 2
+    os.kill(job.process.pid, signal.SIGINT)  # to this process alone, as a notebook's stop button
+    assert job.wait() == 0
+    assert job.text().endswith("stopped by hand\n")
+    assert len(list((tmp_path / "outputs" / "a" / "snapshots").iterdir())) == 1
+    assert not any(read(pid, "comm").startswith("rank ") for pid in ranks)
+
+    job, training = start(tmp_path, *long)
+    ranks = [training, *workers(training)]
+    assert len(ranks) == 3
+    job.process.kill()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}").exists() and "python" in read(pid, "cmdline") for pid in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    step = max(int(path.name[5:]) for path in (tmp_path / "outputs" / "a" / "snapshots").iterdir())
+    job = Job(
+        [sys.executable, "script.py", *TINY, "run.name=a", *long, f"trainer.max_steps={step + 2}", "in-a-thread"],
+        tmp_path,
+        PYTHONPATH=str(ROOT),
+    )
+    assert job.wait() == 0
+    assert f"'status': 'complete', 'step': {step + 2}," in job.text(), job.text()
