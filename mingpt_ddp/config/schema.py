@@ -124,6 +124,9 @@ class TrainerConfig:
     log_every: PositiveInt = neutral(10, "between two log lines", "steps")
     eval_every: PositiveInt | None = neutral(250, "between evaluations; there is always a final one", "steps")
     eval_steps: PositiveInt | None = neutral(None, "evaluate this many steps' windows; null: the whole split", "steps")
+    norms_every: PositiveInt | None = neutral(
+        None, "between two measurements of each layer's norms; null: none", "steps"
+    )
     sample_every: PositiveInt | None = neutral(None, "between two samples in the log; null: none", "steps")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop", "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, then skip the batch"

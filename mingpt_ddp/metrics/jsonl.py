@@ -21,7 +21,7 @@ MAX_SIZE, MAX_LINES = 1 << 28, 2_000_000  # bytes; lines, which as records take 
 KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}  # of records, by tag
 KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/samples_per_s": "samples_per_s", "speed/mfu": "mfu"}
 KEYS |= {"speed/matmul_utilization": "matmul_utilization"}
-EVALUATIONS = ("val/", "test/", "train/loss_")  # prefixes of tags that a task names; their keys are like val_accuracy
+EVALUATIONS = ("val/", "test/", "train/loss_", "norms/")  # prefixes of tags that a task or model names: val_accuracy
 
 
 class JSONLLogger:

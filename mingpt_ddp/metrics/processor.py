@@ -13,6 +13,7 @@ from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
 from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
+from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
@@ -47,6 +48,7 @@ class MetricsProcessor:
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
+        self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, steps.start)
         self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
@@ -124,10 +126,14 @@ class MetricsProcessor:
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Log the task's metrics of a split, `val` or `test`."""
+        self.log_values(step, {f"{split}/{name}": value for name, value in metrics.items()})
+        log.info("step %d: %s %s", step, SPLITS[split], self.task.describe(metrics))
+
+    def log_values(self, step: int, metrics: dict[str, float]) -> None:
+        """Log values of the whole run by tag."""
         self._set_up()
         for logger in self.run_loggers:
-            logger.log(step, {f"{split}/{name}": value for name, value in metrics.items()})
-        log.info("step %d: %s %s", step, SPLITS[split], self.task.describe(metrics))
+            logger.log(step, metrics)
 
     def log_sample(self, step: int, text: str | None) -> None:
         """Log a generated text; None on ranks that did not generate it."""

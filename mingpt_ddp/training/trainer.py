@@ -114,7 +114,8 @@ class Trainer:
         if anomaly is not None:
             return flags if self._skip(step, anomaly) else None
         self.anomaly.on_step_accepted(step, flags.loss)
-        self._lr = self.train_step.optimizer_step(step)
+        with self.metrics.norms.measure(step, self.metrics.log_values):
+            self._lr = self.train_step.optimizer_step(step)
         self.metrics.meter.record(losses, grad_norm, self.train_step.data_time_s)
         return flags
 
