@@ -2,8 +2,10 @@
 
     python -m mingpt_ddp.evaluate outputs/demo split=test
     torchrun --nproc_per_node=2 -m mingpt_ddp.evaluate outputs/demo data.path=other.txt
+    python -m mingpt_ddp.evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
-snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read
+snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
+                several: the loss of each, and the metrics of the mean of their probabilities
 step            newest (the default), best (lowest validation loss) or a number
 split           val (the default) or test
 data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
@@ -17,7 +19,7 @@ The metrics are printed as JSON.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.cli.arguments import echo, run_command
 from mingpt_ddp.config.config import Config, NotRegisteredError, from_mapping
@@ -25,19 +27,29 @@ from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_de
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
+from mingpt_ddp.storage.urls import check_url
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from mingpt_ddp.tasks.task import Task
 
 
 @dataclass(frozen=True)
 class EvaluateConfig:
     """The keys of the command line, as the usage above describes them."""
 
-    snapshot: str
+    snapshot: list[str]
     step: int | Literal["newest", "best"] = "newest"
     split: Literal["val", "test"] = "val"
     data_path: str | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     code: str | None = None
+
+    def __post_init__(self) -> None:
+        for url in self.snapshot:
+            check_url(url, "snapshot")
 
 
 def main() -> None:
@@ -53,45 +65,66 @@ def _command(config: EvaluateConfig) -> int:
     return 0
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, float]:
-    """Return the metrics by name. A collective of all ranks that a launcher has started.
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """Return the metrics by name; of an ensemble also the loss of each of its `runs`.
+
+    A collective of all ranks that a launcher has started.
 
     Raises:
-        SnapshotError: there is no snapshot, or no model can be built from it.
+        SnapshotError: there is no snapshot, no model can be built from it, or the snapshots do not fit each other.
         DataError: the data is not there, has changed, or has characters that the model does not know.
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.inference.ensemble import Ensemble, check_same_outputs
     from mingpt_ddp.snapshots.load import load
-    from mingpt_ddp.snapshots.load_model import build_around
-    from mingpt_ddp.snapshots.state_dict import load_model_state
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluate import Evaluator
 
     if config.code is not None:
         run_file(Path(config.code), "code")
-    snapshot = load(config.snapshot, ("model",), config.step)
-    run_config = _run_config(config, snapshot.state)
+    snapshots = {url: load(url, ("model",), config.step) for url in config.snapshot}
+    states, (first, *others) = {url: snapshot.state for url, snapshot in snapshots.items()}, snapshots
+    run_config = _run_config(config, first, states[first])
+    averages = run_config.task.name in ("language_model", "classification")
+    check(not others or averages, f"task.name={run_config.task.name} has no probabilities to average; give one run")
     runtime = Runtime(run_config, read_env())
     with attribute_errors_to_user_code():
         task = build_task(run_config, runtime.group)
+        data = ("text",) if config.data_path is not None else ()
+        check_same_outputs(states, [key for key in task.state() if key not in data])
         try:
-            task.adopt(snapshot.state, is_other_data=config.data_path is not None)
+            task.adopt(states[first], is_other_data=config.data_path is not None)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise SnapshotError(f"the snapshot of {config.snapshot} has an invalid state: {error}") from error
-        if is_user_defined("task", run_config.task.name):  # it may build the model itself
-            model = task.build_model()
-            load_model_state(model, snapshot.model)
-        else:
-            model = build_around(run_config.model, task.shape, snapshot.model)
-        metrics = Evaluator(task, runtime).run(model.to(runtime.device), config.split)
+            raise SnapshotError(f"the snapshot of {first} has an invalid state: {error}") from error
+        models = {
+            url: _build(task, _run_config(config, url, snapshot.state), snapshot.model).to(runtime.device)
+            for url, snapshot in snapshots.items()
+        }
+        evaluator = Evaluator(task, runtime)
+        found = {url: evaluator.run(model, config.split) or {} for url, model in models.items()}
+        if not found[first]:
+            raise DataError(f"the data of {first} has no {config.split} split")
+        metrics: dict[str, Any] = found[first]
+        if others:
+            runs = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
+            metrics = {**(evaluator.run(Ensemble([*models.values()]), config.split) or {}), "runs": runs}
     runtime.close()
-    if not metrics:
-        raise DataError(f"the data of {config.snapshot} has no {config.split} split")
     return metrics
 
 
-def _run_config(config: EvaluateConfig, state: Any) -> Config:
+def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "nn.Module":
+    from mingpt_ddp.snapshots.load_model import build_around
+    from mingpt_ddp.snapshots.state_dict import load_model_state
+
+    if is_user_defined("task", run_config.task.name):  # it may build the model itself
+        model = task.build_model()
+        load_model_state(model, tensors)
+        return model
+    return build_around(run_config.model, task.shape, tensors)
+
+
+def _run_config(config: EvaluateConfig, url: str, state: Any) -> Config:
     """Return the configuration of the snapshot's run, from an untrusted state, for this machine."""
     try:
         values = {group: dict(keys) for group, keys in state["config"].items()}
@@ -107,9 +140,9 @@ def _run_config(config: EvaluateConfig, state: Any) -> Config:
         return from_mapping(values)
     except NotRegisteredError as error:
         raise SnapshotError(
-            f"the snapshot of {config.snapshot} needs code of yours: {error.args[0]}; name the Python file that "
+            f"the snapshot of {url} needs code of yours: {error.args[0]}; name the Python file that "
             "registers it, if you trust it, as in code=my_project/mine.py"
         ) from error
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = str(error.args[0]) if error.args else type(error).__name__
-        raise SnapshotError(f"the snapshot of {config.snapshot} cannot be evaluated: {message}") from error
+        raise SnapshotError(f"the snapshot of {url} cannot be evaluated: {message}") from error

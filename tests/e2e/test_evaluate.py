@@ -53,6 +53,26 @@ def test_the_metrics_are_those_of_the_run(split, ranks, trained):
     assert set(metrics) == {"loss", "accuracy", "bits_per_char"}
 
 
+def test_an_ensemble(trained):
+    """It is better than the mean of its runs; one of another context length is refused."""
+    settings = [*TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1"]
+    for name, key in (("b", "run.seed=2"), ("c", "data.block_size=8")):
+        done = call([*python_main(), *settings, f"run.name={name}", key], trained)
+        assert done.returncode == 0, done.stdout
+    done = evaluate(trained, "outputs/b")
+    assert done.returncode == 0, done.stderr
+    metrics, runs = json.loads(done.stdout), ["outputs/a", "outputs/b"]
+    losses = [read_result(trained / run)["val_loss"] for run in runs]
+    assert metrics["runs"] == [
+        {"snapshot": run, "loss": pytest.approx(loss, abs=1e-5)} for run, loss in zip(runs, losses, strict=True)
+    ]
+    assert metrics["loss"] < sum(losses) / 2 - 1e-3
+    refused = evaluate(trained, "outputs/c")
+    assert refused.returncode == 2
+    assert "outputs/c cannot be averaged with outputs/a: it has another block_size" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(("text", "split"), [("no", "val"), ("the rest is silence", "val"), ("zyx" * 30, "test")])
 def test_another_text_is_measured_as_a_whole(text, split, trained):
     """Also one that is shorter than a window of training; whichever split is named."""
