@@ -3,46 +3,39 @@
     python -m mingpt_ddp.snapshots list   URL
     python -m mingpt_ddp.snapshots verify URL
     python -m mingpt_ddp.snapshots prune  URL keep_last=2 keep_best=true
-    python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=best format=safetensors
+    python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=best format=hf
 
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
-           also keep those of every keep_every steps, if it is given
+prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss
 follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
-export     write the weights as one model.safetensors and a config.json to a new local directory
+export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
+format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which torch.load reads with
+           weights_only=True; hf: a directory that transformers loads, tokenizer included
 """
 
 import contextlib
 import itertools
-import json
-import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tqdm import tqdm
 
 from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.cli.export import export
 from mingpt_ddp.config.fields import PositiveInt
-from mingpt_ddp.config.schema import MODELS
-from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
-from mingpt_ddp.snapshots.format import MODEL, CorruptSnapshotError, IncompleteSnapshotError, Snapshot, directory_name
-from mingpt_ddp.snapshots.load import Step, find_steps, load, recorded_train_state, step_in
-from mingpt_ddp.snapshots.load_model import read_model_spec
-from mingpt_ddp.snapshots.staging_buffer import encode
+from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
+from mingpt_ddp.snapshots.load import find_steps, recorded_train_state, step_in
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.run_dir import RunDirectory
-from mingpt_ddp.storage.storage import atomic_write, sync_directory
 from mingpt_ddp.storage.urls import open_storage
 
 HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
@@ -58,18 +51,6 @@ class ListConfig:
 class PruneConfig(ListConfig):
     keep_last: PositiveInt
     keep_best: bool = True
-    keep_every: PositiveInt | None = None
-
-
-@dataclass(frozen=True)
-class ExportConfig:
-    url: str
-    to: str  # a local directory that does not exist yet
-    step: Step = "newest"
-    format: Literal["safetensors"] = "safetensors"
-
-    def __post_init__(self) -> None:
-        check(bool(self.to.strip()) and "://" not in self.to, f"to={self.to} must be a new local directory")
 
 
 def main() -> None:
@@ -182,8 +163,7 @@ def prune(config: PruneConfig) -> int:
             if not whole:
                 raise SnapshotError(f"there is no whole snapshot at {store.url}; nothing is deleted")
             best = inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
-            best = best if isinstance(best, int) else None
-            expired = store.expired_steps(config.keep_last, best, whole[0], config.keep_every)
+            expired = store.expired_steps(config.keep_last, best if isinstance(best, int) else None, whole[0])
             for step in expired:
                 echo(f"deleting {store.url}/{directory_name(step)}")
                 store.clear(step)
@@ -218,46 +198,3 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         except RunError as error:
             raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
         yield
-
-
-# export
-
-
-def export(config: ExportConfig) -> int:
-    """Write the weights and their description to a new directory, atomically."""
-    target = Path(config.to)
-    check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")
-    snapshot = load(config.url, ("model",), config.step)
-    files: dict[str, bytes | memoryview] = {MODEL: encode(snapshot.model), "config.json": describe(snapshot)}
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        for name, content in files.items():
-            atomic_write(partial / name, content)
-        os.rename(partial, target)
-        sync_directory(target.parent)
-    except OSError as error:
-        raise RunError(f"cannot write to {config.to}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    echo(f"step {snapshot.step} is in {target}: {', '.join(files)}")
-    return 0
-
-
-def describe(snapshot: Snapshot) -> bytes:
-    """Return the JSON that describes the weights: the model's configuration, for text the character of each token.
-
-    Raises:
-        SnapshotError: the snapshot's state lacks it.
-    """
-    state = snapshot.state
-    values = {"step": snapshot.step, "val_loss": recorded_train_state(state).get("val_loss")}
-    if isinstance(state, dict) and "data" in state:  # another task than a language model
-        config = state.get("config")
-        groups = {name: config.get(name) if isinstance(config, dict) else None for name in ("task", "model")}
-        values |= {**groups, "data": state["data"]}
-    else:
-        spec = read_model_spec(state)
-        if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
-            spec.config()
-        values |= {"model": spec.model, "block_size": spec.block_size, **spec.tokenizer.state()}
-    return (json.dumps(values, indent=1) + "\n").encode()

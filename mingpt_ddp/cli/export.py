@@ -1,0 +1,44 @@
+"""Write the model of a snapshot to a new directory, in a form that other programs read."""
+
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingpt_ddp.cli.arguments import echo
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.snapshots.export import Format, export_files
+from mingpt_ddp.snapshots.load import Step
+from mingpt_ddp.storage.storage import atomic_write, sync_directory
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    url: str
+    to: str  # a local directory that does not exist yet
+    step: Step = "newest"
+    format: Format = "safetensors"
+
+    def __post_init__(self) -> None:
+        check(bool(self.to.strip()) and "://" not in self.to, f"to={self.to} must be a new local directory")
+
+
+def export(config: ExportConfig) -> int:
+    """Write the weights and their description to a new directory, atomically."""
+    target = Path(config.to)
+    check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")
+    step, files = export_files(config.url, config.step, config.format, config.to)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        for name, content in files.items():
+            atomic_write(partial / name, content)
+        os.rename(partial, target)
+        sync_directory(target.parent)
+    except OSError as error:
+        raise RunError(f"cannot write to {config.to}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    echo(f"step {step} is in {target}: {', '.join(files)}")
+    return 0

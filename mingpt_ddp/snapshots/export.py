@@ -1,0 +1,65 @@
+"""Export a snapshot: its weights, what describes them, and a model card, as files by name."""
+
+import io
+import json
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from mingpt_ddp.config.schema import MODELS
+from mingpt_ddp.snapshots.format import MODEL, Snapshot
+from mingpt_ddp.snapshots.load import Step, load, recorded_train_state
+from mingpt_ddp.snapshots.load_model import read_model_spec
+from mingpt_ddp.snapshots.model_card import model_card
+from mingpt_ddp.snapshots.staging_buffer import encode
+from mingpt_ddp.snapshots.transformers_export import transformers_files
+from mingpt_ddp.storage.storage import Content
+
+Format: TypeAlias = Literal["safetensors", "torch", "hf"]
+
+
+def export_files(url: str, step: Step, format: Format, directory: str) -> tuple[int, dict[str, Content]]:
+    """Return the step and the files of an export.
+
+    Args:
+        directory: where they will be, for the model card.
+
+    Raises:
+        SnapshotError: there is no such snapshot, or the format cannot hold its model.
+    """
+    snapshot = load(url, ("model",), step)
+    files = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}[format](snapshot)
+    files["README.md"] = model_card(snapshot, url, format, directory)
+    return snapshot.step, files
+
+
+def _safetensors(snapshot: Snapshot) -> dict[str, Content]:
+    return {
+        MODEL: encode(snapshot.model),
+        "config.json": (json.dumps(describe(snapshot), indent=1) + "\n").encode(),
+    }
+
+
+def _torch(snapshot: Snapshot) -> dict[str, Content]:
+    """Save tensors and plain values only, which torch.load reads with weights_only=True."""
+    buffer = io.BytesIO()
+    torch.save({**describe(snapshot), "state_dict": snapshot.model}, buffer)
+    return {"model.pt": buffer.getbuffer()}
+
+
+def describe(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the description of the weights: the model's configuration, for text the character of each token.
+
+    Raises:
+        SnapshotError: the snapshot's state lacks it.
+    """
+    state = snapshot.state
+    values = {"step": snapshot.step, "val_loss": recorded_train_state(state).get("val_loss")}
+    if isinstance(state, dict) and "data" in state:  # another task than a language model
+        config = state.get("config")
+        groups = {name: config.get(name) if isinstance(config, dict) else None for name in ("task", "model")}
+        return {**values, **groups, "data": state["data"]}
+    spec = read_model_spec(state)
+    if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
+        spec.config()
+    return {**values, "model": spec.model, "block_size": spec.block_size, **spec.tokenizer.state()}
