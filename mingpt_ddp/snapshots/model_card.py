@@ -60,6 +60,7 @@ def model_card(snapshot: Snapshot, url: str, form: str, directory: str) -> bytes
     parts = [
         f"---\n{FRONT_MATTER.get(form, '')}tags: [mingpt_ddp]\n---",
         "# A model trained with mingpt_ddp",
+        "## Load it",
         _block(_loading(form, values, state.get("vocabulary"), directory)),
         "## Figures",
         "Losses are mean cross-entropy in nats.",

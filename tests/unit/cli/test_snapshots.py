@@ -20,7 +20,6 @@ from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease
@@ -267,68 +266,6 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
     assert store.steps() == [8] and OWNER not in store.storage.list()
 
 
-# export
-
-
-def test_export_joins_the_shards(run, config, call, tmp_path, monkeypatch):
-    monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
-    store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(config, 4)
-    commit(store, whole, writers=2)
-    code, out, err = call("export", run, f"to={tmp_path}/out")
-    assert (code, err) == (0, "") and out.startswith("step 4 is in")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", MODEL]
-    tensors = decode((tmp_path / "out" / MODEL).read_bytes())
-    assert tensors.keys() == whole.model.keys()
-    assert all(torch.equal(tensors[name], whole.model[name]) for name in tensors)
-    described = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert described["vocabulary"] == VOCABULARY and described["model"]["n_embd"] == 12
-    assert (described["step"], described["block_size"], described["val_loss"]) == (4, 8, 2.25)
-
-
-def test_export_of_a_step(run, config, call, tmp_path):
-    store = filled(run, config, 4, 8)
-    assert call("export", run, f"to={tmp_path}/a", "step=4")[0] == 0
-    assert call("export", f"{run}/snapshots/step_00000004", f"to={tmp_path}/b")[0] == 0
-    assert call("export", run, f"to={tmp_path}/c")[0] == 0
-    a, b, c = ((tmp_path / name / MODEL).read_bytes() for name in "abc")
-    assert a == b != c
-    flip_bit(store, 4)
-    code, _, err = call("export", run, f"to={tmp_path}/d", "step=4")
-    assert code == 2 and "cannot be used: model.safetensors has other content" in err
-    assert "no snapshot of step 5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
-    assert not (tmp_path / "d").exists()
-
-
-def test_export_of_the_best(run, config, call, tmp_path):
-    """It is step 4 in all of them."""
-    store = filled(run, config, 2, 4, 8)
-    assert call("export", run, f"to={tmp_path}/a", "step=best")[1].startswith("step 4 is in")
-    assert call("export", run, f"to={tmp_path}/b", "--step", "newest")[1].startswith("step 8 is in")
-    store.clear(4)
-    code, _, err = call("export", run, f"to={tmp_path}/c", "step=best")
-    assert code == 2
-    assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
-
-
-def test_export_overwrites_nothing_and_leaves_no_partial_file(run, config, call, tmp_path, monkeypatch):
-    filled(run, config, 4)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("there", "link"):
-        code, _, err = call("export", run, f"to={tmp_path / name}")
-        assert code == 2 and "already exists" in err
-    before = sorted(tmp_path.iterdir())
-
-    def full(path, content):
-        path.parent.mkdir(exist_ok=True)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tool, "atomic_write", full)
-    code, _, err = call("export", run, f"to={tmp_path}/new")
-    assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
-    assert sorted(tmp_path.iterdir()) == before
-
-
 # Arguments
 
 
@@ -355,7 +292,7 @@ def test_export_overwrites_nothing_and_leaves_no_partial_file(run, config, call,
             "config error: somewhere is not of the form key=value; the keys are to, step, format",
         ),
         (["export", "x", "to=y", "step=last"], "config error: step='last' must be a whole number or newest or best"),
-        (["export", "x", "to=y", "format=hf"], "config error: format='hf' must be one of safetensors"),
+        (["export", "x", "to=y", "format=zip"], "config error: format='zip' must be one of safetensors"),
         (["export", "\x1b[2J", "to=y"], r"snapshot error: there is no whole snapshot at \x1b[2J;"),
     ],
 )

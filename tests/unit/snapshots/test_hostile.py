@@ -20,8 +20,9 @@ from hydra import compose, initialize_config_dir
 from tasks import text_task
 
 from mingpt_ddp.cli import sample as sample_module
+from mingpt_ddp.cli.export import ExportConfig, export
 from mingpt_ddp.cli.sample import SampleConfig, sample
-from mingpt_ddp.cli.snapshots import ExportConfig, export, inspect, verify_step
+from mingpt_ddp.cli.snapshots import inspect, verify_step
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import DataError, SnapshotError, printable

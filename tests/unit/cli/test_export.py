@@ -1,0 +1,204 @@
+"""python -m mingpt_ddp.snapshots export: the files, their atomic write, the model card."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from snapshot_helpers import commit
+from tools import call_tool
+
+from mingpt_ddp.cli import export as export_module
+from mingpt_ddp.cli import snapshots as tool
+from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.models import build_model
+from mingpt_ddp.snapshots import format as format_module
+from mingpt_ddp.snapshots.format import MODEL, Snapshot, directory_name
+from mingpt_ddp.snapshots.staging_buffer import decode
+from mingpt_ddp.snapshots.state_dict import model_state
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+VOCABULARY = "\n abc"
+SHA256 = "5e" * 32
+
+
+@pytest.fixture(params=["file", "memory"])
+def run(request, tmp_path):
+    """The URL of a run directory."""
+    return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    return call_tool(tool, monkeypatch, capsys)
+
+
+def snapshot(step: int, *overrides: str, **state: Any) -> Snapshot:
+    """Make a snapshot of a small model; `state` replaces parts of its state.json."""
+    small = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        config = from_mapping(to_plain(compose("config", [*small, *overrides])))
+    torch.manual_seed(step)
+    model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
+    train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "val_metrics": {"accuracy": 0.5}}
+    text = {"sha256": SHA256, "length": 100}
+    written = {"config": config.to_dict(), "vocabulary": VOCABULARY, "text": text, "train_state": train_state}
+    return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, {**written, **state})
+
+
+def filled(run: str, *snapshots: Snapshot) -> SnapshotStore:
+    store = SnapshotStore(f"{run}/snapshots")
+    for each in snapshots:
+        commit(store, each)
+    return store
+
+
+def test_shards_are_joined(run, call, tmp_path, monkeypatch):
+    monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
+    store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(4)
+    commit(store, whole, writers=2)
+    code, out, err = call("export", run, f"to={tmp_path}/out")
+    assert (code, err) == (0, "") and out.startswith("step 4 is in")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "config.json", MODEL]
+    tensors = decode((tmp_path / "out" / MODEL).read_bytes())
+    assert tensors.keys() == whole.model.keys()
+    assert all(torch.equal(tensors[name], whole.model[name]) for name in tensors)
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["vocabulary"] == VOCABULARY and described["model"]["n_embd"] == 12
+    assert (described["step"], described["block_size"], described["val_loss"]) == (4, 8, 2.25)
+
+
+def test_torch_reads_it_without_running_code(tmp_path, call):
+    whole = snapshot(4)
+    filled(str(tmp_path / "run"), whole)
+    assert call("export", tmp_path / "run", f"to={tmp_path}/out", "format=torch")[0] == 0
+    saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    assert saved["state_dict"].keys() == whole.model.keys()
+    assert all(torch.equal(saved["state_dict"][name], whole.model[name]) for name in whole.model)
+    assert (saved["step"], saved["block_size"], saved["vocabulary"]) == (4, 8, VOCABULARY)
+    assert saved["model"] == whole.state["config"]["model"]
+
+
+def test_a_step(run, call, tmp_path):
+    store = filled(run, snapshot(4), snapshot(8))
+    assert call("export", run, f"to={tmp_path}/a", "step=4")[0] == 0
+    assert call("export", f"{run}/snapshots/step_00000004", f"to={tmp_path}/b")[0] == 0
+    assert call("export", run, f"to={tmp_path}/c")[0] == 0
+    a, b, c = ((tmp_path / name / MODEL).read_bytes() for name in "abc")
+    assert a == b != c
+    path = f"{directory_name(4)}/{MODEL}"
+    content = store.storage.read(path)
+    store.storage.write(path, content[:-1] + bytes([content[-1] ^ 1]))
+    code, _, err = call("export", run, f"to={tmp_path}/d", "step=4")
+    assert code == 2 and "cannot be used: model.safetensors has other content" in err
+    assert "no snapshot of step 5" in call("export", run, f"to={tmp_path}/d", "step=5")[2]
+    assert not (tmp_path / "d").exists()
+
+
+def test_the_best(run, call, tmp_path):
+    """It is step 4 in all of them."""
+    store = filled(run, *map(snapshot, (2, 4, 8)))
+    assert call("export", run, f"to={tmp_path}/a", "step=best")[1].startswith("step 4 is in")
+    assert call("export", run, f"to={tmp_path}/b", "--step", "newest")[1].startswith("step 8 is in")
+    store.clear(4)
+    code, _, err = call("export", run, f"to={tmp_path}/c", "step=best")
+    assert code == 2
+    assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
+
+
+def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, monkeypatch):
+    filled(run, snapshot(4))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("there", "link"):
+        code, _, err = call("export", run, f"to={tmp_path / name}")
+        assert code == 2 and "already exists" in err
+    before = sorted(tmp_path.iterdir())
+
+    def full(path, content):
+        path.parent.mkdir(exist_ok=True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_module, "atomic_write", full)
+    code, _, err = call("export", run, f"to={tmp_path}/new")
+    assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# The model card
+
+
+def blocks(card: str) -> list[list[str]]:
+    """Return the lines of the card's indented blocks."""
+    parts = [part.split("\n") for part in card.rstrip().split("\n\n") if part.startswith("    ")]
+    assert all(line.startswith("    ") for part in parts for line in part)
+    return [[line[4:] for line in part] for part in parts]
+
+
+def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
+    run, target = tmp_path / "run", tmp_path / "out"
+    filled(str(run), snapshot(4))
+    (run / ".hydra").mkdir()
+    (run / ".hydra" / "overrides.yaml").write_text("- model=gpt_nano\n- data.path=a b.txt\n")
+    for url in (run, run / "snapshots", run / "snapshots" / "step_00000004"):
+        assert call("export", url, f"to={target}")[0] == 0
+        card = (target / "README.md").read_text()
+        target.rename(tmp_path / uuid.uuid4().hex)
+        loading, data, commands, configuration = blocks(card)
+        assert len(loading) == 3 and str(target) in loading[1]
+        assert data == [SHA256]
+        assert commands[0] == "python main.py model=gpt_nano 'data.path=a b.txt'"
+        assert commands[1] == f"python -m mingpt_ddp.snapshots export {url} step=4 to={target} format=safetensors"
+        assert {"model.n_embd=12", 'data.path="builtin:python_docs"', "trainer.max_steps=null"} <= {*configuration}
+        rows = dict(
+            line.strip("| ").split(" | ")
+            for line in card.splitlines()
+            if line.startswith("| ") and "--" not in line and line.strip("| ")
+        )
+        assert rows["val_loss"] == "2.25" and rows["val_accuracy"] == "0.5" and rows["step"] == "4"
+        assert float(rows["bits_per_char"]) == pytest.approx(2.25 / math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "hf"])
+def test_text_of_a_snapshot_stays_text_in_the_card(form, tmp_path, call):
+    """Neither Markdown nor the front matter reads it, and no password is shown."""
+    honest = snapshot(4)
+    hostile = "x\n---\nlicense: evil\n# Heading\n```\n[a](javascript:b)\u2028| c | \x1b[2J"
+    config = {**honest.state["config"], "run": {"name": hostile, hostile: "s3://me:secret@b/c?token=secret"}}
+    metrics = {"| x |": 1, "loss": 10**400, "y": [1], "z": True}
+    forged = snapshot(
+        4, config=config, train_state={"val_loss": "| 1 |", "val_metrics": metrics}, text={"sha256": hostile}
+    )
+    filled(str(tmp_path / "run"), forged)
+    (tmp_path / "run" / ".hydra").mkdir()
+    overrides = json.dumps([hostile, "data.path=https://u:secret@h/x?sig=secret"])
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(overrides)
+    code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}")
+    assert (code, err) == (0, "")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "secret" not in card
+    _, front, rest = card.split("---\n", 2)
+    assert {*yaml.safe_load(front)} <= {"library_name", "pipeline_tag", "tags"}
+    plain = [line for line in rest.splitlines() if not line.startswith("    ")]
+    assert not any("Heading" in line or "evil" in line or "javascript" in line for line in plain)
+    assert [line for line in plain if line.startswith("| ")][1:] == [
+        "| step | 4 |",
+        f"| parameters | {sum(t.numel() for t in forged.model.values())} |",
+    ]
+    assert len(blocks(rest)) == 4
+
+
+def test_a_run_directory_without_a_readable_command(tmp_path, call):
+    filled(str(tmp_path / "run"), snapshot(4))
+    (tmp_path / "run" / ".hydra").mkdir()
+    for number, content in enumerate(("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x" * 40_000)):
+        (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(content)
+        assert call("export", tmp_path / "run", f"to={tmp_path}/{number}")[0] == 0
+        assert "main.py" not in (tmp_path / str(number) / "README.md").read_text()
