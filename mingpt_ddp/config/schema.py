@@ -136,6 +136,9 @@ class TrainerConfig:
     prune: Literal["none", "median"] = neutral("none", "median: stop a sweep's jobs that do worse than most")
     prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
     activation_checkpointing: bool = neutral(False, "recompute activations: less memory, a third more time")
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
+        None, "decay per step of an average of the weights, which is evaluated, sampled and exported; null: none"
+    )
     patience: PositiveInt | None = neutral(None, "stop after this many without a lower loss", "evaluations")
     min_delta: NonNegativeFloat = neutral(0.0, "patience: a loss is lower if it is so by more than this", "nats")
 

@@ -4,6 +4,7 @@ A snapshot is a directory `step_00001000` of
 
     model.safetensors      parameters and buffers        (state_dict.py)
     optimizer.safetensors  the optimizer's state         (state_dict.py)
+    ema.safetensors        the average of the weights and the buffers, if trainer.ema is set
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
@@ -19,7 +20,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor
@@ -31,7 +32,8 @@ Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256"
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 KINDS = ("model", "optimizer")
-OUR_KINDS = (*KINDS, "state", "manifest")
+TENSOR_KINDS = (*KINDS, "ema")  # ema: only with trainer.ema
+OUR_KINDS = (*TENSOR_KINDS, "state", "manifest")
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
@@ -56,6 +58,7 @@ class Snapshot:
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
     state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
+    ema: dict[str, Tensor] = field(default_factory=dict)  # as model, if it was read
     index: Any = None  # where the tensors are, if they have not been read: see pieces.py
 
 
@@ -135,7 +138,8 @@ def decode_manifest(content: bytes, step: int) -> Files:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
     shards = max(1, sum(kind_of(name) == KINDS[0] for name in files))
-    ours = {STATE, *(shard_name(kind, i, shards) for kind in KINDS for i in range(shards))}
+    kinds = TENSOR_KINDS if any(kind_of(name) == "ema" for name in files) else KINDS
+    ours = {STATE, *(shard_name(kind, i, shards) for kind in kinds for i in range(shards))}
     # Files of later versions: no path separators, and no name that collides with ours.
     known = all(re.fullmatch(r"[a-z0-9_]+\.[a-z]+", n) and kind_of(n) not in OUR_KINDS for n in files.keys() - ours)
     if not (valid and known and ours <= files.keys()) or files[STATE]["bytes"] > MAX_STATE_BYTES:

@@ -22,7 +22,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
-from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_name, shard_tensors
+from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, shard_name, shard_tensors
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.pieces import own_parts
 from mingpt_ddp.snapshots.shard_reader import ShardReader
@@ -46,6 +46,7 @@ class SnapshotManager:
         """
         self.config, self.runtime = config, runtime
         self.stores, self.directory = stores, directory
+        self._kinds = KINDS if config.trainer.ema is None else TENSOR_KINDS
         self.last_step: int | None = None  # of the newest snapshot that is committed
         self.durable_s: float | None = None  # from the start of the last save to its commit
         self._failures = 0  # in a row
@@ -78,7 +79,7 @@ class SnapshotManager:
             if source := self.config.run.source:
                 if found is not None:
                     log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
-                found = found or load(source, whole=whole)
+                found = found or load(source, self._kinds, whole=whole)
             if found is None:
                 return None
             check(found.step, found.state)
@@ -89,10 +90,11 @@ class SnapshotManager:
             return None
         self.last_step = meta["step"] if meta["own"] else None
         if not whole:
-            return Snapshot(meta["step"], {}, {}, meta["state"], self._broadcast_json(found and found.index))
+            return Snapshot(meta["step"], {}, {}, meta["state"], index=self._broadcast_json(found and found.index))
         model = self.runtime.group.broadcast_tensors(found.model if found else None)
         optimizer = self.runtime.group.broadcast_tensors(found.optimizer if found else None)
-        return Snapshot(meta["step"], model, optimizer, meta["state"])
+        ema = self.runtime.group.broadcast_tensors(found.ema if found else None)
+        return Snapshot(meta["step"], model, optimizer, meta["state"], ema)
 
     def _broadcast_json(self, value: Any) -> Any:
         """Return rank zero's value on every rank; an all_gather would hold it once per rank."""
@@ -105,13 +107,14 @@ class SnapshotManager:
         if snapshot.index is not None:
             return ShardReader(self.runtime).read(snapshot, model, optimizer)
         split = self.runtime.strategy.split_tensors
-        return replace(snapshot, model=split(snapshot.model, model), optimizer=split(snapshot.optimizer, model))
+        tensors: dict[str, Any] = {kind: split(getattr(snapshot, kind), model) for kind in TENSOR_KINDS}
+        return replace(snapshot, **tensors)
 
     def _newest_of_each_store(self, whole: bool) -> list[Snapshot]:
         found, errors = [], []
         for store in stores_of_run(self.stores, self.directory):
             try:
-                found.append(store.read_latest(whole=whole))
+                found.append(store.read_latest(self._kinds, whole))
             except SnapshotError as error:  # all its snapshots are damaged
                 errors.append(error)
         if errors and not any(found):
@@ -129,7 +132,7 @@ class SnapshotManager:
 
         Args:
             state: the content of state.json.
-            tensors: by kind (model, optimizer) and name; they must not change until `wait_for_staging` returns.
+            tensors: by kind (model, optimizer, ema) and name; they must not change until `wait_for_staging` returns.
             best_step: of the snapshot that snapshot.keep_best keeps.
         """
         assert self._save is None

@@ -34,16 +34,15 @@ class ShardReader:
             StorageUnavailableError: a rank cannot read it.
         """
         likes: dict[str, Tensor] = {**parameters_by_name(model, optimizer)}
-        weights: dict[str, Tensor] | None = None
+        weights: list[dict[str, Tensor] | None] = [None, None]
         with self.group.raise_everywhere(UserError, io=False):
             state = self._read(snapshot, "optimizer", likes)
-            if self.strategy.shards_model:
-                weights = self._read(snapshot, "model", model.state_dict())
-            else:
-                weights = self.group.env.call_on_rank_zero(partial(self._read, snapshot, "model", model.state_dict()))
+            for i, kind in enumerate(("model", "ema")):
+                read = partial(self._read, snapshot, kind, model.state_dict())
+                weights[i] = read() if self.strategy.shards_model else self.group.env.call_on_rank_zero(read)
         if not self.strategy.shards_model:
-            weights = self.group.broadcast_tensors(weights)
-        return replace(snapshot, model=weights or {}, optimizer=state, index=None)
+            weights = [self.group.broadcast_tensors(named) for named in weights]
+        return replace(snapshot, model=weights[0] or {}, optimizer=state, ema=weights[1] or {}, index=None)
 
     def _read(self, snapshot: Snapshot, kind: str, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a kind that this rank needs, by name.

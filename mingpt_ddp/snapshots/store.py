@@ -104,7 +104,8 @@ class SnapshotStore:
         """Read the manifest and compare the file sizes; every reader starts here.
 
         Args:
-            kinds: of the tensors; only their files and the state are returned. None: all files.
+            kinds: of the tensors; only their files and the state are returned. None: all files. The model alone is
+                its averaged weights, if the snapshot has some.
 
         Raises:
             IncompleteSnapshotError: there is no manifest.
@@ -117,6 +118,8 @@ class SnapshotStore:
             raise IncompleteSnapshotError("it was never finished")
         content = b"".join(self._chunks(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)))
         listed = layout.decode_manifest(content, step)
+        if kinds is not None and tuple(kinds) == ("model",) and "ema" in map(layout.kind_of, listed):
+            kinds = ("ema",)
         files = {n: file for n, file in listed.items() if kinds is None or layout.kind_of(n) in ("state", *kinds)}
         with self._pool() as pool:
             for name, size in zip(files, pool.map(partial(self.size, step), files), strict=True):
@@ -136,7 +139,7 @@ class SnapshotStore:
         """Read a snapshot and check every byte that is read against the manifest.
 
         Args:
-            kinds: which tensors to read; the others are left empty.
+            kinds: which tensors to read, see `files`; the others are left empty.
             whole: False checks the tensors in chunks, and returns the index of where they are.
 
         Raises:
@@ -144,13 +147,13 @@ class SnapshotStore:
             StorageUnavailableError: the storage does not respond.
             SnapshotError: another version wrote it, in another format.
         """
-        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.KINDS}
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.TENSOR_KINDS}
         try:
             files, state = self.read_metadata(step, kinds)
             del files[layout.STATE]
             if not whole:
                 self.verify(step)
-                return Snapshot(step, {}, {}, state, self._index(step, files))
+                return Snapshot(step, {}, {}, state, index=self._index(step, files))
             if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
                 raise MemoryError
             with self._pool() as pool:
@@ -167,7 +170,8 @@ class SnapshotStore:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
         except ValueError as error:  # valid digests, but not our file
             raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
-        return Snapshot(step, tensors["model"], tensors["optimizer"], state)
+        weights = tensors["model"] or tensors["ema"]  # the latter if the model alone is read
+        return Snapshot(step, weights, tensors["optimizer"], state, tensors["ema"])
 
     def _index(self, step: int, files: Files) -> dict[str, Any]:
         """Return the URL and, by kind, where each tensor is: JSON values."""
@@ -180,7 +184,9 @@ class SnapshotStore:
 
         with self._pool() as pool:
             headers = dict(zip(files, pool.map(read, files), strict=True))
-        by_kind = {kind: {n: h for n, h in headers.items() if layout.kind_of(n) == kind} for kind in layout.KINDS}
+        by_kind = {
+            kind: {n: h for n, h in headers.items() if layout.kind_of(n) == kind} for kind in layout.TENSOR_KINDS
+        }
         return {"url": self.url, **{kind: make_index(named) for kind, named in by_kind.items()}}
 
     def newest_state(self) -> Snapshot | None:
@@ -235,7 +241,7 @@ class SnapshotStore:
         files = self.files(step)
         for name, file in files.items():
             for number, chunk in enumerate(self._verified_chunks(step, name, file)):
-                if number == 0 and name.startswith(layout.KINDS) and not fits_header(chunk, file["bytes"]):
+                if number == 0 and name.startswith(layout.TENSOR_KINDS) and not fits_header(chunk, file["bytes"]):
                     raise CorruptSnapshotError(f"{name} has another size than its header says")
                 progress(len(chunk))
         return files

@@ -26,6 +26,7 @@ from mingpt_ddp.training.train_step import build_model_and_optimizer
 # Of the newest snapshot, or None: trainer.batch_size and the micro-batch size; its step, or 0; and the URL that
 # run.resume names, if the run has no snapshot of its own.
 RecordedBatch: TypeAlias = tuple[int | None, int | None, int, str | None]
+MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
 
 
@@ -109,6 +110,9 @@ def check_resumes_exactly(runtime: Runtime, task: Task, batch: Any) -> None:
         first = _Trial(runtime, task)
         flops_per_token(first.model)
         state_dict.check_savable(first.model, first.optimizer)
+        coarse = [name for name, p in first.model.named_parameters() if p.dtype.itemsize < MIN_AVERAGED_BYTES]
+        if coarse and config.trainer.ema is not None:
+            raise ConfigError(f"trainer.ema={config.trainer.ema} needs {coarse[0]} in fp32; average it in your model")
         scalars = [name for name, parameter in first.model.named_parameters() if parameter.dim() == 0]
         if scalars and runtime.strategy.shards_model:
             key = f"ddp.strategy={config.ddp.strategy}"

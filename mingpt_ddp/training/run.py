@@ -39,6 +39,7 @@ from mingpt_ddp.training.train_state import Context, TrainState, check_state, ha
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps, sample
 from mingpt_ddp.training.trainer import Trainer
 from mingpt_ddp.training.trial_pruning import MedianPruner
+from mingpt_ddp.training.weight_average import WeightAverage
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,8 @@ def run(
 
         model, optimizer = build_model_and_optimizer(runtime, task, runtime.strategy)
         snapshot = snapshot and manager.read_shards(snapshot, model, optimizer)
-        state = restore(snapshot, model, optimizer, runtime.scaler) if snapshot else TrainState()
+        average = WeightAverage(model, config.trainer.ema)
+        state = restore(snapshot, model, optimizer, runtime.scaler, average) if snapshot else TrainState()
         evaluator = Evaluator(task, runtime)
         log_start(runtime, task, model, directory, range(state.step, steps))
 
@@ -97,12 +99,13 @@ def run(
             status = RunStatus.COMPLETE
             if previous:
                 warn_of_unused_changes(previous, config)
-            if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
-                state.val_metrics = evaluator.run(model, "val") or {}
-                state.val_loss = state.val_metrics["loss"]
-            if text := sample(runtime, task, model, state.step):
-                log.info("a sample:\n%s\n", text)
-            test_metrics = evaluator.run(model, "test") or {}
+            with average.applied():
+                if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
+                    state.val_metrics = evaluator.run(model, "val") or {}
+                    state.val_loss = state.val_metrics["loss"]
+                if text := sample(runtime, task, model, state.step):
+                    log.info("a sample:\n%s\n", text)
+                test_metrics = evaluator.run(model, "test") or {}
         else:
             if owner and snapshot:
                 log_changes(snapshot, config, runtime, loader.steps_per_epoch)
@@ -115,7 +118,8 @@ def run(
             state.wasted_seconds += undone + time.monotonic() - started_at
             train_step = TrainStep(runtime, task, loader, plan, model, optimizer)
             metrics = MetricsProcessor(runtime, task, loader, model, range(state.step, steps), started_at)
-            context = Context(config, runtime, state, metrics, MedianPruner(config, runtime, directory), interrupt)
+            pruner = MedianPruner(config, runtime, directory)
+            context = Context(config, runtime, state, metrics, pruner, interrupt, average)
             saves = SaveSchedule(context, manager, train_step)
             trainer = Trainer(context, saves, evaluator)
             if owner:

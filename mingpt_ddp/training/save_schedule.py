@@ -154,7 +154,7 @@ class SaveSchedule:
             return None
         model, optimizer = self.train_step.model, self.train_step.optimizer
         found = self.manager.read_shards(found, model, optimizer)
-        return restore(found, model, optimizer, self.context.runtime.scaler)
+        return restore(found, model, optimizer, self.context.runtime.scaler, self.context.average)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
@@ -186,5 +186,6 @@ class SaveSchedule:
         self._since, self._cost_s = time.monotonic(), 0.0
         model, optimizer = train_step.model, train_step.optimizer
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
+        tensors |= self.context.average.state()
         values = snapshot_state(self.context, train_step.task, train_step.plan.micro_batch_size)
         return state.step, values, tensors, state.best_step

@@ -1,6 +1,7 @@
 """The train state of a run, its form in a snapshot, and the check that a run can resume from a snapshot."""
 
 import contextlib
+import logging
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +20,9 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.tasks.task import Task, recorded_sha256
 from mingpt_ddp.training.trial_pruning import MedianPruner
+from mingpt_ddp.training.weight_average import WeightAverage
+
+log = logging.getLogger(__name__)
 
 NOT_IN_IDENTITY = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")  # its content counts, wherever it comes from
@@ -81,6 +85,7 @@ class Context:
     metrics: MetricsProcessor
     pruner: MedianPruner
     interrupt: SignalHandler
+    average: WeightAverage
 
 
 def snapshot_state(context: Context, task: Task, micro_batch_size: int) -> dict[str, Any]:
@@ -96,8 +101,19 @@ def snapshot_state(context: Context, task: Task, micro_batch_size: int) -> dict[
     }
 
 
-def restore(snapshot: Snapshot, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> TrainState:
+def restore(
+    snapshot: Snapshot,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scaler: GradScaler,
+    average: WeightAverage | None = None,
+) -> TrainState:
     """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
+    if average is not None and average.decay is not None:
+        if not snapshot.ema:
+            log.info("the snapshot has no average of the weights: trainer.ema starts from its weights")
+        load_model_state(model, snapshot.ema or snapshot.model)
+        average.restart()
     load_model_state(model, snapshot.model)
     load_optimizer_state(model, optimizer, snapshot.optimizer)
     if snapshot.state["scaler"]:

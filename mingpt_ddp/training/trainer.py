@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -116,6 +117,7 @@ class Trainer:
         self.anomaly.on_step_accepted(step, flags.loss)
         with self.metrics.norms.measure(step, self.metrics.log_values):
             self._lr = self.train_step.optimizer_step(step)
+        self.context.average.update(step)
         self.metrics.meter.record(losses, grad_norm, self.train_step.data_time_s)
         return flags
 
@@ -210,10 +212,16 @@ class Trainer:
     def _run_evaluator(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if a signal interrupted it, which preempts the run."""
         interrupt = self.context.interrupt
-        metrics = self.evaluator.run(self.train_step.model, split, stop=lambda: interrupt.signal_name is not None)
+        with self._averaged_weights():
+            metrics = self.evaluator.run(self.train_step.model, split, stop=lambda: interrupt.signal_name is not None)
         if metrics is None:
             self._ended = RunStatus.PREEMPTED
         return metrics
+
+    def _averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its averaged weights, if trainer.ema is set."""
+        self.saves.manager.wait_for_staging()  # it would copy them as the weights
+        return self.context.average.applied()
 
     def _maybe_prune(self) -> None:
         """End the job of a sweep if the pruner says so after an evaluation."""
@@ -236,7 +244,8 @@ class Trainer:
     def _log_sample(self) -> None:
         self.context.runtime.group.set_activity("sampling")
         step, train_step = self.state.step, self.train_step
-        text = sample(self.context.runtime, train_step.task, train_step.model, step)
+        with self._averaged_weights():
+            text = sample(self.context.runtime, train_step.task, train_step.model, step)
         self.metrics.log_sample(step, text)
 
     def _log(self) -> None:

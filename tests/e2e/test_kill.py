@@ -13,6 +13,7 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
+SETTINGS += ["trainer.ema=0.9", "trainer.patience=9", "optimizer.weight_decay_schedule=linear"]
 # Slow enough to be killed in mid-run: a step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24"]
 PATHS = {

@@ -100,8 +100,8 @@ def train(
         report["writes"].append([number, current["step"]])
         return files
 
-    def restore(found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Any:
-        state = original_restore(found, model, optimizer, scaler)
+    def restore(found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> Any:
+        state = original_restore(found, model, optimizer, *others)
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         report["restored"] = [found.step, digest(tensors)]
         return state

@@ -30,6 +30,7 @@ STEPS = 12
 # Four micro-batches a step: on three ranks, one of them has two. The loss falls by one in these steps.
 SETTINGS = [*TINY, f"trainer.max_steps={STEPS}", "trainer.micro_batch_size=3", "optimizer.lr=1e-2"]
 SETTINGS += ["optimizer.schedule_steps=12", "model.dropout=0.1", "trainer.sample_every=6", "snapshot.keep_last=9"]
+SETTINGS += ["trainer.ema=0.5"]
 STRATEGIES = {1: ["auto", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"], 3: ["ddp", "manual", "zero1", "fsdp"]}
 STRATEGIES[4] = ["zero1", "fsdp", "hsdp"]
 MUON = ["optimizer=muon", "optimizer.lr=1e-2", "optimizer.schedule_steps=12"]

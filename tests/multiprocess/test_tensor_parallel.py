@@ -111,6 +111,7 @@ def runs(tmp_path_factory) -> Path:
             f"ddp.tensor_parallel={size}",
             "snapshot.every_steps=10",
             "trainer.eval_steps=4",
+            "trainer.ema=0.5",
         ]
         return settings(root, *options)
 
