@@ -173,6 +173,8 @@ def test_the_names_in_state_json(config):
             "consecutive_skips",
         ),
         "skipped_steps",
+        "patience_loss",
+        "evaluations_above",
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
