@@ -34,6 +34,7 @@ from mingpt_ddp.distributed.fork_server import start_server
 from mingpt_ddp.distributed.launcher import train_on_workers
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.metrics.trackers.outboxes import check_installed
 from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
 from mingpt_ddp.storage.urls import check_url
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -138,6 +139,7 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
         config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices)))
     env = read_env(config.ddp.local_workers or 1)
     _check_urls(config)
+    check_installed(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
     from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first

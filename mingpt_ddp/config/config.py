@@ -36,6 +36,7 @@ class Config:
     ddp: schema.DDPConfig
     trainer: schema.TrainerConfig
     snapshot: schema.SnapshotConfig
+    tracker: schema.TrackerConfig
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as YAML and JSON can hold them."""
@@ -137,7 +138,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
-    values = {"task": {}, **values}  # runs of earlier versions are language models
+    values = {"task": {}, "tracker": {}, **values}  # runs of earlier versions are language models without trackers
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 

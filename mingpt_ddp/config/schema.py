@@ -178,6 +178,26 @@ class SnapshotConfig:
         check(len({*urls}) == len(urls), f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig:
+    """Where metrics go besides the log and metrics.jsonl; any number at once (docs/trackers.md)."""
+
+    tensorboard: bool = neutral(False, "event files of every rank; the preset tensorboard is the default")
+    csv: bool = neutral(False, "metrics.csv in the run directory, a row per step")
+    wandb: bool = neutral(False, "Weights & Biases; WANDB_API_KEY, or WANDB_MODE=offline")
+    mlflow: bool = neutral(False, "MLflow, at uri or MLFLOW_TRACKING_URI")
+    trackio: bool = neutral(False, "Trackio, on this machine or at TRACKIO_SERVER_URL")
+    project: str = neutral("mingpt_ddp", "of W&B and Trackio; the experiment of MLflow")
+    entity: str | None = neutral(None, "W&B's user or team; null: its default")
+    uri: str | None = neutral(None, "MLflow's server or database; null: MLFLOW_TRACKING_URI, or MLflow's default")
+
+    def __post_init__(self) -> None:
+        fits = re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)
+        check(bool(fits), f"tracker.project={self.project} must be a name of letters, digits, spaces and . _ / @ -")
+        if self.uri is not None:
+            check_url("tracker.uri", self.uri)
+
+
 # The registered values of ddp.comm_hook; none of them has keys of its own.
 COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16", "ring"), DDPConfig)
 # Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a group without a value.
@@ -203,6 +223,7 @@ GROUPS: dict[str, Selection] = {
     "ddp": ((), {None: DDPConfig}),
     "trainer": ((), {None: TrainerConfig}),
     "snapshot": ((), {None: SnapshotConfig}),
+    "tracker": ((), {None: TrackerConfig}),
 }
 
 

@@ -20,8 +20,28 @@ METRICS = "metrics.jsonl"
 MAX_SIZE, MAX_LINES = 1 << 28, 2_000_000  # bytes; lines, which as records take more memory
 KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}  # of records, by tag
 KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/samples_per_s": "samples_per_s", "speed/mfu": "mfu"}
-KEYS |= {"speed/matmul_utilization": "matmul_utilization"}
+KEYS |= {"speed/matmul_utilization": "matmul_utilization", "speed/step_ms": "step_ms", "speed/goodput": "goodput"}
+KEYS |= {"train/epoch": "epoch", "memory/peak_mib": "peak_mib"}
 EVALUATIONS = ("val/", "test/", "train/loss_", "norms/")  # prefixes of tags that a task or model names: val_accuracy
+TAGS = {key: tag for tag, key in KEYS.items()}
+
+
+def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:
+    """Return the record of metrics by tag."""
+    values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
+    values |= {tag.replace("/", "_"): value for tag, value in metrics.items() if tag.startswith(EVALUATIONS)}
+    return {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+
+
+def to_metrics(record: dict[str, Any]) -> dict[str, float]:
+    """Return the finite metrics of a record by tag."""
+    metrics = {}
+    for key, value in record.items():
+        prefix = next((p for p in EVALUATIONS if key.startswith(p.replace("/", "_"))), "")
+        tag = TAGS.get(key) or prefix + key[len(prefix) :]
+        if value is not None and (prefix or key in TAGS):
+            metrics[tag] = value
+    return metrics
 
 
 class JSONLLogger:
@@ -37,9 +57,7 @@ class JSONLLogger:
         self._append({"rollback": round(time.time(), 3), "step": step})
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
-        values |= {tag.replace("/", "_"): value for tag, value in metrics.items() if tag.startswith(EVALUATIONS)}
-        self._append({"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}})
+        self._append(to_record(step, metrics))
 
     def complete(self, step: int, config: Config) -> None:
         self._append({"complete": round(time.time(), 3), "step": step})
@@ -83,6 +101,13 @@ class MetricsHistory:
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of all records that have a finite value."""
         return [(row["step"], float(row[key])) for row in self.rows if row.get(key) is not None]
+
+    def by_step(self) -> dict[int, dict[str, Any]]:
+        """Return one record per step, which has the values of all records of that step."""
+        merged: dict[int, dict[str, Any]] = {}
+        for row in self.rows:
+            merged.setdefault(row["step"], {}).update(row)
+        return merged
 
 
 def read_history(path: Path) -> MetricsHistory:

@@ -3,6 +3,7 @@
 import logging
 import time
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import yaml
@@ -17,12 +18,15 @@ from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
+from mingpt_ddp.metrics.trackers.csv_file import CSVLogger
+from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
+Logger: TypeAlias = TensorBoardLogger | JSONLLogger | CSVLogger | Outbox
 SPLITS = {"val": "validation", "test": "test"}
 
 
@@ -39,11 +43,12 @@ class MetricsProcessor:
             started_at: time.monotonic() when this attempt began.
         """
         self.runtime, self.task, self.steps, self.steps_per_epoch = runtime, task, steps, loader.steps_per_epoch
-        directory = run_directory(task.config)
+        directory, chosen = run_directory(task.config), task.config.tracker
         env = runtime.group.env
-        self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}")
-        jsonl = env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []
-        self.loggers: list[TensorBoardLogger | JSONLLogger] = [self.tensorboard, *jsonl]
+        self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}", chosen.tensorboard)
+        files: list[Logger] = [JSONLLogger(directory / METRICS), *([CSVLogger(directory)] if chosen.csv else [])]
+        self.outboxes: list[Outbox] = []
+        self.loggers: list[Logger] = [self.tensorboard, *(env.call_on_rank_zero(lambda: files) or [])]
         # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
@@ -56,6 +61,16 @@ class MetricsProcessor:
         self._started_at: float | None = started_at  # None once the first step is done
         for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)
+
+    def attach(self, outboxes: list[Outbox]) -> None:
+        """Send all metrics to trackers, too."""
+        self.outboxes = outboxes
+        self.loggers.extend(outboxes)
+
+    def cover(self, step: int | None) -> None:
+        """Let the trackers have the points before `step`, the last one with a durable snapshot."""
+        for outbox in self.outboxes:
+            outbox.cover(step or 0)
 
     def step_done(self) -> None:
         """Advance the progress bar by one step."""

@@ -26,10 +26,10 @@ def _unless_failed(
     @functools.wraps(write)
     def call(self: "TensorBoardLogger", *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            if not self._has_failed:
+            if not self._is_off:
                 write(self, *args, **kwargs)
         except OSError as error:
-            self._has_failed = True
+            self._is_off = True
             reason = error.strerror or error
             log.warning("cannot write %s, training continues without it: %s", self._directory, reason)
 
@@ -42,8 +42,8 @@ class TensorBoardLogger:
     If a write fails, for example because the disk is full, training continues without it.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._has_failed = directory, False
+    def __init__(self, directory: Path, is_enabled: bool = True) -> None:
+        self._directory, self._is_off = directory, not is_enabled
         self._writer: SummaryWriter | None = None
 
     def start(self, step: int, world_size: int) -> None:

@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 RESULT = "result.json"
-PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..lease-*.partial", ".hydra/.*.partial")
+PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..*.partial", ".hydra/.*.partial", ".metrics.*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
-WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.jsonl", "tensorboard", "tensorboard/*")
+WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "tensorboard", "tensorboard/*", "wandb")
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import time
+import uuid
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.trackers.outboxes import open_outboxes, send_rest
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -95,6 +98,10 @@ def run(
         previous = recorded_config(directory) if owner else None
         if owner and not (is_complete and previous):
             owner.record_start(config.to_dict(), hydra_files)
+        outboxes = _open_outboxes(config, runtime, directory, state, manager.last_step)
+        for outbox in outboxes:
+            outbox.start(state.step, runtime.group.world_size)
+            resources.callback(outbox.close)
         if is_complete:
             status = RunStatus.COMPLETE
             if previous:
@@ -118,6 +125,7 @@ def run(
             state.wasted_seconds += undone + time.monotonic() - started_at
             train_step = TrainStep(runtime, task, loader, plan, model, optimizer)
             metrics = MetricsProcessor(runtime, task, loader, model, range(state.step, steps), started_at)
+            metrics.attach(outboxes)
             pruner = MedianPruner(config, runtime, directory)
             context = Context(config, runtime, state, metrics, pruner, interrupt, average)
             saves = SaveSchedule(context, manager, train_step)
@@ -128,7 +136,10 @@ def run(
             state, test_metrics = context.state, trainer.test_metrics
 
         if owner:
-            owner.write_result(_result(state, task, loader, status, test_metrics))
+            result = _result(state, task, loader, status, test_metrics)
+            owner.write_result(result)
+            if status is not RunStatus.PREEMPTED:
+                send_rest(outboxes, state.step, result)
             if status is RunStatus.COMPLETE:
                 _log_end(state, task, directory, test_metrics)
     return None if status is RunStatus.PREEMPTED else state.val_loss
@@ -200,6 +211,16 @@ def _lock_directory(
 
     runtime.group.run_on_rank_zero(lock)
     return owner
+
+
+def _open_outboxes(
+    config: Config, runtime: Runtime, directory: Path, state: TrainState, last_saved: int | None
+) -> list[Outbox]:
+    """Return the outboxes of rank zero. A run keeps the id that its own snapshots have recorded."""
+    known = last_saved is not None and state.run_id
+    state.run_id = known or uuid.uuid4().hex[:12]
+    opened = partial(open_outboxes, config, directory, state.run_id, state.step, state.step if known else 0)
+    return runtime.group.env.call_on_rank_zero(opened) or []
 
 
 def _log_end(state: TrainState, task: Task, directory: Path, test_metrics: dict[str, float]) -> None:

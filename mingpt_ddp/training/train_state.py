@@ -53,6 +53,7 @@ class TrainState:
     skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
     patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
     evaluations_above: int = 0  # in a row that did not
+    run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
 
     @property
     def goodput(self) -> float:

@@ -99,6 +99,7 @@ class Trainer:
             self.saves.save(last)
         else:
             self.saves.maybe_save(flags.is_due)
+        self.metrics.cover(self.saves.manager.last_step)
 
     def _train(self, step: int) -> StepFlags | None:
         """Train one step unless it is to be skipped; return None after a rollback."""
@@ -155,6 +156,7 @@ class Trainer:
         left = self.saves.update_wall_time()
         restored.skipped_steps = sorted({*restored.skipped_steps, *left.skipped_steps, step})
         restored.consecutive_skips, restored.world_size = left.consecutive_skips, left.world_size
+        restored.run_id = left.run_id
         restored.wasted_seconds = left.wasted_seconds + left.wall_seconds - restored.wall_seconds
         log.warning("%s: rolled back to the snapshot of step %d, to skip step %d", message, restored.step, step)
         self.context.state = restored

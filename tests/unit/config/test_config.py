@@ -71,7 +71,7 @@ def test_a_limit_on_the_command_line_is_the_only_one(overrides, limits):
 def test_every_folder_of_conf_is_a_known_group():
     """The tests below compose every file; a new folder needs a test of its own."""
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
-    composed_config = {"task", "model", "optimizer", "data", "ddp", "trainer", "snapshot", "experiment"}
+    composed_config = {"task", "model", "optimizer", "data", "ddp", "trainer", "snapshot", "tracker", "experiment"}
     assert folders - {"sweep", "hydra"} == composed_config
 
 
@@ -121,6 +121,13 @@ def test_trainer(name):
 @pytest.mark.parametrize("name", choices("snapshot"))
 def test_snapshot(name):
     assert type(composed(f"snapshot={name}").snapshot) is SnapshotConfig
+
+
+@pytest.mark.parametrize("name", choices("tracker"))
+def test_tracker(name):
+    """Each switches on one; a list switches on several."""
+    assert [key for key, value in vars(composed(f"tracker={name}").tracker).items() if value is True] == [name]
+    assert vars(composed(f"tracker=[csv,{name}]").tracker) == {**vars(composed(f"tracker={name}").tracker), "csv": True}
 
 
 @pytest.mark.parametrize("name", choices("experiment"))

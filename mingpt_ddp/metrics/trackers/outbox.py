@@ -1,0 +1,169 @@
+"""Send the points of a run to a tracker that cannot take points back: each point once, from a thread.
+
+A step is sent once a snapshot of a later step is durable, so that no restart repeats it, or at the end of the run. What
+a killed attempt has logged is read from metrics.jsonl; which steps the run has already, the tracker itself is asked.
+"""
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics, to_record
+from mingpt_ddp.storage.remote import describe, redact
+from mingpt_ddp.storage.storage import atomic_write
+
+log = logging.getLogger(__name__)
+
+Points = list[tuple[int, dict[str, float]]]  # step, and metrics by tag; by step
+MAX_CACHED = 5_000  # steps; more are read from metrics.jsonl when they are due
+BATCH = 200  # steps per call
+LOCAL_S, REMOTE_S = 60.0, 8.0  # how long the end of a run waits for one call, on this machine or over a network
+
+
+class Tracker(Protocol):
+    """A run in the store of a tracker. Any method may raise anything; `connect` is then called again."""
+
+    name: str
+    is_remote: bool
+
+    def load(self) -> None:
+        """Import the library."""
+
+    def connect(self) -> None:
+        """Find the run by its id, or create it; ask which steps it has."""
+
+    def send(self, points: Points) -> None:
+        """Add the points that the run does not have yet."""
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Add the result of the run; return when all points are stored."""
+
+
+class Outbox:
+    """The points of a run on their way to one tracker. Only `join` waits, for seconds, and only at the end."""
+
+    def __init__(self, tracker: Tracker, directory: Path, run_id: str, step: int, covered: int) -> None:
+        """
+        Args:
+            directory: of the run, with metrics.jsonl.
+            run_id: of the run in all trackers.
+            step: steps done; metrics.jsonl has their points.
+            covered: the step of the snapshot that has recorded `run_id`; 0 if there is none yet.
+        """
+        self._tracker, self._history, self._id = tracker, directory / METRICS, run_id
+        self._marker = directory / f".tracked-{tracker.name}"  # the run and its last step, when all is sent
+        self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
+        self._changed = threading.Condition()
+        self._cache: dict[int, dict[str, Any]] = {}  # records by step
+        self._only_in_file: float = step  # for steps up to this one, metrics.jsonl is read
+        self._covered: float = covered  # steps below it will not be repeated
+        self._tried: float = 1  # steps below it have been sent, or their sending has failed
+        self._sent: float = 1
+        self._result: dict[str, Any] = {}
+        self._is_connected, self._has_failed, self._is_closed = False, False, False
+        self._deadline = 0.0  # time.monotonic() until which `join` waits
+
+    # Called by training: a sink of metrics.
+
+    def start(self, step: int, world_size: int) -> None:
+        self._thread.start()
+
+    def rollback(self, step: int) -> None:
+        with self._changed:
+            self._cache = {other: record for other, record in self._cache.items() if other <= step}
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        with self._changed:
+            self._cache.setdefault(step, {}).update(to_record(step, metrics))
+            if len(self._cache) > MAX_CACHED:
+                self._cache, self._only_in_file = {}, step
+
+    def complete(self, step: int, config: Config) -> None:
+        pass
+
+    def cover(self, step: float) -> None:
+        """Send the points before `step`, of which there is a durable snapshot."""
+        with self._changed:
+            self._covered = max(self._covered, step)
+            self._changed.notify()
+
+    def finish(self, step: int, result: dict[str, Any]) -> None:
+        """Send all points and the result, unless a run of the same length has done so."""
+        self._id_and_step = f"{self._id} {step}"
+        with contextlib.suppress(OSError, ValueError):
+            if self._marker.read_text() == self._id_and_step:
+                return
+        self._result, self._deadline = result, time.monotonic() + self._patience
+        self.cover(math.inf)
+
+    def join(self) -> None:
+        """Wait until all is sent, but not for a call that takes longer than it should."""
+        while self._covered == math.inf and self._thread.is_alive() and time.monotonic() < self._deadline:
+            self._thread.join(0.05)
+        if self._covered == math.inf and (self._thread.is_alive() or self._has_failed):
+            log.warning("%s lacks the last points; run the same command again to send them", self._tracker.name)
+
+    def close(self) -> None:
+        """End the thread, after the call in progress."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    # On the thread.
+
+    @property
+    def _patience(self) -> float:
+        return REMOTE_S if self._tracker.is_remote else LOCAL_S
+
+    def _run(self) -> None:
+        while self._tried < math.inf:
+            with self._changed:
+                self._changed.wait_for(lambda: self._covered > self._tried or self._is_closed)
+                if self._is_closed:
+                    return
+                self._tried = self._covered
+            try:
+                self._send(self._tried)
+                self._has_failed = False
+            except (Exception, SystemExit) as error:
+                self._is_connected, self._sent = False, 1
+                self._only_in_file = max(self._only_in_file, self._tried)  # send it all again
+                if not self._has_failed:
+                    reason = redact(describe(error))
+                    log.warning("cannot send to %s, training continues without it: %s", self._tracker.name, reason)
+                self._has_failed = True
+
+    def _send(self, covered: float) -> None:
+        tracker = self._tracker
+        if not self._is_connected:
+            self._deadline = time.monotonic() + LOCAL_S
+            tracker.load()
+            self._deadline = time.monotonic() + self._patience
+            tracker.connect()
+            self._is_connected = True
+        points = self._due(covered)
+        for begin in range(0, len(points), BATCH):
+            self._deadline = time.monotonic() + self._patience
+            tracker.send(points[begin : begin + BATCH])
+        self._sent = covered
+        if covered == math.inf:
+            self._deadline = time.monotonic() + self._patience
+            tracker.finish(self._result)
+            atomic_write(self._marker, self._id_and_step.encode())
+
+    def _due(self, covered: float) -> Points:
+        """Return the points of steps below `covered` that have not been sent; forget them."""
+        records: dict[int, dict[str, Any]] = {}
+        if self._sent <= self._only_in_file:
+            records = read_history(self._history).by_step()
+        with self._changed:
+            for step in [step for step in self._cache if step < covered]:
+                records.setdefault(step, {}).update(self._cache.pop(step))
+        due = sorted(step for step in records if self._sent <= step < covered)
+        points = [(step, to_metrics(records[step])) for step in due]
+        return [(step, metrics) for step, metrics in points if metrics]

@@ -1,0 +1,41 @@
+"""Choose the trackers of a run: one module per tracker, imported when it is used."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.metrics.trackers.mlflow_run import MLflowTracker
+from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.trackers.trackio_run import TrackioTracker
+from mingpt_ddp.metrics.trackers.wandb_run import WandbTracker
+
+TRACKERS: dict[str, type[WandbTracker] | type[MLflowTracker] | type[TrackioTracker]] = {
+    cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
+}
+
+
+def check_installed(config: Config) -> None:
+    """Refuse a tracker whose library is missing.
+
+    Raises:
+        ConfigError: names the tracker and the extra to install.
+    """
+    for name in TRACKERS:
+        is_installed = not getattr(config.tracker, name) or importlib.util.find_spec(name) is not None
+        check(is_installed, f"tracker={name} is not installed; pip install 'mingpt_ddp[{name}]'")
+
+
+def open_outboxes(config: Config, directory: Path, run_id: str, step: int, covered: int) -> list[Outbox]:
+    """Return an outbox per chosen tracker; arguments as of Outbox."""
+    chosen = [cls(config, directory, run_id) for name, cls in TRACKERS.items() if getattr(config.tracker, name)]
+    return [Outbox(tracker, directory, run_id, step, covered) for tracker in chosen]
+
+
+def send_rest(outboxes: list[Outbox], step: int, result: dict[str, Any]) -> None:
+    """Send what is left at the end of a run, at `step`, to all trackers at once."""
+    for outbox in outboxes:
+        outbox.finish(step, result)
+    for outbox in outboxes:
+        outbox.join()

@@ -1,0 +1,46 @@
+"""A run in Trackio."""
+
+import os
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.metrics.trackers.outbox import REMOTE_S, Points
+
+
+class TrackioTracker:
+    """The run is found by its name, which has the id. Trackio says which step comes next."""
+
+    name = "trackio"
+
+    def __init__(self, config: Config, directory: Path, run_id: str) -> None:
+        self._config, self._id = config, run_id
+        self._server = os.environ.get("TRACKIO_SERVER_URL")
+        self.is_remote = bool(self._server or os.environ.get("TRACKIO_SPACE_ID"))
+
+    def load(self) -> None:
+        import trackio
+
+        self._trackio = trackio
+
+    def connect(self) -> None:
+        if self._server:  # trackio.init would take a server that is away for an empty one
+            parts = urlsplit(self._server)
+            urllib.request.urlopen(f"{parts.scheme}://{parts.netloc}{parts.path}", timeout=REMOTE_S).close()
+        project, name = self._config.tracker.project, f"{self._config.run_name()}-{self._id}"
+        config = flatten(self._config.to_dict())
+        self._run = self._trackio.init(
+            project, name, config=config, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+        )
+        self._next = self._run._next_step
+
+    def send(self, points: Points) -> None:
+        for step, metrics in points:
+            if step >= self._next:
+                self._run.log(metrics, step=step)
+                self._next = step + 1
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self._run.finish()

@@ -1,0 +1,64 @@
+"""A run in Weights & Biases."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.metrics.trackers.outbox import Points
+
+
+class WandbTracker:
+    """Online, W&B says which step comes next. Offline, the files of a killed attempt are written again."""
+
+    name = "wandb"
+
+    def __init__(self, config: Config, directory: Path, run_id: str) -> None:
+        self._config, self._directory, self._id = config, directory, run_id
+        self.is_remote = os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled")
+
+    def load(self) -> None:
+        import wandb
+
+        self._wandb = wandb
+
+    def connect(self) -> None:
+        if self.is_remote and not self._wandb.login(prompt=False):
+            raise RunError("there are no credentials; set WANDB_API_KEY, or WANDB_MODE=offline")
+        name = self._config.run_name()
+        settings: dict[str, Any] = {
+            "console": "off",
+            "silent": True,
+            "disable_git": True,
+            "save_code": False,
+            "init_timeout": 30,
+        }
+        self._run = self._wandb.init(
+            id=self._id,
+            resume="allow",
+            project=self._config.tracker.project,
+            entity=self._config.tracker.entity,
+            name=name.rpartition("/")[2],
+            group=name.rpartition("/")[0] or None,
+            dir=str(self._directory),
+            config=flatten(self._config.to_dict()),
+            allow_val_change=True,
+            reinit="create_new",
+            settings=self._wandb.Settings(**settings),
+        )
+        for other in self._directory.glob(f"wandb/offline-run-*-{self._id}") if self._run.offline else ():
+            if other != Path(self._run.dir).parent:
+                shutil.rmtree(other)
+        self._next = self._run.step
+
+    def send(self, points: Points) -> None:
+        for step, metrics in points:
+            if step >= self._next:
+                self._run.log(metrics, step=step)
+                self._next = step + 1
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self._run.summary.update(result)
+        self._run.finish()
