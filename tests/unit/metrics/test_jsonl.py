@@ -40,7 +40,14 @@ def test_one_json_object_a_line(path):
     start, trained, with_utilization, evaluated, complete = map(json.loads, path.read_text().splitlines())
     assert start.pop("start") == pytest.approx(complete.pop("complete"), abs=60)
     assert start == {"step": 0, "world_size": 2}
-    assert trained == {"step": 10, "train_loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 4000.0, "step_ms": 8}
+    assert trained == {
+        "step": 10,
+        "train_loss": 2.5,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "tokens_per_s": 4000.0,
+        "step_ms": 8,
+    }
     assert list(trained) == ["step", "train_loss", "lr", "grad_norm", "tokens_per_s", "step_ms"]
     assert with_utilization == {**trained, "step": 20, "mfu": 0.125, "matmul_utilization": 0.25}
     assert evaluated == {"step": 20, "val_loss": 2.75, "val_bits_per_char": 4.0}
@@ -48,7 +55,13 @@ def test_one_json_object_a_line(path):
 
 
 def test_records_have_the_tags_of_their_metrics():
-    metrics = {"train/loss": 2.5, "train/loss_kl": 0.5, "speed/goodput": 0.9, "val/bits_per_char": 4.0, "test/loss": 3.0}
+    metrics = {
+        "train/loss": 2.5,
+        "train/loss_kl": 0.5,
+        "speed/goodput": 0.9,
+        "val/bits_per_char": 4.0,
+        "test/loss": 3.0,
+    }
     record = jsonl.to_record(10, {**metrics, "train/lr": math.nan, "speed/data_ms": 1.0})
     assert jsonl.to_metrics(record) == metrics
 
