@@ -1,12 +1,14 @@
 """Run the program's commands in forks of a process that has imported torch, which takes most of a short command's time.
 
-All else is as in a new process: arguments, directory, environment, output, exit code. Tests that kill or signal a
-command, or start it by torchrun, start new processes: `launching.Job`.
+All else is as in a new process: arguments, directory, environment, output, exit code, signals. torchrun's agent is
+forked too, but its workers are new processes. The tests of `contract/` start new processes only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -17,6 +19,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +31,10 @@ COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
 COMMANDS += [
     f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives", "again", "plan")
 ]
+COMMANDS += ["torch.distributed.run"]
 PRELOADED = ["mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo", "torch._inductor.config"]
+PRELOADED += ["torch.utils.tensorboard", "torch.distributed.run"]
+SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 
 
 class ForkServer:
@@ -49,17 +58,13 @@ class ForkServer:
         """
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors if separate else output)]
-            request = {"argv": command[1:], "cwd": str(cwd), "env": env, "files": files}
-            assert self._process.stdin and self._process.stdout
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            child = int(self._process.stdout.readline())
+            child = self._fork(command, cwd, env, files)
             waiter = os.pidfd_open(child)
             is_done = bool(select.select([waiter], [], [], timeout)[0])
             os.close(waiter)
             if not is_done:
                 os.killpg(child, signal.SIGKILL)
-            code = int(self._process.stdout.readline())
+            code = self._answer()
             texts = []
             for file in (output, errors):
                 file.seek(0)
@@ -67,6 +72,38 @@ class ForkServer:
         if not is_done:
             raise subprocess.TimeoutExpired(command, timeout, *texts)
         return subprocess.CompletedProcess(command, code, *texts)
+
+    def start(self, command: list[str], cwd: Path, env: dict[str, str], output: Path) -> Child:
+        """Start `python ...` as a child of this process."""
+        prctl = ctypes.CDLL(None).prctl
+        prctl(SUBREAPER, 1)
+        try:
+            child = self._fork(command, cwd, env, [str(output)] * 2, orphan=True)
+            self._answer()  # its parent has exited: now this process is
+        finally:
+            prctl(SUBREAPER, 0)
+        return Child(command, child)
+
+    def _fork(self, command: list[str], cwd: Path, env: dict[str, str], files: list[str], orphan: bool = False) -> int:
+        """Return the process id of the command."""
+        request = {"argv": command[1:], "cwd": str(cwd), "env": env, "files": files, "orphan": orphan}
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> int:
+        assert self._process.stdout
+        return int(self._process.stdout.readline())
+
+
+class Child(subprocess.Popen[str]):
+    """A child that `subprocess` has not started."""
+
+    def __init__(self, args: list[str], pid: int) -> None:
+        self.args, self.pid, self.returncode = args, pid, None
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
 @functools.cache
@@ -76,7 +113,17 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
     Args:
         imported: the variables that Python or torch read when they are loaded.
     """
-    return ForkServer({**os.environ, **dict(imported)})
+    return ForkServer({**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **dict(imported)})
+
+
+def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
+    """Return the server that can fork a command, if it is one of the program's."""
+    name = command[2] if command[1:2] == ["-m"] else command[1]
+    if command[0] != sys.executable or name not in COMMANDS or env.get("PYTHONPATH", str(ROOT)) != str(ROOT):
+        return None
+    imported = {key: value for key, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)}
+    imported.pop("PYTHONPATH", None)
+    return server_for(tuple(sorted(imported.items())))
 
 
 def run_command(
@@ -87,27 +134,58 @@ def run_command(
     Args:
         separate: standard error is not in `stdout`, but in `stderr`.
     """
-    name = command[2] if command[1:2] == ["-m"] else command[1]
-    if command[0] == sys.executable and name in COMMANDS and env.get("PYTHONPATH", str(ROOT)) == str(ROOT):
-        imported = {key: value for key, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)}
-        imported.pop("PYTHONPATH", None)
-        return server_for(tuple(sorted(imported.items()))).run(command, cwd, env, timeout, separate)
+    if server := server_of(command, env):
+        return server.run(command, cwd, env, timeout, separate)
     errors = subprocess.PIPE if separate else subprocess.STDOUT
     streams: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
     return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=timeout, **streams)
 
 
+def start_command(command: list[str], cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[Any]:
+    """Start a command in a session of its own, forked if it is one of the program's."""
+    output.touch()
+    if server := server_of(command, env):
+        return server.start(command, cwd, env, output)
+    return start_new_process(command, cwd, env, output)
+
+
+def start_new_process(command: list[str], cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[Any]:
+    """Start a command in a session of its own."""
+    with open(output, "a") as out:
+        return subprocess.Popen(
+            command, cwd=cwd, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+
 def main() -> None:
-    """Serve: read a request a line, fork, print the child's process id, then its exit code."""
+    """Serve: read a request a line, fork, print the child's process id, then its exit code.
+
+    An orphan's parent exits at once, and the exit code is the parent's.
+    """
     sys.path[0] = str(ROOT)
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # the forks share this memory
     for line in sys.stdin:
+        request = json.loads(line)
         if (pid := os.fork()) == 0:
-            run(json.loads(line))
+            if request["orphan"]:
+                make_orphan()
+            run(request)
             return  # like a new process, through the end of the interpreter
-        print(pid, flush=True)
+        if not request["orphan"]:
+            print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def make_orphan() -> None:
+    """Continue in a child of this process, whose id is printed, once this process has exited."""
+    parent = os.getpid()
+    if pid := os.fork():
+        print(pid, flush=True)
+        os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(0.001)
 
 
 def run(request: dict[str, Any]) -> None:
@@ -119,9 +197,11 @@ def run(request: dict[str, Any]) -> None:
     files = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in request["files"]]
     for target, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *files]):
         os.dup2(descriptor, target)
+        os.close(descriptor)
     argv = request["argv"]
     sys.orig_argv = [sys.executable, *argv]
     tempfile.tempdir = None
+    util.spawnv_passfds = spawn
     if argv[0] == "-m":
         sys.argv, sys.path[0] = argv[1:], request["cwd"]
         sys.path.insert(1, str(ROOT))
@@ -129,6 +209,34 @@ def run(request: dict[str, Any]) -> None:
     else:
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
         runpy.run_path(argv[0], run_name="__main__")
+
+
+exec_passing = util.spawnv_passfds
+
+
+def spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
+    """Fork the fork server of the workers, which would import what this process has imported."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    if "multiprocessing.forkserver" not in args[-1]:
+        return exec_passing(path, args, passed)
+    if pid := os.fork():
+        return pid
+    GlobalHydra.instance().clear()
+    for number in signal.valid_signals() - {signal.SIGINT}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    kept = sorted({0, 1, 2, *passed})
+    for first, last in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+        os.closerange(first + 1, last)
+    util.spawnv_passfds = exec_passing
+    forkserver._forkserver.__init__()
+    resource_tracker._resource_tracker.__init__()
+    sys.path[0] = ""
+    try:
+        exec(args[-1])
+    finally:
+        os._exit(0)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from forked import ROOT, run_command
+from forked import ROOT, run_command, start_command, start_new_process
 
 # fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third digit of a loss.
 TINY = [
@@ -57,23 +57,15 @@ class Job:
     """A launch in the background, with helpers to inspect it and to kill parts of it."""
 
     started: ClassVar[list[Job]] = []
+    start = staticmethod(start_command)
 
     def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
-        self.output = cwd / f"output-{time.monotonic_ns()}.txt"
-        with open(self.output, "w") as out:
-            self.process = subprocess.Popen(
-                command,
-                cwd=cwd,
-                env=environment(cwd, **extra),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        self.command, self.output = command, cwd / f"output-{time.monotonic_ns()}.txt"
+        self.process = self.start(command, cwd, environment(cwd, **extra), self.output)
         self.started.append(self)
 
     def workers(self) -> list[int]:
-        return workers(self.process.pid)
+        return workers(self.process.pid, "torch.distributed.run" in self.command)
 
     def kill_worker(self, index: int) -> None:
         os.kill(self.workers()[index], signal.SIGKILL)
@@ -102,6 +94,12 @@ class Job:
         return self.output.read_text()
 
 
+class UnforkedJob(Job):
+    """A launch in a new process, which imports torch itself."""
+
+    start = staticmethod(start_new_process)
+
+
 def children(pid: int) -> list[int]:
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
@@ -109,9 +107,9 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def workers(launcher: int) -> list[int]:
+def workers(launcher: int, is_torchrun: bool) -> list[int]:
     """Return the workers by local rank: those of torchrun, or of `ddp.nproc_per_node`, perhaps below a fork server."""
-    if "torch.distributed" in read(launcher, "cmdline"):
+    if is_torchrun:
         return children(launcher)
     descendants = [child for parent in [launcher, *children(launcher)] for child in children(parent)]
     return [pid for pid in descendants if read(pid, "comm").startswith("rank ")]

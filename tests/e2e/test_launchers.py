@@ -17,6 +17,7 @@ from launching import (
     ROOT,
     TINY,
     Job,
+    UnforkedJob,
     call,
     children,
     committed,
@@ -196,7 +197,7 @@ def process_tree(pid: int) -> list[int]:
 def slow_run(tmp_path):
     """A run of two forked workers, with its own directory for temporary files, whose path is short."""
     with tempfile.TemporaryDirectory(prefix="slow-run-") as directory:
-        job = Job([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=directory)
+        job = UnforkedJob([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=directory)
         job.tmpdir = Path(directory)
         wait_for(lambda: committed(tmp_path / "outputs" / "run"), what="a snapshot")
         yield job
@@ -214,7 +215,7 @@ def test_the_server_that_forks_the_workers_is_killed(slow_run):
 
 
 def test_the_server_is_killed_before_it_forks(tmp_path):
-    job = Job([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
+    job = UnforkedJob([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
     wait_for(lambda: server_of(job) is not None, what="the fork server")
     os.kill(server_of(job), signal.SIGSTOP)  # while it imports torch
     # The launcher blocks signals while it starts workers, and sleeps when it waits for the server.

@@ -24,9 +24,8 @@ from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["mingpt_ddp.training.run", "torch._inductor.config"]
-)  # torch imports the latter eventually
+# torch imports the latter two eventually.
+processes.set_forkserver_preload(["mingpt_ddp.training.run", "torch._inductor.config", "torch.utils.tensorboard"])
 
 
 def configure(*overrides: str) -> dict[str, Any]:
