@@ -18,7 +18,10 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
     """
     store.clear(snapshot.step)
     files = {}
-    for share in shard_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer}, writers):
+    tensors = {"model": snapshot.model, "optimizer": snapshot.optimizer} | (
+        {"ema": snapshot.ema} if snapshot.ema else {}
+    )
+    for share in shard_tensors(tensors, writers):
         files |= store.write_files(snapshot.step, {name: encode(tensors) for name, tensors in share.items()})
     files |= store.write_files(snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()})
     store.write_files(snapshot.step, store.make_manifest(snapshot.step, files))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from tools import call_tool
 
 from mingpt_ddp.cli import export as export_module
 from mingpt_ddp.cli import snapshots as tool
-from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
@@ -40,11 +42,16 @@ def call(monkeypatch, capsys):
     return call_tool(tool, monkeypatch, capsys)
 
 
-def snapshot(step: int, *overrides: str, **state: Any) -> Snapshot:
-    """Make a snapshot of a small model; `state` replaces parts of its state.json."""
+@functools.cache
+def small_config() -> Config:
     small = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_mapping(to_plain(compose("config", [*small, *overrides])))
+        return from_mapping(to_plain(compose("config", small)))
+
+
+def snapshot(step: int, **state: Any) -> Snapshot:
+    """Make a snapshot of a small model; `state` replaces parts of its state.json."""
+    config = small_config()
     torch.manual_seed(step)
     model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
     train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "val_metrics": {"accuracy": 0.5}}
@@ -84,6 +91,20 @@ def test_torch_reads_it_without_running_code(tmp_path, call):
     assert all(torch.equal(saved["state_dict"][name], whole.model[name]) for name in whole.model)
     assert (saved["step"], saved["block_size"], saved["vocabulary"]) == (4, 8, VOCABULARY)
     assert saved["model"] == whole.state["config"]["model"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "hf"])
+def test_averaged_weights_are_preferred(form, tmp_path, call):
+    whole = snapshot(4)
+    ema = {name: tensor + 1 for name, tensor in whole.model.items()}
+    filled(str(tmp_path / "run"), replace(whole, ema=ema))
+    assert call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}")[0] == 0
+    if form == "torch":
+        tensors = torch.load(tmp_path / "out" / "model.pt", weights_only=True)["state_dict"]
+    else:
+        tensors = decode((tmp_path / "out" / MODEL).read_bytes())
+    name = "transformer.wte.weight" if form == "hf" else "token_embedding.weight"
+    assert torch.equal(tensors[name], ema["token_embedding.weight"])
 
 
 def test_a_step(run, call, tmp_path):
