@@ -41,6 +41,10 @@ class RunConfig:
     name: str | None = neutral(None, "a directory below root, or two: group/name; null: derived from the configuration")
     root: str = neutral("outputs", "local directory of all runs")
     resume: str = neutral("auto", "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL")
+    init_from: str | None = key(
+        None, "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: random ones"
+    )
+    init_sha256: str | None = neutral(None, "SHA-256 of these weights; null: any, recorded at the first start")
     seed: NonNegativeInt = key(1337, "determines every random number of the run")
 
     def __post_init__(self) -> None:
@@ -48,6 +52,8 @@ class RunConfig:
         check(bool(fits), f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -")
         check_directory("run.root", self.root)
         check_url("run.resume", self.resume)
+        if self.init_from is not None:
+            check_url("run.init_from", self.init_from)
 
     @property
     def source(self) -> str | None:

@@ -3,6 +3,8 @@
 Nothing else in the package knows what a run learns. docs/your-own-model.md shows how to write one.
 """
 
+from typing import Any
+
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.images import digits, mnist
@@ -19,8 +21,11 @@ BUILDERS["dataset"].update(digits=digits, mnist=mnist, toy=toy)
 BUILDERS["task"].update(language_model=LanguageModel, classification=Classification, regression=Regression)
 
 
-def build_task(config: Config, group: ProcessGroup) -> Task:
+def build_task(config: Config, group: ProcessGroup, state: dict[str, Any] | None = None) -> Task:
     """Build the task that `config` describes. A collective.
+
+    Args:
+        state: of a snapshot whose weights the model will get; see `Task.extend`.
 
     Raises:
         CodeError: the user's builder returned something other than a Task.
@@ -28,4 +33,6 @@ def build_task(config: Config, group: ProcessGroup) -> Task:
     task = BUILDERS["task"][config.task.name](config, group)
     if not isinstance(task, Task):
         raise CodeError(f"the task {config.task.name} must be a mingpt_ddp.tasks.Task, not {type(task).__name__}")
+    if state:
+        task.extend(state)
     return task

@@ -19,7 +19,7 @@ from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.rng import derive_seed
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
@@ -53,6 +53,7 @@ class LanguageModel(Task):
         self.text = EncodedText(**group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
         self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
+        self._ids: Tensor | None = None  # the model's id of each token of the text, where they differ
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
@@ -75,6 +76,21 @@ class LanguageModel(Task):
         text = {"sha256": self.text.sha256, "length": self.text.length}
         return {**self.dataset.tokenizer.state(), "text": text}
 
+    def extend(self, state: dict[str, Any]) -> None:
+        """Take the tokenizer of the snapshot; characters that it lacks are added at its end.
+
+        Raises:
+            ConfigError: the text was encoded by a tokenizer of another kind.
+        """
+        known, own = tokenizer_from_state(state), self.dataset.tokenizer
+        if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
+            known = CharTokenizer(known.vocabulary + "".join(c for c in own.vocabulary if c not in known.index))
+            ids = known.encode(own.vocabulary)
+            self._ids = None if ids == [*range(len(ids))] else torch.tensor(ids)
+        elif known.state() != own.state():
+            raise ConfigError(f"the weights have a {known.name} tokenizer, the text a {own.name} tokenizer")
+        self.dataset.tokenizer, self.shape = known, (known.vocab_size, self.shape[1])
+
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
         """Take the vocabulary of the snapshot; other data is evaluated as a whole.
 
@@ -83,20 +99,27 @@ class LanguageModel(Task):
         """
         super().adopt(state, is_other_data)
         tokenizer = tokenizer_from_state(state)
+        tokenizer.encode(self.dataset.tokenizer.decode([*range(self.shape[0])]))
+        self.extend(state)
         if is_other_data:
-            tokens = np.array(tokenizer.encode(self.dataset.tokenizer.decode([*range(self.shape[0])])), dtype=np.uint32)
             parts = [self.dataset.train, self.dataset.val, self.dataset.test]
-            self.dataset.val = self.dataset.test = tokens[np.concatenate(parts)]
-        self.dataset.tokenizer, self.shape = tokenizer, (tokenizer.vocab_size, self.config.data.block_size)
+            self.dataset.val = self.dataset.test = np.concatenate(parts)
+
+    def _in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        if self._ids is None:
+            return batch
+        self._ids = self._ids.to(batch[0].device)
+        return self._ids[batch[0]], self._ids[batch[1]]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        batch = self._in_ids_of_model(batch)
         if smoothing := getattr(self.config.task, "label_smoothing", 0.0):
             return cross_entropy(model(batch[0]), batch[1], smoothing)
         loss: Tensor = model(*batch)
         return loss
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
-        tokens, targets = batch
+        tokens, targets = self._in_ids_of_model(batch)
         logits = model(tokens)
         correct = (logits.argmax(dim=-1) == targets).sum()
         n = targets.numel()

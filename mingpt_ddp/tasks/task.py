@@ -78,6 +78,13 @@ class Task:
         """Return JSON values that a snapshot keeps: what identifies the data, and what sampling needs."""
         return {"data": {"sha256": self.sha256}}
 
+    def extend(self, state: dict[str, Any]) -> None:
+        """Take from a snapshot what its weights need to keep their meaning; other data may need more of it.
+
+        Args:
+            state: of the snapshot, untrusted.
+        """
+
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
         """Check that a snapshot's model fits the data, to evaluate it.
 

@@ -17,6 +17,7 @@ from mingpt_ddp.errors import CodeError, ConfigError, SnapshotError
 from mingpt_ddp.models import apply_activation_checkpointing, count_parameters, flops_per_token
 from mingpt_ddp.models.placement import blocks_of
 from mingpt_ddp.snapshots import state_dict
+from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import run_directory
@@ -40,11 +41,7 @@ def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch
         SnapshotError: another version wrote it, in another format, or its batch is not one.
         StorageUnavailableError: a store does not respond.
     """
-    own = [store.newest_state() for store in stores_of_run(stores, run_directory(config))]
-    newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
-    source = config.run.source if newest is None else None
-    if source is not None:
-        newest = load(source, kinds=())
+    newest, source = newest_snapshot(config, stores)
     if newest is None:
         return None, None, 0, None
     try:
@@ -54,6 +51,18 @@ def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch
     except (LookupError, TypeError, ValueError) as error:
         raise SnapshotError(f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]) from error
     return batch, micro, newest.step, source
+
+
+def newest_snapshot(config: Config, stores: list[SnapshotStore]) -> tuple[Snapshot | None, str | None]:
+    """Read the state of the snapshot that the run resumes from, without tensors; raises as `recorded_batch` does.
+
+    Returns:
+        The snapshot, if there is one, and the URL that run.resume names if it is not the run's own.
+    """
+    own = [store.newest_state() for store in stores_of_run(stores, run_directory(config))]
+    newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
+    source = config.run.source if newest is None else None
+    return (newest, None) if source is None else (load(source, kinds=()), source)
 
 
 def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 import uuid
+from collections.abc import Container
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from mingpt_ddp.training.train_state import Context, TrainState, check_state, ha
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps, sample
 from mingpt_ddp.training.trainer import Trainer
 from mingpt_ddp.training.trial_pruning import MedianPruner
+from mingpt_ddp.training.warm_start import WarmStart, warm_start
 from mingpt_ddp.training.weight_average import WeightAverage
 
 log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ def run(
     hydra_files: dict[str, str],
     interrupt: SignalHandler | None = None,
     started_at: float | None = None,
+    typed: Container[str] = (),
 ) -> float | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
@@ -63,6 +66,7 @@ def run(
         hydra_files: content of `.hydra/`, by file name.
         interrupt: handler of the signals that may end the run early; None: no handler.
         started_at: time.monotonic() when this attempt began; None: when the process did.
+        typed: the keys that the command line sets.
 
     Returns:
         The last validation loss, or None if a signal ended the run early.
@@ -72,11 +76,12 @@ def run(
     directory = run_directory(config)
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
     recorded = runtime.group.run_on_rank_zero(partial(recorded_batch, config, stores))
-    config = with_batch_size(config, runtime.group.data_size, recorded[0])
-    task = build_task(config, runtime.group)
+    warm = warm_start(config, stores, typed, runtime.group)
+    config = with_batch_size(warm.config if warm else config, runtime.group.data_size, recorded[0])
+    task = build_task(config, runtime.group, warm.state if warm else {})
     loader = task.train_loader(runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
-    _preflight(runtime, task, loader, recorded)  # refuses before anything is written
+    _preflight(runtime, task, loader, recorded, warm)  # refuses before anything is written
 
     with contextlib.ExitStack() as resources:
         resources.callback(loader.close)
@@ -86,7 +91,8 @@ def run(
         manager = SnapshotManager(config, runtime, stores, directory)
         snapshot = manager.load_latest(partial(check_state, task=task))
 
-        model, optimizer = build_model_and_optimizer(runtime, task, runtime.strategy)
+        initialize = partial(warm.load_into, runtime.group) if warm and not snapshot else None
+        model, optimizer = build_model_and_optimizer(runtime, task, runtime.strategy, initialize)
         snapshot = snapshot and manager.read_shards(snapshot, model, optimizer)
         average = WeightAverage(model, config.trainer.ema)
         state = restore(snapshot, model, optimizer, runtime.scaler, average) if snapshot else TrainState()
@@ -166,8 +172,8 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
             raise ConfigError(f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}")
 
 
-def _preflight(runtime: Runtime, task: Task, loader: Loader, recorded: RecordedBatch) -> None:
-    """Check the batch, the snapshot, the memory and the user's code. A collective."""
+def _preflight(runtime: Runtime, task: Task, loader: Loader, recorded: RecordedBatch, warm: WarmStart | None) -> None:
+    """Check the batch, the snapshot, the weights to start from, the memory and the user's code. A collective."""
     config, (_, micro_batch_size, step, source) = task.config, recorded
     is_resumed = step < count_steps(config, loader.steps_per_epoch)
     plan = plan_batches(config, runtime.group.data_size, micro_batch_size if is_resumed else None)
@@ -176,6 +182,8 @@ def _preflight(runtime: Runtime, task: Task, loader: Loader, recorded: RecordedB
         if source is not None:
             snapshot = load(source)
             check_state(snapshot.step, snapshot.state, task)
+        if warm is not None:
+            warm.check(task)
 
     runtime.group.run_on_rank_zero(check_source)
     check_fits(config, runtime, task)

@@ -153,7 +153,7 @@ def check_state(step: int, state: Any, task: Task) -> None:
     if differences:
         advice = "or choose another run.name, or run.resume=never"
         if config.run.source is not None:  # it would continue the training of another run
-            advice = "or leave run.resume out to start from step 0"
+            advice = f"or write run.init_from={config.run.source} to start from its weights alone"
         raise SnapshotError(
             f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
             f"restore them, {advice}"
@@ -164,4 +164,4 @@ def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
     keys += [key for key in numeric_keys(config) if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS]
-    return [*keys, "trainer.batch_size", "optimizer.name", "run.seed"]
+    return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]

@@ -6,6 +6,7 @@ over the ranks.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -34,16 +35,22 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
 
 
 def build_model_and_optimizer(
-    runtime: Runtime, task: Task, strategy: Strategy | None = None
+    runtime: Runtime,
+    task: Task,
+    strategy: Strategy | None = None,
+    initialize: Callable[[nn.Module], None] | None = None,
 ) -> tuple[nn.Module, Optimizer]:
     """Build both, with weights drawn from the seed.
 
     Args:
         strategy: prepares the model for training on all ranks, a collective; None: this rank uses the model alone.
+        initialize: replaces weights of the new model.
     """
     config = task.config
     seed_everything("weights", config.run.seed)
     model = task.build_model()
+    if initialize:
+        initialize(model)
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
     model = strategy.prepare(model) if strategy else split_blocks(model, runtime.devices)

@@ -1,0 +1,152 @@
+"""Read the weights that `run.init_from` names: of a run, a snapshot, an export, or a GPT-2 in Hugging Face's format.
+
+All of it is untrusted: tensors are safetensors, or files that torch.load(weights_only=True) reads; the rest is JSON.
+"""
+
+import contextlib
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.distributed.device import installed_memory
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshots import transformers_import
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json
+from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.load_model import read_model_spec
+from mingpt_ddp.snapshots.staging_buffer import decode
+from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
+
+TORCH_FILES = ("model.pt", "pytorch_model.bin")  # of an export, of Hugging Face
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A model's weights and what a run that starts from them keeps."""
+
+    model: dict[str, Any]  # the group `model` of its configuration, unchecked
+    sizes: tuple[int | None, int | None]  # vocabulary size, tokens of context; None of a task other than text
+    state: dict[str, Any]  # the tokenizer's, as in state.json; {} if there is none
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the names and values, the same for a snapshot and its exports."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors.items()):
+            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def read_initial_weights(url: str) -> InitialWeights:
+    """Read the weights at a URL.
+
+    Raises:
+        SnapshotError: there are none, they are damaged, or no model here can use them.
+        StorageUnavailableError: the storage does not respond.
+    """
+    storage = open_storage(url, "run.init_from")
+    with _one_line(url):
+        names = storage.list()
+        file = next((name for name in (MODEL, *TORCH_FILES) if name in names), None)
+        if file == "model.pt":
+            values = _read_tensors(storage, file)
+            return _of_export(values, values.pop("state_dict"))
+        if file is None or "config.json" not in names:
+            snapshot = load(url, ("model",))
+            return of_state(snapshot.state, snapshot.model)
+        values = load_json(storage.read("config.json", MAX_STATE_BYTES))
+        tensors = _read_tensors(storage, file)
+        if "model_type" not in values:
+            return _of_export(values, tensors)
+        model, sizes = transformers_import.model_values(values)
+        state = transformers_import.tokenizer_state(storage, names)
+        return InitialWeights(model, sizes, state, transformers_import.our_tensors(tensors))
+
+
+def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
+    """Return the weights of a snapshot.
+
+    Args:
+        state: its state.json, untrusted.
+    """
+    if "data" in state:  # of samples
+        return InitialWeights(state["config"]["model"], (None, None), {}, tensors or {})
+    spec = read_model_spec(state)
+    sizes = spec.tokenizer.vocab_size, spec.block_size
+    return InitialWeights(spec.model, sizes, spec.tokenizer.state(), tensors or {})
+
+
+def _of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
+    """Return the weights of a format=safetensors or format=torch export.
+
+    Args:
+        values: its description.
+    """
+    config = {"model": values["model"], "data": {"block_size": values.get("block_size")}}
+    return of_state({**values, "config": config}, tensors)
+
+
+@contextlib.contextmanager
+def _one_line(url: str) -> Iterator[None]:
+    """Report damage, and what has another form than expected, as a SnapshotError."""
+    try:
+        yield
+    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SnapshotError(f"run.init_from={url} cannot be used: {reason}") from error
+
+
+def _read_tensors(storage: Storage, name: str) -> dict[str, Any]:
+    """Read a file of tensors: nothing in it is executed, and it takes no more memory than its size suggests."""
+    size = storage.size(name) or 0
+    if 2 * size > installed_memory():  # as bytes and as tensors
+        raise MemoryError(f"{name} is larger than the memory")
+    content = storage.read(name)
+    if name == MODEL:
+        return decode(content)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > 2 * size:
+                raise ValueError("it is compressed")
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # UnpicklingError names what it refuses to execute
+        raise ValueError(f"{name} is not a file of tensors: {str(error).partition(chr(10))[0]}") from error
+    return dict(found)
+
+
+def check_initial_weights(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]) -> None:
+    """Check that `load_initial_weights` can copy the weights into a model, which may be on the meta device.
+
+    Args:
+        resized: numbers of rows that may differ, as pairs of those of the weights and of the model.
+
+    Raises:
+        SnapshotError: names or shapes differ otherwise.
+    """
+    own = model.state_dict()
+    wrong = sorted(own.keys() ^ tensors.keys())
+    for name in sorted(own.keys() & tensors.keys()):
+        theirs, shape = tuple(tensors[name].shape), tuple(own[name].shape)
+        if theirs != shape and not (theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized):
+            wrong.append(f"{name} {theirs} for {shape}")
+    if wrong:
+        raise SnapshotError(f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}")
+
+
+@torch.no_grad()
+def load_initial_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy weights that have been checked into a model.
+
+    It keeps its own rows for added tokens. Rows for positions beyond its context are dropped.
+    """
+    for name, tensor in model.state_dict().items():
+        rows = slice(len(tensors[name])) if tensor.dim() else ...
+        tensor[rows] = tensors[name][: len(tensor)] if tensor.dim() else tensors[name]

@@ -1,0 +1,94 @@
+"""Read a directory of transformers: the configuration, weights and tokenizer of a GPT-2, or of an export of ours."""
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
+from mingpt_ddp.snapshots.transformers_export import GPT2_NAMES
+from mingpt_ddp.storage.storage import Storage
+
+NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+SIZES = ("n_layer", "n_head", "n_embd")
+ALLOWED = {  # values, the default first, that models/gpt.py computes
+    "model_type": ("gpt2",),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "activation_function": ("gelu_new", *ACTIVATIONS),
+}
+
+
+def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
+    """Return the group `model`, and the vocabulary size and context length, of a config.json.
+
+    Raises:
+        ValueError: it is of a model that architecture gpt cannot compute.
+    """
+    if config["model_type"] == "mingpt_modern":
+        model = {"name": "modern", "architecture": "modern", "dropout": config["dropout"]}
+        model |= {key: config[key] for key in SIZES}
+        return model, (config["vocab_size"], config["block_size"])
+    for key, values in ALLOWED.items():
+        if (value := config.get(key, values[0])) not in values:
+            raise ValueError(f"{key} is {str(value)[:100]}, not {' or '.join(map(str, dict.fromkeys(values)))}")
+    width = config["n_embd"]
+    if config.get("n_inner") not in (None, 4 * width):
+        raise ValueError(f"n_inner is {str(config['n_inner'])[:100]}, not 4 n_embd = {4 * width}")
+    model = {"name": "gpt2", "architecture": "gpt", "bias": True, "dropout": config.get("resid_pdrop", 0.1)}
+    model |= {key: config[key] for key in SIZES}
+    model["activation"] = ACTIVATIONS[config.get("activation_function", "gelu_new")]
+    sizes = config["vocab_size"], config.get("n_positions", 1024)
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"vocab_size and n_positions are {sizes}")
+    return model, sizes
+
+
+def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return GPT-2's weights by our names; its linear layers hold them transposed.
+
+    Raises:
+        ValueError: a name is not one of GPT-2's, or the head is not the embedding.
+    """
+    if "head.weight" in tensors:  # of architecture modern
+        return tensors
+    found = {}
+    for full, tensor in tensors.items():
+        name = full.removeprefix("transformer.")
+        if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name):  # the causal mask
+            continue
+        if name == "lm_head.weight":
+            if not tensor.equal(tensors.get("transformer.wte.weight", tensor)):
+                raise ValueError("lm_head.weight differs from wte.weight; gpt has one matrix for both")
+            continue
+        match = re.fullmatch(r"(h\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
+        if match is None or match[3] not in NAMES:
+            raise ValueError(f"{full[:100]} is not a tensor of GPT-2")
+        block = "" if match[2] is None else f"blocks.{match[2]}."
+        is_linear = match[3].startswith(("attn.", "mlp.")) and match[4] == "weight"
+        found[f"{block}{NAMES[match[3]]}.{match[4]}"] = (tensor.T if is_linear else tensor).float()
+    return found
+
+
+def tokenizer_state(storage: Storage, names: list[str]) -> dict[str, Any]:
+    """Return the tokenizer of the directory as in state.json; {} if there is none.
+
+    Raises:
+        ValueError: it is none of ours.
+    """
+    if "tokenizer.json" not in names:
+        return {}
+    values = load_json(storage.read("tokenizer.json", MAX_STATE_BYTES))
+    model = values["model"]
+    if model["type"] == "WordLevel":  # an export of ours
+        characters = sorted(model["vocab"], key=model["vocab"].__getitem__)
+        if [*map(len, characters)] != [1] * len(characters) or sorted(model["vocab"].values()) != [
+            *range(len(characters))
+        ]:
+            raise ValueError("tokenizer.json has words; character, byte and BPE tokenizers are known")
+        return {"vocabulary": "".join(characters)}
+    raise ValueError(f"tokenizer.json is of the type {str(model['type'])[:100]}")

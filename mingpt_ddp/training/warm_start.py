@@ -1,0 +1,116 @@
+"""Start a run from other weights (`run.init_from`): which ones, with which sizes, and how the model takes them.
+
+Only the first start reads them. A resume takes everything from the run's own snapshot: they may be gone.
+"""
+
+import contextlib
+from collections.abc import Container
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, build_group
+from mingpt_ddp.config.registry import is_user_defined
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.snapshots.initial_weights import (
+    check_initial_weights,
+    load_initial_weights,
+    of_state,
+    read_initial_weights,
+)
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.preflight import newest_snapshot
+
+FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model: may differ from those of the weights
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a run takes from the weights that it starts from, or from its own snapshot if it resumes."""
+
+    config: Config
+    state: dict[str, Any]  # for Task.extend
+    sizes: list[int | None]  # outputs and inputs of the weights
+    tensors: dict[str, Tensor]  # on rank zero at the first start, until they are loaded
+
+    def check(self, task: Task) -> None:
+        """Refuse weights that the model cannot take."""
+        if not self.tensors:  # a resume
+            return
+        is_own = is_user_defined("model", self.config.model.architecture)  # it may not know the meta device
+        with contextlib.nullcontext() if is_own else torch.device("meta"):
+            model = task.build_model()
+        check_initial_weights(model, self.tensors, {*zip(self.sizes, task.shape, strict=True)})
+
+    def load_into(self, group: ProcessGroup, model: nn.Module) -> None:
+        """Give the weights to a new model on every rank. A collective."""
+        load_initial_weights(model, group.broadcast_tensors(self.tensors or None))
+        self.tensors.clear()
+
+
+def warm_start(
+    config: Config, stores: list[SnapshotStore], typed: Container[str], group: ProcessGroup
+) -> WarmStart | None:
+    """Find what the run starts from; None if it starts from random weights. A collective.
+
+    Args:
+        typed: keys that the command line sets. The weights determine all other sizes.
+
+    Raises:
+        SnapshotError: the weights cannot be used, or the run has started from others.
+        ConfigError: a typed size differs from theirs.
+    """
+    if config.run.init_from is None:
+        return None
+    tensors: dict[str, Tensor] = {}
+
+    def find() -> dict[str, Any]:
+        url, recorded = str(config.run.init_from), newest_snapshot(config, stores)[0]
+        if recorded is None:
+            weights = read_initial_weights(url)
+            tensors.update(weights.tensors)
+            sha256 = weights.sha256()
+        else:
+            weights, before = of_state(recorded.state), recorded.state["config"]["run"]
+            sha256 = before.get("init_sha256")
+            if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
+                raise SnapshotError(f"the run has not started from run.init_from={url}; choose another run.name")
+        return {**asdict(replace(weights, tensors={})), "sha256": sha256}
+
+    found = group.run_on_rank_zero(find)
+    config = _with_sizes(config, found, typed)
+    return WarmStart(config, found["state"], found["sizes"], tensors)
+
+
+def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) -> Config:
+    """Return the configuration with the sizes of the weights and their SHA-256; the run keeps its name."""
+    run, own = config.run, config.to_dict()["model"]
+    if run.init_sha256 not in (None, found["sha256"]):
+        raise ConfigError(
+            f"run.init_from={run.init_from} has SHA-256 {found['sha256']}, not run.init_sha256={run.init_sha256}; "
+            "set that to null to use it"
+        )
+    code = {key: own.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
+    model = asdict(build_group("model", {**found["model"], **code}))
+    chosen = {key for key in own if "model" in typed or f"model.{key}" in typed}
+    for key in sorted(chosen - {*FREE}):
+        if own[key] != model.get(key):
+            raise _differs(f"model.{key}", own[key], model.get(key), run.init_from)
+    model |= {key: own[key] for key in chosen & {*FREE}}
+    config = replace(config, run=replace(run, name=config.run_name(), init_sha256=found["sha256"]))
+    config = replace(config, model=build_group("model", model))
+    if isinstance(config.data, DataConfig) and (block_size := found["sizes"][1]) is not None:
+        if "data.block_size" in typed and config.data.block_size > block_size:
+            raise _differs("data.block_size", config.data.block_size, f"at most {block_size}", run.init_from)
+        if "data.block_size" not in typed:
+            config = replace(config, data=replace(config.data, block_size=block_size))
+    return config
+
+
+def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
+    return ConfigError(f"{key}={value} is {other} in the weights of run.init_from={url}; leave {key} out")

@@ -1,0 +1,308 @@
+"""Runs that start from the weights of others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launching import TINY
+from multiprocess.ranks import configure
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mingpt_ddp.cli.evaluate import EvaluateConfig, evaluate
+from mingpt_ddp.cli.export import ExportConfig, export
+from mingpt_ddp.config.components import GPTConfig
+from mingpt_ddp.config.config import from_mapping, numeric_values
+from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
+from mingpt_ddp.models import build_model
+from mingpt_ddp.models.gpt import GPT
+from mingpt_ddp.snapshots.initial_weights import read_initial_weights
+from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.transformers_import import NAMES
+from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.training.run import run
+
+# A step that changes nothing: what a run starts from is in its snapshot.
+FROZEN = ["trainer.max_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0", "trainer.eval_every=null"]
+OTHER_SIZES = ["model.n_layer=1", "model.n_embd=18", "data.block_size=8", "model.dropout=0.25"]
+
+
+def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -> Path:
+    """Train in this process; return the run directory."""
+    words = [*TINY, "trainer.device=cpu", "data.truncate=1.0", f"run.root={root}", f"run.name={name}", *overrides]
+    config = from_mapping(configure(*words, f"data.cache_dir={root / 'cache'}"))
+    runtime = Runtime(config, DistEnv())
+    try:
+        run(config, runtime, {}, typed={*typed})
+    finally:
+        runtime.close()
+    return root / name
+
+
+def state_of(directory: Path, step: int = 1) -> dict[str, Any]:
+    return json.loads((directory / "snapshots" / f"step_{step:08d}" / "state.json").read_text())
+
+
+def weights_of(directory: Path, step: int = 1) -> dict[str, Tensor]:
+    return load_file(directory / "snapshots" / f"step_{step:08d}" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("texts")
+    (directory / "first.txt").write_text("the sea and the shore\n" * 60)
+    (directory / "second.txt").write_text("A new text: the sea, 1234 \u03b1\U0001f30a!\n" * 60)
+    return directory
+
+
+@pytest.fixture(scope="module", params=["gpt_nano", "modern_nano"])
+def source(request, texts) -> Path:
+    """A run with its own sizes, on the first text."""
+    overrides = [f"model={request.param}", "model.n_head=4", "trainer.max_steps=2", "run.seed=5"]
+    return train(texts / request.param, "source", f"data.path={texts / 'first.txt'}", *overrides)
+
+
+def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]:
+    """Write a model as transformers would: linear weights transposed, and the head beside the embedding it is."""
+    c, directory_names = model.config, {ours: theirs for theirs, ours in NAMES.items()}
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        is_block = module.startswith("blocks.")
+        block, _, part = module.removeprefix("blocks.").partition(".") if is_block else ("", "", module)
+        full = f"transformer.h.{block}.{directory_names[part]}" if block else f"transformer.{directory_names[part]}"
+        is_linear = tensor.dim() == 2 and bool(block)
+        tensors[f"{full}.{kind}"] = (tensor.T if is_linear else tensor).contiguous()
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    values = {"model_type": "gpt2", "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "resid_pdrop": 0.0}
+    values |= {"n_positions": model.block_size, "vocab_size": model.token_embedding.num_embeddings, **changed}
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(values))
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+def small_gpt2(vocab_size: int) -> GPT:
+    config = GPTConfig(
+        name="g", architecture="gpt", n_layer=2, n_head=2, n_embd=12, bias=True, activation="gelu_tanh", dropout=0.0
+    )
+    seed_everything("gpt2")
+    model = GPT(config, vocab_size, 32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def tokenizer_json(vocabulary: str) -> str:
+    return json.dumps({"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(vocabulary)}}})
+
+
+@pytest.mark.parametrize("kind", ["run", "snapshot", "safetensors", "torch", "hf"])
+def test_weights_sizes_and_characters_are_those_of_the_source(kind, source, texts):
+    """Of everything. Added characters get rows of the run's own seed."""
+    url = {"run": source, "snapshot": source / "snapshots" / "step_00000002"}.get(kind, source.parent / kind)
+    if not url.exists():
+        export(ExportConfig(str(source), str(url), format=kind))  # type: ignore[arg-type]
+    other = [f"data.path={texts / 'second.txt'}", *OTHER_SIZES, *FROZEN, "trainer.batch_size=4", "optimizer=sgd"]
+    names = ("one", "again") if kind == "run" else ("one",)
+    runs = [train(source.parent, f"{name}-{kind}", *other, f"run.init_from={url}") for name in names]
+    before, after, state = weights_of(source, 2), weights_of(runs[0]), state_of(runs[0])
+    has_biases = kind == "hf" and "blocks.0.norm_1.weight" in after  # of GPT-2, which has no form without them
+    assert before.keys() == {name for name in after if not (has_biases and name.endswith("bias"))}
+    first, second = ((texts / f"{name}.txt").read_text() for name in ("first", "second"))
+    assert state["vocabulary"] == "".join([*sorted(set(first)), *sorted(set(second) - set(first))])
+    old, new = len(set(first)), len(set(first + second))
+    assert new > old + 5
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name][: len(tensor)], tensor, rtol=0, atol=1e-7)
+        assert len(after[name]) == (new if len(tensor) == old else len(tensor))
+    model = {"name": state["config"]["model"]["name"], "bias": True} if kind == "hf" else {}
+    theirs = state_of(source, 2)["config"]["model"]
+    assert state["config"]["model"] == {**theirs, **{key: value for key, value in model.items() if key in theirs}}
+    config = from_mapping(state["config"])
+    assert config.data.block_size == 16
+    seed_everything("weights", config.run.seed)
+    fresh = build_model(config.model, new, 16).state_dict()
+    torch.testing.assert_close(after["token_embedding.weight"][old:], fresh["token_embedding.weight"][old:])
+    ids = torch.tensor([[0, 3, 5, 2]])
+    logits = [load_model(str(run))[0].eval()(ids)[..., :old] for run in (source, runs[0])]
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=0)
+    again = weights_of(runs[-1])
+    assert all(again[name].equal(tensor) for name, tensor in after.items())
+    sources = {state_of(run)["config"]["run"]["init_sha256"] for run in runs}
+    assert has_biases or sources == {read_initial_weights(str(source)).sha256()}, "the same for every form"
+
+
+def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
+    """The characters of the text have other numbers in the model; another text may lack some of them."""
+    path = f"data.path={texts / 'second.txt'}"
+    tuned = train(
+        source.parent, "measured", path, f"run.init_from={source}", "trainer.max_steps=30", "optimizer.lr=0.01"
+    )
+    result = read_result(tuned)
+    assert result["val_loss"] < 2.0, "it has learnt its text"
+    found = evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32"))
+    assert found["loss"] == pytest.approx(result["val_loss"], abs=1e-5)
+    text = texts / "part.txt"
+    text.write_text("the sea, 1234 the sea\n" * 9)
+    other = evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text)))
+    assert other["loss"] < 3
+    with pytest.raises(DataError, match="the model does not know '5'"):
+        text.write_text("5 the sea\n")
+        evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text)))
+
+
+def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, log_lines):
+    shutil.copytree(source, tmp_path / "source")
+    path, other = f"data.path={texts / 'second.txt'}", f"data.path={texts / 'first.txt'}"
+    start = [path, f"run.init_from={tmp_path / 'source'}", "trainer.max_steps=4", "optimizer.schedule_steps=8"]
+    train(tmp_path, "run", *start)
+    train(tmp_path, "whole", *start, "trainer.max_steps=8")
+    shutil.rmtree(tmp_path / "source")
+    train(tmp_path, "run", *start, "trainer.max_steps=8")
+    assert any("resuming from the snapshot of step 4" in line for line in log_lines)
+    one, whole = weights_of(tmp_path / "run", 8), weights_of(tmp_path / "whole", 8)
+    assert all(one[name].equal(tensor) for name, tensor in whole.items())
+
+    moved = [path, "optimizer.schedule_steps=8", "trainer.max_steps=8"]
+    train(tmp_path, "run", *moved, f"run.init_from={source}")  # the same weights
+    with pytest.raises(SnapshotError, match="the run has not started from run"):
+        train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'whole'}")
+    with pytest.raises(SnapshotError, match="there is no whole snapshot"):
+        train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'nothing'}")
+    with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ there, None now\)"):
+        sizes = [f"model={source.parent.name.rstrip('0')}", "model.n_head=4"]
+        train(tmp_path, "run", other, *sizes, "trainer.max_steps=8")
+    with pytest.raises(SnapshotError, match=r"or write run.init_from=.* to start from its weights alone"):
+        sizes = [f"model={source.parent.name.rstrip('0')}", "model.n_head=4", "run.seed=5"]
+        train(tmp_path, "new", path, *sizes, f"run.resume={source}")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "typed", "kind", "message"),
+    [
+        (["model.n_layer=1"], ["model.n_layer"], ConfigError, "model.n_layer=1 is 2 in the weights of run.init_from="),
+        (["model=gpt_mini"], ["model"], ConfigError, "in the weights of run.init_from="),
+        (["data.block_size=32"], ["data.block_size"], ConfigError, "data.block_size=32 is at most 16 in the weights"),
+        (["run.init_sha256=abc"], [], ConfigError, "not run.init_sha256=abc; set that to null to use it"),
+    ],
+)
+def test_typed_sizes_that_differ_are_refused(overrides, typed, kind, message, source, tmp_path, texts):
+    words = [f"data.path={texts / 'first.txt'}", f"run.init_from={source}", *overrides]
+    with pytest.raises(kind, match=message) as caught:
+        train(tmp_path, "refused", *words, typed=tuple(typed))
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "refused").exists(), "nothing is written"
+
+
+def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
+    """A shorter context drops positions; dropout is no size."""
+    words = [
+        f"data.path={texts / 'first.txt'}",
+        f"run.init_from={source}",
+        "data.block_size=8",
+        "model.dropout=0.5",
+        *FROZEN,
+    ]
+    tuned = train(tmp_path, "short", *words, typed=("data.block_size", "model.dropout"))
+    config = state_of(tuned)["config"]
+    assert (config["data"]["block_size"], config["model"]["dropout"]) == (8, 0.5)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    one, other = (load_model(str(run))[0].eval()(ids) for run in (source, tuned))
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+def test_the_name_depends_on_the_source_only_if_there_is_one():
+    plain = from_mapping(configure(*TINY))
+    assert "init" not in json.dumps(numeric_values(plain.to_dict()))
+    names = {
+        from_mapping(configure(*TINY, *words)).run_name() for words in ([], ["run.init_from=a"], ["run.init_from=b"])
+    }
+    assert len(names) == 3
+
+
+# A GPT-2 in Hugging Face's format.
+
+
+def test_a_gpt2_without_transformers(texts, tmp_path):
+    known = "".join(sorted(set((texts / "first.txt").read_text()) | set("qz")))
+    theirs = small_gpt2(len(known) + 3)  # padded, as vocabularies often are
+    write_gpt2(tmp_path / "gpt2", theirs)
+    (tmp_path / "gpt2" / "tokenizer.json").write_text(tokenizer_json(known))
+    tuned = train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={tmp_path / 'gpt2'}", *FROZEN)
+    model, tokenizer = load_model(str(tuned))
+    assert tokenizer.state() == {"vocabulary": known}
+    ids = torch.tensor([tokenizer.encode("the sea and the shore\nqz")])
+    torch.testing.assert_close(model.eval()(ids), theirs(ids)[..., : len(known)], atol=1e-5, rtol=0)
+    model = state_of(tuned)["config"]["model"]
+    assert (model["name"], model["bias"], model["activation"], model["n_layer"]) == ("gpt2", True, "gelu_tanh", 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is llama, not gpt2"),
+        ({"activation_function": "relu"}, "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu"),
+        ({"n_inner": 5}, "n_inner is 5, not 4 n_embd = 48"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
+        ({"n_embd": 24, "n_inner": 48}, "n_inner is 48, not 4 n_embd = 96"),
+        ({"n_embd": 24}, "do not fit the model"),
+        ({"n_layer": 10_000_000}, "n_layer"),
+        ({"n_layer": 3}, "do not fit the model: blocks.2"),
+        ({"n_head": "many"}, "n_head"),
+        ({"vocab_size": 10**12}, "do not fit the model"),
+        ({"n_positions": -1}, "vocab_size and n_positions are"),
+    ],
+)
+def test_a_gpt2_that_differs_is_refused(changed, message, texts, tmp_path):
+    write_gpt2(tmp_path / "gpt2", small_gpt2(40), **changed)
+    with pytest.raises(UserError, match=message) as caught:
+        train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={tmp_path / 'gpt2'}")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+class Executed:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+def test_hostile_files_are_refused(texts, tmp_path, capsys):
+    """A pickle that runs code, one that expands, a half file, a configuration that is no object."""
+    write_gpt2(tmp_path / "a", small_gpt2(40))
+    (tmp_path / "a" / "model.safetensors").unlink()
+    binary = tmp_path / "a" / "pytorch_model.bin"
+    torch.save({"transformer.wte.weight": Executed()}, binary)
+    refused(tmp_path / "a", texts, "pytorch_model.bin is not a file of tensors: Weights only load failed")
+    assert "executed" not in capsys.readouterr().out
+    with zipfile.ZipFile(binary, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(10**7))
+    refused(tmp_path / "a", texts, "pytorch_model.bin is not a file of tensors: it is compressed")
+    binary.write_bytes(b"PK no zip")
+    refused(tmp_path / "a", texts, "File is not a zip file")
+    write_gpt2(tmp_path / "b", small_gpt2(40))
+    content = (tmp_path / "b" / "model.safetensors").read_bytes()
+    (tmp_path / "b" / "model.safetensors").write_bytes(content[: len(content) // 2])
+    refused(tmp_path / "b", texts, "cannot be used")
+    (tmp_path / "b" / "config.json").write_text("[1]")
+    refused(tmp_path / "b", texts, "cannot be used")
+    (tmp_path / "b" / "config.json").write_text("[" * 100_000)
+    refused(tmp_path / "b", texts, "nested too deeply")
+
+
+def refused(directory: Path, texts: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        train(directory.parent, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={directory}")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not (directory.parent / "run").exists()
