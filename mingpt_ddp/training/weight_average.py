@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.distributed.tensor_parallel import local_tensor
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.torch_internals import for_each
 
@@ -38,7 +39,8 @@ class WeightAverage:
         """Add the weights after an optimizer step; the first steps are averaged over a shorter time."""
         if self.decay is not None:
             decay = min(self.decay, (1 + step) / (10 + step))
-            for_each("lerp_", self._averages, self._parameters, 1 - decay)
+            averages, parameters = (list(map(local_tensor, own)) for own in (self._averages, self._parameters))
+            for_each("lerp_", averages, parameters, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
