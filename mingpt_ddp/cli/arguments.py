@@ -70,7 +70,7 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
         hint = f"{word} is not of the form key=value; the keys are {', '.join([*fields][1:])}"
         check(name not in values, twice if key else hint)
         is_text = str in (hints.get(name), *typing.get_args(hints.get(name)))
-        values[name] = text if is_text else _parse_value(text)
+        values[name] = text if is_text else parse_value(text)
     return build(config_class, values, "")
 
 
@@ -100,7 +100,8 @@ def echo(text: str) -> None:
     print(printable(text), flush=True)
 
 
-def _parse_value(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """Return a number, null, true, false, or the text itself."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)

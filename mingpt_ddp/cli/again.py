@@ -1,0 +1,144 @@
+"""Train with the configuration that a run has recorded, and with changes.
+
+    python -m mingpt_ddp.again outputs/demo optimizer.lr=3e-4
+
+RUN         a local run directory; its newest config.yaml counts, however the presets have changed since
+key=value   the changes; also presets and options of Hydra, as main.py takes them
+
+A change of the numbers is another run: in a directory of its own, named like any unnamed run, or by run.name=NAME.
+Without one the run itself goes on: to print its result, to raise trainer.max_steps, or with another logging.
+
+The command that trains is printed. What a record should not decide is left out unless you type it: your Python files
+(code), commands to run, and where snapshots or logs are sent.
+"""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mingpt_ddp.cli.arguments import parse_value
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, DEFAULT_CHOICE, LIMITS, default_values, flatten, numeric_keys
+from mingpt_ddp.config.hydra_utils import config_directory, key_of
+from mingpt_ddp.config.schema import GROUPS, selected
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.exit import cli_errors
+from mingpt_ddp.storage.run_dir import recorded_config
+from mingpt_ddp.sweeps.runs import hydra_value
+
+# A run that a stranger wrote could send files to itself, or run programs.
+LEFT_OUT = ("run.on_end", "run.on_failure", "run.resume", "snapshot.path", "snapshot.fallback_path", "data.cache_dir")
+NAMES = ("run.root", "run.name")  # from the directory itself
+
+
+def main() -> None:
+    """Run `python -m mingpt_ddp.again`."""
+    with cli_errors():
+        if not sys.argv[1:] or {"-h", "--help"} & {*sys.argv[1:]}:
+            print(__doc__)
+            return
+        command = [sys.executable, "-m", "mingpt_ddp", *command_words(sys.argv[1], sys.argv[2:])]
+        read_env().call_on_rank_zero(lambda: print(shlex.join(["python", *command[1:]]), flush=True))
+        os.execv(sys.executable, command)
+
+
+def command_words(run: str, typed: list[str]) -> list[str]:
+    """Return the words after `python -m mingpt_ddp`, and log what is left out.
+
+    Args:
+        run: a run directory, untrusted.
+        typed: the words after it on the command line.
+
+    Raises:
+        ConfigError: there is no recorded configuration, or it needs a word that is not typed.
+    """
+    directory = Path(run).resolve()
+    recorded = recorded_config(directory) if "://" not in run else None
+    if recorded is None or not {*recorded} >= GROUPS.keys() - DEFAULT_CHOICE.keys():
+        check(False, f"{run} has no config.yaml of a run; name a run directory")
+    assert recorded is not None
+    odd = next((key for group in recorded.values() for key in group if not str(key).isidentifier()), None)
+    check(odd is None, f"{run}/config.yaml has the key {str(odd)[:50]!r}, which no run writes")
+    keys = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
+    if len({f"trainer.{name}" for name in LIMITS} & keys.keys()) == 1:  # one that is typed is the only one
+        recorded["trainer"] |= dict.fromkeys(LIMITS)
+    if "trainer.batch_size_per_rank" in keys:
+        recorded["trainer"].pop("batch_size", None)
+    words, omitted = list[str](), list[str]()
+    for group in GROUPS:
+        for key, word in _group_words(group, recorded.get(group, {}), group in keys):
+            value = recorded.get(group, {}).get(key.partition(".")[2])
+            if key in keys or key in NAMES:
+                continue
+            if _is_left_out(key, value):
+                omitted.append(f"{key}={value}")
+            else:
+                words.append(word)
+    if omitted:
+        print(f"not taken from {run}: {', '.join(omitted)}; type what you trust"[:1000], file=sys.stderr)
+    return [*words, *_directory_words(directory, recorded, keys), *typed]
+
+
+def _is_left_out(key: str, value: Any) -> bool:
+    is_url = "://" in str(value) and not key.startswith("data.")
+    return key in LEFT_OUT or key.partition(".")[2] in CODE_LOCATION_KEYS or is_url or "::" in str(value)
+
+
+def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[tuple[str, str]]:
+    """Yield the overrides of a group with their keys: the preset that is closest, and what differs from it.
+
+    Args:
+        is_typed: a preset of the group is on the command line: it replaces one of ours, and provides code of yours.
+    """
+    selectors, classes = GROUPS[group]
+    selector, choice = selected(group, keys)
+    choice = DEFAULT_CHOICE.get(group) if choice is None else choice
+    known, values = choice is None or isinstance(choice, str), dict[str, Any]()
+    known = known and choice in classes
+    if known and selectors and is_typed:
+        return
+    advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
+    check(known or is_typed, f"{group}.{selector}={choice} is in code of yours; {advice}")
+    if known:
+        values = default_values(classes[choice])
+    if known and selectors:
+        name, values = _closest_preset(group, keys, choice, values)
+        yield group, f"{group}={name}"
+    for key, value in keys.items():
+        if values.get(key, ...) != value:
+            added = "" if key in values else "++"
+            yield f"{group}.{key}", f"{added}{group}.{key}={hydra_value(value)}"
+
+
+def _closest_preset(
+    group: str, keys: dict[str, Any], choice: str | None, defaults: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return the preset in conf/ with the fewest other values, and its values.
+
+    Args:
+        choice: what selects the keys of the group, as in architecture=gpt.
+        defaults: of these keys.
+    """
+    found = []
+    for path in sorted((config_directory() / group).glob("*.yaml")):
+        values = {**defaults, **yaml.safe_load(path.read_text())}
+        if f"/schema/{group}/{choice or 'text'}" in values.pop("defaults", ()):
+            differing = sum(values.get(key, ...) != value for key, value in keys.items())
+            found.append((differing, path.stem, values | ({GROUPS[group][0][0]: choice} if choice else {})))
+    check(bool(found), f"no preset of {group} is like that of the run")
+    return min(found, key=lambda each: each[:2])[1:]
+
+
+def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> Iterable[str]:
+    """Return run.root, and run.name if the run itself goes on, unless they are typed."""
+    depth = str(recorded["run"].get("name") or "").count("/") + 1  # sweep/job has 2 parts
+    names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
+    flat, presets = flatten(recorded), {*GROUPS, "experiment"} & typed.keys()
+    if presets or any(parse_value(typed[key]) != flat.get(key) for key in numeric_keys(recorded).keys() & typed.keys()):
+        del names["name"]
+    return [f"run.{key}={hydra_value(value)}" for key, value in names.items() if f"run.{key}" not in typed]
