@@ -59,7 +59,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     """
     directory = Path(run).resolve()
     recorded = recorded_config(directory) if "://" not in run else None
-    if recorded is None or not {*recorded} >= GROUPS.keys() - DEFAULT_CHOICE.keys():
+    if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         check(False, f"{run} has no config.yaml of a run; name a run directory")
     assert recorded is not None
     odd = next((key for group in recorded.values() for key in group if not str(key).isidentifier()), None)
@@ -104,11 +104,11 @@ def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[t
         return
     advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
     check(known or is_typed, f"{group}.{selector}={choice} is in code of yours; {advice}")
-    if known:
-        values = default_values(classes[choice])
     if known and selectors:
-        name, values = _closest_preset(group, keys, choice, values)
+        name, values = _closest_preset(group, keys, choice, default_values(classes[choice]))
         yield group, f"{group}={name}"
+    elif known:
+        values = default_values(classes[choice]) | _preset_values(group)
     for key, value in keys.items():
         if values.get(key, ...) != value:
             added = "" if key in values else "++"
@@ -132,6 +132,18 @@ def _closest_preset(
             found.append((differing, path.stem, values | ({GROUPS[group][0][0]: choice} if choice else {})))
     check(bool(found), f"no preset of {group} is like that of the run")
     return min(found, key=lambda each: each[:2])[1:]
+
+
+def _preset_values(group: str) -> dict[str, Any]:
+    """Return the values of the presets of a group that conf/config.yaml selects."""
+    defaults = yaml.safe_load((config_directory() / "config.yaml").read_text())["defaults"]
+    names: str | list[str] = next(
+        (entry[group] for entry in defaults if isinstance(entry, dict) and group in entry), []
+    )
+    values: dict[str, Any] = {}
+    for name in [names] if isinstance(names, str) else names:
+        values |= yaml.safe_load((config_directory() / group / f"{name}.yaml").read_text())
+    return values
 
 
 def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> Iterable[str]:

@@ -29,7 +29,7 @@ EXPERIMENTS = ["demo", "shakespeare_char_cpu_long", "shakespeare_char_best", "di
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_words_compose_to_the_recorded_configuration(experiment, tmp_path):
-    own = ["trainer.max_epochs=7", "run.seed=5", "model.name='a b=\"c'"]
+    own = ["trainer.max_epochs=7", "run.seed=5", "model.name='a b=\"c'", "tracker=[csv]"]
     run = recorded(tmp_path, f"experiment={experiment}", *own)
     expected = configure(f"experiment={experiment}", *own, f"run.root={tmp_path}", "run.name=run")
     assert configure(*command_words(run, [])) == expected
@@ -92,7 +92,7 @@ def test_code_of_yours_needs_its_preset(tmp_path):
         ("", "has no config.yaml of a run"),
         ("model: {architecture: gpt}", "has no config.yaml of a run"),
         (
-            "run: {'code ': x}\nmodel: {}\noptimizer: {}\ndata: {}\nddp: {}\ntrainer: {}\nsnapshot: {}",
+            "run: {'code ': x}\nmodel: {}\noptimizer: {}\ndata: {}\ntrainer: {}",
             "has the key 'code '",
         ),
     ],

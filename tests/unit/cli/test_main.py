@@ -21,7 +21,7 @@ RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_
 OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
 REFUSAL = (
     "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, mingpt_ddp.snapshots, "
-    "mingpt_ddp.report, mingpt_ddp.collectives\n"
+    "mingpt_ddp.report, mingpt_ddp.collectives, mingpt_ddp.again\n"
 )
 
 
@@ -71,7 +71,7 @@ def test_train_is_main_py(monkeypatch):
     assert seen == [["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], [], []]
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train"}))
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "again"}))
 def test_a_command_gets_its_arguments(name, run):
     code, out, _ = run(name, "--help")
     assert (code, out) == (0, import_module(f"mingpt_ddp.cli.{name}").__doc__ + "\n")
