@@ -131,6 +131,23 @@ def clone_store(store: S) -> S:
     return store.clone() if hasattr(store, "clone") else store
 
 
+# Memory of GPUs.
+
+
+def record_gpu_allocations() -> None:
+    """Let a dump name the line of code that allocated each block. Fallback: it does not. Without a GPU, do nothing."""
+    if torch.cuda.is_initialized():
+        getattr(torch.cuda.memory, "_record_memory_history", dict)(enabled="state", stacks="python")
+
+
+def dump_gpu_memory(path: str) -> bool:
+    """Write all blocks of GPU memory, a pickle that nothing here reads; return whether. Fallback: False."""
+    dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
+    if dump is not None:
+        dump(path)
+    return dump is not None
+
+
 # torch.compile.
 
 

@@ -133,6 +133,9 @@ class TrainerConfig:
     norms_every: PositiveInt | None = neutral(
         None, "between two measurements of each layer's norms; null: none", "steps"
     )
+    profile: tuple[PositiveInt, PositiveInt] | None = neutral(
+        None, "the first and the last to profile; null: none", "steps"
+    )
     sample_every: PositiveInt | None = neutral(None, "between two samples in the log; null: none", "steps")
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop", "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, then skip the batch"
@@ -153,6 +156,11 @@ class TrainerConfig:
         check(measured, f"trainer.patience={self.patience} needs evaluations during training; set trainer.eval_every")
         limits = (self.max_epochs, self.max_steps)
         check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
+        first, last = self.profile or (1, 1)
+        check(
+            0 <= last - first < 100,
+            f"trainer.profile=[{first},{last}] must be a first and a last step, at most 100 in all",
+        )
         micro, batch = self.micro_batch_size, self.batch_size_per_rank or self.batch_size
         fits = micro is None or batch % micro == 0
         check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")

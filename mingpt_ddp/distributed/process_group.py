@@ -25,6 +25,7 @@ from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_loca
 from mingpt_ddp.errors import ConfigError, UserError
 
 T = TypeVar("T")
+WAITING = "waiting for other ranks"  # name of the profiler's events
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
 ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
 
@@ -231,7 +232,8 @@ class ProcessGroup:
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
         self.set_activity(self.heartbeat["activity"], waiting=True)
-        yield
+        with torch.profiler.record_function(WAITING):
+            yield
         self.set_activity(self.heartbeat["activity"])
 
     # Failures: the first rank that fails writes its error to the store, where its peers find the root cause.

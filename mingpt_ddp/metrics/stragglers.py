@@ -22,6 +22,7 @@ class Stragglers:
             step: the last one done.
         """
         self.group, self._last_step = group, step
+        self._was_named = False
         self._slow_steps: dict[int, int] = {}  # by rank
         self._excess: dict[int, float] = {}  # (ratio to the median - 1) summed over these steps, by rank
         self._clear()
@@ -66,14 +67,14 @@ class Stragglers:
         self._excess[rank] = self._excess.get(rank, 0.0) + (ratio - 1) * len(steps)
         is_clear = self._intervals >= MIN_INTERVALS and steps.stop - self._since >= MIN_STEPS
         if is_clear and not self._is_named:
-            self._is_named = True
+            self._is_named = self._was_named = True
             log.warning("rank %d is slow: %.1fx the median step since step %d (%s)", rank, ratio, self._since, cause)
 
     def log_end(self) -> None:
         """Log which rank was slow most often, if it was for long enough to be named."""
         rank = max(self._slow_steps, key=self._slow_steps.__getitem__, default=-1)
         steps = self._slow_steps.get(rank, 0)
-        if steps >= MIN_STEPS:
+        if self._was_named:
             ratio = 1 + self._excess[rank] / steps
             until = f", and still is since step {self._since}" if self._is_named and rank == self._rank else ""
             log.info("rank %d was slow in %d steps, %.1fx the median step on average%s", rank, steps, ratio, until)

@@ -20,6 +20,7 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.outboxes import open_outboxes, send_rest
 from mingpt_ddp.snapshots.load import load
@@ -138,7 +139,8 @@ def run(
             trainer = Trainer(context, saves, evaluator)
             if owner:
                 owner.clear_result()
-            status = trainer.fit()
+            with snapshot_when_out_of_memory(config, runtime):
+                status = trainer.fit()
             state, test_metrics = context.state, trainer.test_metrics
 
         if owner:

@@ -18,6 +18,7 @@ from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
+from mingpt_ddp.metrics.profile import FETCH
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.models.placement import split_blocks
 from mingpt_ddp.optim import build_optimizer
@@ -118,6 +119,7 @@ class TrainStep:
         self.runtime.strategy.reduce_gradients(self.parameters)
         return losses
 
+    @torch.profiler.record_function(FETCH)
     def _fetch(self, step: int) -> list[MicroBatch]:
         """Return this rank's micro-batches; as many as any rank's if each forward pass is a collective."""
         self.runtime.group.set_activity(f"fetching the batch of step {step}")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
@@ -45,6 +46,9 @@ class Trainer:
         self.test_metrics: dict[str, float] = {}
         self._ended: RunStatus | None = None  # before the last step
         self._lr = 0.0
+        steps, model, optimizer = range(self.state.step, self.steps), self.train_step.model, self.train_step.optimizer
+        runtime, pause = context.runtime, context.metrics.meter.pause
+        self.profiler = Profiler(context.config, runtime, model, optimizer, steps, pause)
 
     @property
     def state(self) -> TrainState:
@@ -71,13 +75,15 @@ class Trainer:
                 self.metrics.complete(self.state.step)
         finally:
             watchdog.stop()
+            self.profiler.close()
             self.metrics.close()
             self.context.interrupt.deferred = False
         return self._ended or RunStatus.COMPLETE
 
     def _step(self, step: int) -> None:
         """Train one step, then log, evaluate, sample and save if due."""
-        flags = self._train(step)
+        with self.profiler.step(step):
+            flags = self._train(step)
         if flags is None:  # rolled back
             return
         self.state.step = step

@@ -36,6 +36,8 @@ NAMES = {
     "time_communication": (DDP, "_set_ddp_runtime_logging_sample_rate"),
     "communication_times": (DDP, "_get_ddp_logging_data"),
     "clone_store": (dist.HashStore(), "clone"),
+    "record_gpu_allocations": (torch.cuda.memory, "_record_memory_history"),
+    "dump_gpu_memory": (torch.cuda.memory, "_dump_snapshot"),
 }
 
 

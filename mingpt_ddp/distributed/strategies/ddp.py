@@ -21,6 +21,7 @@ from mingpt_ddp.distributed.ring import ring_hook
 from mingpt_ddp.distributed.shared_memory import SharedMemoryAllReduce
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
+ALL_REDUCE = "all_reduce of gradients"  # name of the profiler's events
 TIMED_EVERY = 10  # steps between two that DDP times
 # Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32. DDP accepts torch's
 # bf16 hook only with NCCL, although gloo can sum bf16 too.
@@ -67,7 +68,8 @@ class DDPStrategy(Strategy):
         The order of the buckets is the same on every rank. Hooks are stateless, so snapshots need not hold them.
         """
         start = time.perf_counter()
-        future = all_reduce(bucket)
+        with torch.profiler.record_function(ALL_REDUCE):
+            future = all_reduce(bucket)
         self.all_reduce_s = time.perf_counter() - start + (self.all_reduce_s if bucket.index() else 0.0)
         return future
 

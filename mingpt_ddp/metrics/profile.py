@@ -1,0 +1,211 @@
+"""Profile some steps: a trace per rank for Perfetto, and a summary of one screen in the log of rank zero."""
+
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mingpt_ddp import torch_internals
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.distributed.device import peak_memory
+from mingpt_ddp.distributed.process_group import WAITING
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.ddp import ALL_REDUCE
+from mingpt_ddp.distributed.tensor_parallel import local_tensor
+from mingpt_ddp.storage.run_dir import run_directory
+
+log = logging.getLogger(__name__)
+
+STEP = "training step "  # begins the name of the event of a step
+FETCH = "fetch the batch"  # name of the events of a data wait
+COMMUNICATION = re.compile(rf"nccl|gloo:|mpi:|c10d::|record_param_comms|{ALL_REDUCE}|{WAITING}")
+TOP = 10  # operators in the summary
+DIRECTORY = "profile"  # in the run directory
+
+
+class Profiler:
+    """Profile the steps of trainer.profile. No number of the run depends on it."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: range,
+        pause: Callable[[float], None],
+    ) -> None:
+        """
+        Args:
+            steps: range(steps done so far, steps of the whole run).
+            pause: takes the seconds that this takes between steps.
+        """
+        self.runtime, self.model, self.optimizer, self._pause = runtime, model, optimizer, pause
+        self._directory = run_directory(config) / DIRECTORY
+        self._profile: torch.profiler.profile | None = None  # while profiling
+        self._seconds: list[float] = []  # of each profiled step
+        first, last = config.trainer.profile or (1, 0)
+        self._window = range(max(first, steps.start + 1), min(last, steps.stop) + 1)
+        if config.trainer.profile is not None:
+            torch_internals.record_gpu_allocations()
+        if len(self._window) <= last - first:
+            rest = f"steps {self._window[0]} to {self._window[-1]} are" if self._window else "nothing is"
+            log.info(
+                "trainer.profile=[%d,%d], but this start trains steps %d to %d: %s profiled",
+                *(first, last, steps.start + 1, steps.stop, rest),
+            )
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile this step if it is one of those."""
+        if step not in self._window:
+            yield
+            return
+        if self._profile is None:
+            begin = time.perf_counter()
+            self._profile = torch.profiler.profile(profile_memory=True)
+            self._profile.start()
+            self._pause(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        with torch.profiler.record_function(f"{STEP}{step}"):
+            yield
+        self._seconds.append(time.perf_counter() - begin)
+        if step == self._window[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace and log the summary, if steps were profiled since the last call."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        begin = time.perf_counter()
+        profile.stop()
+        rank = self.runtime.group.rank
+        path, partial = self._directory / f"rank{rank}.json.gz", self._directory / f"rank{rank}.partial.json.gz"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(partial))
+            os.replace(partial, path)
+        except (OSError, RuntimeError) as error:
+            log.warning("cannot write %s, training continues without it: %s", path, error)
+        self.runtime.group.env.call_on_rank_zero(lambda: log.info("%s", self._summary(profile, str(path))))
+        self._seconds.clear()
+        self._pause(time.perf_counter() - begin)
+
+    def _summary(self, profile: torch.profiler.profile, path: str) -> str:
+        """Return what took the time and the memory of the profiled steps, on one screen."""
+        steps, kind = len(self._seconds) or 1, "device" if self.runtime.device.type == "cuda" else "cpu"
+        total = max(sum(self._seconds), 1e-9)
+        events = events_in_steps(list(profile.events() or []))
+
+        def per_step(microseconds: float) -> str:
+            return f"{microseconds / 1e3 / steps:.2f} ms ({microseconds / 1e6 / total:.0%})"
+
+        wait = sum(event.cpu_time_total for event in events if event.name == FETCH)
+        communication, exposed = communication_times(events, kind)
+        operators: dict[str, list[float]] = {}
+        for event in events:
+            if event.name not in (FETCH, "[memory]") and not COMMUNICATION.search(event.name):
+                operators.setdefault(event.name, []).append(getattr(event, f"self_{kind}_time_total"))
+        rows = sorted(operators.items(), key=lambda item: -sum(item[1]))[:TOP]
+        lines = [
+            f"profile of {steps} steps, {1e3 * total / steps:.2f} ms each with the profiler:",
+            f"  data wait {per_step(wait)}, communication {per_step(communication)}, exposed {per_step(exposed)}",
+            f"  {self._memory(events, kind)}",
+            f"  {'operator, by its own time':44}  ms per step  share  calls per step",
+            *(
+                f"  {name if len(name) <= 44 else name[:41] + '...':44} {sum(own) / 1e3 / steps:12.3f} "
+                f"{sum(own) / 1e6 / total:6.0%} {len(own) / steps:15.1f}"
+                for name, own in rows
+            ),
+            f"  the trace is {path}, one per rank; open it in https://ui.perfetto.dev",
+        ]
+        return "\n".join(lines)
+
+    def _memory(self, events: Iterable[Any], kind: str) -> str:
+        """Say who holds the peak memory of this rank."""
+        held = held_bytes(self.model, self.optimizer)
+        peak = peak_memory(self.runtime.devices)
+        size = f"self_{kind}_memory_usage"
+        now = most = 0
+        for event in sorted(events, key=lambda event: event.time_range.end):
+            now += getattr(event, size)
+            most = max(most, now)
+        held["activations and temporary tensors"] = max(0, min(most, peak - sum(held.values())))
+        held["the rest" if kind == "device" else "the rest of the process"] = max(0, peak - sum(held.values()))
+        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in held.items())
+        return f"peak memory {peak / 2**20:.1f} MiB: {parts}"
+
+
+def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Return the bytes of this rank's parameters, gradients and optimizer state."""
+    parameters = [(local_tensor(p.detach()), p.requires_grad) for p in model.parameters()]
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return {
+        "parameters": sum(p.nbytes for p, _ in parameters),
+        "gradients": sum(p.nbytes for p, requires_grad in parameters if requires_grad),
+        "optimizer": sum(local_tensor(value).nbytes for value in state if isinstance(value, torch.Tensor)),
+    }
+
+
+def events_in_steps(events: list[Any]) -> list[Any]:
+    """Return what happens in the profiled steps, without logging and evaluations between them."""
+    steps = [event.time_range for event in events if event.name.startswith(STEP)]
+    inside = (e for e in events if not e.name.startswith(STEP))
+    return [e for e in inside if any(step.start <= e.time_range.start <= step.end for step in steps)]
+
+
+def communication_times(events: Iterable[Any], kind: str = "cpu") -> tuple[float, float]:
+    """Return the microseconds in which this rank communicates, and those in which it does nothing else.
+
+    Args:
+        events: torch.profiler's.
+        kind: `cpu`: operators count, or `device`: kernels.
+    """
+    communicating, computing = [], []
+    for event in events:
+        if (kind == "device") != (event.device_type == torch.autograd.DeviceType.CUDA) or event.name == "[memory]":
+            continue
+        span = (event.time_range.start, event.time_range.end)
+        if COMMUNICATION.search(event.name):
+            communicating.append(span)
+        elif not event.cpu_children and event.name != FETCH and not _is_part_of_communication(event):
+            computing.append(span)
+    return _covered(communicating), _covered([*communicating, *computing]) - _covered(computing)
+
+
+def _is_part_of_communication(event: Any) -> bool:
+    parent = event.cpu_parent
+    return parent is not None and (bool(COMMUNICATION.search(parent.name)) or _is_part_of_communication(parent))
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    length, latest = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        length += max(0.0, end - max(begin, latest))
+        latest = max(latest, end)
+    return length
+
+
+@contextmanager
+def snapshot_when_out_of_memory(config: Config, runtime: Runtime) -> Iterator[None]:
+    """Write which blocks fill the GPU when an allocation fails in this context."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        path = run_directory(config) / DIRECTORY / f"rank{runtime.group.rank}.memory.pickle"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if torch_internals.dump_gpu_memory(str(path)):
+                log.error("%s shows what fills the GPU: open it in https://pytorch.org/memory_viz", path)
+        except (OSError, RuntimeError) as error:
+            log.warning("cannot write %s: %s", path, error)
+        raise

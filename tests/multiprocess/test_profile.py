@@ -1,0 +1,78 @@
+"""A profiled run: a trace per rank, a summary in the log of rank zero, and the bytes of the run without it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import TINY
+
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.env import read_env
+from multiprocess.ranks import configure, run_ranks, train_in_turn
+
+STEPS = ["trainer.max_steps=6", "trainer.eval_every=null", "snapshot.every_steps=null", "trainer.sample_every=null"]
+# Overrides by name; `later` continues `ddp` after its window.
+RUNS = {
+    "plain": [],
+    "ddp": ["trainer.profile=[3,4]"],
+    "gloo": ["trainer.profile=[5,9]", "ddp.backend=gloo"],
+    "fsdp": ["trainer.profile=[3,4]", "ddp.strategy=fsdp"],
+    "later": ["trainer.profile=[3,4]", "trainer.max_steps=8", "run.name=ddp"],
+}
+
+
+def train(configs: list[dict[str, Any]]) -> None:
+    logs.to_console(read_env())
+    train_in_turn(configs)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("profile")
+    common = [*TINY, *STEPS, f"run.root={root}", f"data.cache_dir={root / 'cache'}"]
+    configs = [configure(*common, f"run.name={name}", *words) for name, words in RUNS.items()]
+    run_ranks(2, train, root / "ranks", configs=configs)
+    return root
+
+
+def steps_in(path: Path) -> set[str]:
+    """Return the steps in a trace."""
+    with gzip.open(path) as file:
+        names = [str(event["name"]) for event in json.load(file)["traceEvents"]]
+    assert "fetch the batch" in names and "aten::embedding" in names
+    return {name for name in names if name.startswith("training step ")}
+
+
+@pytest.mark.parametrize(("name", "steps"), [("ddp", (3, 4)), ("gloo", (5, 6)), ("fsdp", (3, 4))])
+def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
+    for rank in (0, 1):
+        assert steps_in(root / name / "profile" / f"rank{rank}.json.gz") == {f"training step {step}" for step in steps}
+        text = (root / name / f"main.rank{rank}.log").read_text()
+        assert ("profile of 2 steps" in text) == (rank == 0)
+    text = (root / name / "main.rank0.log").read_text()
+    data, communication, exposed = re.search(
+        r"data wait (\S+) ms .*communication (\S+) ms .*exposed (\S+) ms", text
+    ).groups()
+    assert 0 < float(exposed) <= float(communication) and float(data) > 0
+    memory = re.search(r"peak memory (\S+) MiB: parameters (\S+), gradients (\S+), optimizer (\S+), activ", text)
+    assert float(memory[1]) > 0.1  # of the whole process
+    assert "aten::" in text
+    assert {path.name for path in (root / name / "profile").iterdir()} == {"rank0.json.gz", "rank1.json.gz"}
+
+
+def test_the_bytes_are_those_of_a_run_without_profile(root):
+    plain, profiled = (root / name / "snapshots" / "step_00000006" for name in ("plain", "ddp"))
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (plain / file).read_bytes() == (profiled / file).read_bytes()
+
+
+def test_a_resumed_run_says_that_the_steps_are_past(root):
+    text = (root / "ddp" / "main.rank0.log").read_text()
+    _, said, rest = text.partition("trainer.profile=[3,4], but this start trains steps 7 to 8: nothing is profiled")
+    assert said
+    assert "profile of" not in rest

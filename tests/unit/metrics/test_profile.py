@@ -1,0 +1,105 @@
+"""The figures of a profile, worked out by hand, and what an out-of-memory error leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from torch import nn
+from torch.autograd import DeviceType
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.profile import (
+    communication_times,
+    events_in_steps,
+    held_bytes,
+    snapshot_when_out_of_memory,
+)
+
+
+def event(name: str, begin: float, end: float, parent=None, device=DeviceType.CPU) -> SimpleNamespace:
+    own = SimpleNamespace(
+        name=name,
+        time_range=SimpleNamespace(start=begin, end=end),
+        cpu_parent=parent,
+        cpu_children=[],
+        device_type=device,
+    )
+    if parent is not None:
+        parent.cpu_children.append(own)
+    return own
+
+
+def test_communication_is_exposed_where_nothing_computes():
+    """It takes 10 to 30 and 50 to 60; operators run from 0 to 20 and from 25 to 27."""
+    events = [
+        event("gloo:all_reduce", 10, 30),
+        event("aten::mm", 0, 15),
+        event("aten::add", 12, 20),
+        event("aten::mul", 25, 27),
+        waiting := event("waiting for other ranks", 50, 60),
+        event("aten::copy_", 52, 55, parent=waiting),
+        event("[memory]", 50, 60),
+    ]
+    assert communication_times(events) == (30.0, 10.0 - 2.0 + 10.0)
+
+
+def test_only_kernels_count_on_a_gpu():
+    gpu = DeviceType.CUDA
+    events = [
+        event("nccl:all_reduce", 0, 100),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 10, 30, device=gpu),
+        event("gemm", 5, 25, device=gpu),
+    ]
+    assert communication_times(events, "device") == (20.0, 5.0)
+
+
+def test_events_between_steps_do_not_count():
+    events = [event("training step 3", 0, 10), event("a", 5, 6), event("b", 11, 12), event("training step 4", 20, 30)]
+    assert [e.name for e in events_in_steps([*events, event("c", 20, 21)])] == ["a", "c"]
+
+
+def test_held_bytes():
+    model = nn.Linear(10, 10)
+    model.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
+    model(torch.ones(1, 10)).sum().backward()
+    optimizer.step()
+    assert held_bytes(model, optimizer) == {"parameters": 440, "gradients": 400, "optimizer": 400}
+
+
+@pytest.mark.parametrize("window", ["[5,4]", "[1,101]", "[0,3]", "[1]", "3"])
+def test_a_window_that_cannot_be_profiled_is_refused(window):
+    with pytest.raises(ConfigError, match=r"trainer.profile"):
+        configure(f"trainer.profile={window}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_out_of_memory_error_leaves_a_snapshot(fails, tmp_path, monkeypatch, log_lines):
+    """torch's dump is replaced, for want of a GPU."""
+    config = from_mapping(configure("data.block_size=16"))
+    config = replace(config, run=replace(config.run, root=str(tmp_path), name="run"))
+    runtime = SimpleNamespace(group=SimpleNamespace(rank=1))
+
+    def dump(path: str) -> None:
+        if fails:
+            raise OSError("No space left on device")
+        open(path, "w").close()
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    kept = snapshot_when_out_of_memory(config, runtime)
+    with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"), kept:
+        raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2 GiB")
+    path = tmp_path / "run" / "profile" / "rank1.memory.pickle"
+    assert path.exists() == (not fails)
+    (line,) = log_lines
+    assert line.startswith(f"WARNING cannot write {path}: " if fails else f"ERROR {path} shows what fills the GPU")
+
+
+def test_other_errors_leave_none(tmp_path):
+    with pytest.raises(ValueError, match="other"), snapshot_when_out_of_memory(None, None):
+        raise ValueError("other")
