@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 from pathlib import Path
 
@@ -13,7 +14,12 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 STEPS = 60
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
-SETTINGS += ["trainer.ema=0.9", "trainer.patience=9", "optimizer.weight_decay_schedule=linear"]
+SETTINGS += [
+    "tracker=[tensorboard,csv]",
+    "trainer.ema=0.9",
+    "trainer.patience=9",
+    "optimizer.weight_decay_schedule=linear",
+]
 # Slow enough to be killed in mid-run: a step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24"]
 PATHS = {
@@ -89,6 +95,8 @@ def test_killed_in_every_way(path, ranks, tmp_path):
     assert (run / "main.rank0.log").read_text().count("resuming from the snapshot") == 4
     for rank in range(ranks):
         assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is duplicated or missing"
+    with open(run / "metrics.csv", newline="") as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, STEPS + 1))
     history = read_history(run / METRICS)
     assert [step for step, _ in history.series("train_loss")] == list(range(1, STEPS + 1))
     assert history.faults == 4

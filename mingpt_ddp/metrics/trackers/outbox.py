@@ -126,17 +126,18 @@ class Outbox:
                 self._changed.wait_for(lambda: self._covered > self._tried or self._is_closed)
                 if self._is_closed:
                     return
-                self._tried = self._covered
+                covered = self._covered
             try:
-                self._send(self._tried)
+                self._send(covered)
                 self._has_failed = False
             except (Exception, SystemExit) as error:
                 self._is_connected, self._sent = False, 1
-                self._only_in_file = max(self._only_in_file, self._tried)  # send it all again
+                self._only_in_file = max(self._only_in_file, covered)  # send it all again
                 if not self._has_failed:
                     reason = redact(describe(error))
                     log.warning("cannot send to %s, training continues without it: %s", self._tracker.name, reason)
                 self._has_failed = True
+            self._tried = covered
 
     def _send(self, covered: float) -> None:
         tracker = self._tracker

@@ -169,6 +169,7 @@ def own(name: str) -> str:
 
 
 needs_no_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+needs_no_trackio = pytest.mark.skipif(importlib.util.find_spec("trackio") is not None, reason="trackio is installed")
 needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI")
 
 # Command line, and the start of the error line.
@@ -248,6 +249,15 @@ CASES = [
         "config error: data.path=s3://bucket/text.txt: s3:// is not installed; pip install 'mingpt_ddp[s3]'",
         marks=needs_no_s3fs,
     ),
+    pytest.param(
+        "tracker=[csv,trackio]",
+        "config error: tracker=trackio is not installed; pip install 'mingpt_ddp[trackio]'",
+        marks=needs_no_trackio,
+    ),
+    # Trackers
+    ("tracker=tensorbord", "config error: Could not find 'tracker/tensorbord'"),
+    ("tracker.project=../up", "config error: tracker.project=../up must be a name of letters, digits, spaces"),
+    ("tracker.uri=http://me:secret@host:5000", "config error: tracker.uri holds credentials"),
     # Paths
     ("run.name=../elsewhere", "config error: run.name=../elsewhere must be a directory name"),
     ("run.name=.hidden", "config error: run.name=.hidden must be a directory name"),
