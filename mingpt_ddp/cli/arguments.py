@@ -100,6 +100,12 @@ def echo(text: str) -> None:
     print(printable(text), flush=True)
 
 
+def human_size(size: int) -> str:
+    """Format bytes in a suitable unit."""
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)  # of 1024
+    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
+
+
 def parse_value(text: str) -> Any:
     """Return a number, null, true, false, or the text itself."""
     for number in (int, float):

@@ -26,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.cli.arguments import echo, human_size, run_command
 from mingpt_ddp.cli.export import export
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
@@ -114,12 +114,6 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
         *(cell("train_loss", "{:.4f}".format), cell("val_loss", "{:.4f}".format)),
         *("*" if entry.step == best else "", cell("saved_at", lambda time: str(datetime.fromtimestamp(int(time))))),
     )
-
-
-def human_size(size: int) -> str:
-    """Format bytes in a suitable unit."""
-    power = min((max(size, 1).bit_length() - 1) // 10, 4)  # of 1024
-    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
 
 
 # verify

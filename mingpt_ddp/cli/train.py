@@ -55,7 +55,7 @@ def main() -> None:
         if text := hydra_utils.answer(sys.argv[1:]):
             print(text)
             exit_process(None, 0)
-        _prepare(exits.env)
+        prepare(exits.env)
         forks = any(re.match(r"ddp\.nproc_per_node=[1-9g]", word) for word in sys.argv)
         if exits.env.is_standalone and forks and "ddp.launcher=spawn" not in sys.argv:
             start_server()  # its imports take longer than composing the configuration
@@ -82,7 +82,7 @@ def main() -> None:
     exit_process(None, 0)
 
 
-def _prepare(env: DistEnv) -> None:
+def prepare(env: DistEnv) -> None:
     """Normalize the command line for Hydra, and the streams for any terminal.
 
     Raises:
@@ -134,12 +134,8 @@ def train(cfg: DictConfig) -> float:
 
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
-    config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
-    if config.ddp.nproc_per_node == "gpu":
-        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices)))
+    config = checked_config(cfg)
     env = read_env(config.ddp.local_workers or 1)
-    _check_urls(config)
-    check_installed(config)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
     from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
@@ -167,6 +163,20 @@ def _report_directory(directory: Path) -> None:
     """Write the path of the run directory where `mingpt_ddp.train` reads it."""
     with contextlib.suppress(KeyError, OSError):  # not called by it, or it has ended
         Path(os.environ[DIRECTORY_FILE]).write_text(str(directory.absolute()))
+
+
+def checked_config(cfg: DictConfig) -> Config:
+    """Return the configuration that Hydra has composed, typed, with the number of workers and URLs that can be opened.
+
+    Raises:
+        ConfigError, CodeError: a key, a value or a user's file is invalid.
+    """
+    config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
+    if config.ddp.nproc_per_node == "gpu":
+        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices)))
+    _check_urls(config)
+    check_installed(config)
+    return config
 
 
 def _count_gpus(per_worker: int) -> int:

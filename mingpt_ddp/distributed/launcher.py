@@ -156,9 +156,14 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
     if is_local:  # by default gloo and NCCL listen on the address of the host name, which other machines can reach
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             shared.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    shared.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
     return shared
+
+
+def threads_per_worker(workers: int) -> int:
+    """Return the threads of each of several workers on the cores of this machine."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return max(1, cores // workers)
 
 
 @contextlib.contextmanager

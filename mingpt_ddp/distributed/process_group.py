@@ -22,7 +22,7 @@ from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
-from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.errors import UserError
 
 T = TypeVar("T")
 WAITING = "waiting for other ranks"  # name of the profiler's events
@@ -56,9 +56,6 @@ class ProcessGroup:
         self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
         # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch of that copy.
         self.tensor_size = ddp.tensor_parallel
-        if self.world_size % self.tensor_size:
-            reason = f"ddp.tensor_parallel={self.tensor_size} must divide the number of ranks, {self.world_size}"
-            raise ConfigError(reason)
         self.data_rank, self.data_size = self.rank // self.tensor_size, self.world_size // self.tensor_size
         self.mesh: DeviceMesh | None = None  # data x tensor, with tensor parallelism
         self._copy_group: dist.ProcessGroup | None = None  # the ranks of this copy, for CPU tensors

@@ -18,6 +18,7 @@ from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.run_dir import difference
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.doubts import early_end, long_warmup
 from mingpt_ddp.training.train_step import count_steps
 
 log = logging.getLogger(__name__)
@@ -36,18 +37,14 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
     log.info("%s", task.describe_data())
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
     log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
-    if config.trainer.max_steps is not None and steps.stop < config.trainer.max_steps:
-        end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps.stop}"
-        log.info("%s, before trainer.max_steps=%d; set it to null to continue", end, config.trainer.max_steps)
+    if end := early_end(config, steps.stop):
+        log.info(end)
     if config.optimizer.lr_scaling != "none":
         rates = (scale_lr(config.optimizer, config.trainer.batch_size).lr, config.optimizer.lr)
         batches = (config.trainer.batch_size, config.optimizer.reference_batch_size)
         log.info("the learning rate is %.2e instead of %.2e, for a batch of %d instead of %d", *rates, *batches)
-    warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps.stop
-    if steps and warmup > length:
-        log.warning(
-            "the warm-up takes %d of %d steps; lower optimizer.warmup_steps to reach optimizer.lr", warmup, length
-        )
+    if steps and (warmup := long_warmup(config, steps.stop)):
+        log.warning(warmup)
     if steps.start > steps.stop:
         log.info("complete: the snapshot of step %d is beyond the limit of %d steps", steps.start, steps.stop)
     elif not steps:

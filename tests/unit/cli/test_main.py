@@ -21,7 +21,7 @@ RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_
 OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
 REFUSAL = (
     "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, mingpt_ddp.snapshots, "
-    "mingpt_ddp.report, mingpt_ddp.collectives, mingpt_ddp.again\n"
+    "mingpt_ddp.report, mingpt_ddp.plan, mingpt_ddp.collectives, mingpt_ddp.again\n"
 )
 
 
@@ -45,7 +45,7 @@ def test_no_other_module_is_runnable():
 
 @pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
 def test_commands_run(name):
-    bare = ["--help"] if name == "mingpt_ddp.collectives" else []  # which runs without arguments
+    bare = ["--help"] if name in ("mingpt_ddp.collectives", "mingpt_ddp.plan") else []  # they run without arguments
     spelled = [["-m", name, "--help"], [f"-m{name}", *bare], ["-Wignore", "-m", name, *bare]]
     for args in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
         done = python_m(*args)
@@ -75,14 +75,15 @@ def test_train_is_main_py(monkeypatch):
 def test_a_command_gets_its_arguments(name, run):
     code, out, _ = run(name, "--help")
     assert (code, out) == (0, import_module(f"mingpt_ddp.cli.{name}").__doc__ + "\n")
-    code, out, err = run(name, "list" if name == "snapshots" else "nowhere", "stepp=1")
+    first = {"snapshots": ["list"], "plan": []}.get(name, ["nowhere"])
+    code, out, err = run(name, *first, "stepp=1")
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("config error: stepp is not a key")
 
 
 def test_help_lists_the_commands(run):
     for args in ([], ["--help"], ["-h"]):
         code, out, err = run(*args)
-        assert (code, err) == (0, "") and len(out.splitlines()) < 15
+        assert (code, err) == (0, "") and len(out.splitlines()) < 20
         assert [line.split()[0] for line in out.splitlines() if line[:1].islower()] == list(COMMANDS)
 
 

@@ -1,0 +1,47 @@
+"""The plan command, as users type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TINY, call
+
+
+def plan(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mingpt_ddp.plan", *args]
+    return call(command, cwd, separate=True, PYTHONPATH=str(ROOT))
+
+
+def test_a_plan_as_text_and_json(tmp_path):
+    text = plan(tmp_path, *TINY, "ddp.nproc_per_node=2", "trainer.max_epochs=1")
+    assert text.returncode == 0, text.stderr
+    names = [line.split()[0] for line in text.stdout.splitlines() if line[:1].islower()]
+    assert names == ["run", "data", "model", "length", "batch", "memory", "snapshots", "time", "ranks", "doubtful:"]
+    assert "* trainer.max_steps=12 ends the run before trainer.max_epochs=1" in text.stdout
+    done = plan(tmp_path, "format=json", *TINY)
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    assert (values["length"]["steps"], values["snapshots"]["count"], values["time"]["evaluations"]) == (12, 3, 2)
+    assert values["doubts"] == []
+    assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run directory"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["optimizr.lr=1"], "config error: optimizr.lr is not a key; did you mean optimizer.lr?"),
+        (["format=yaml"], "config error: format=yaml must be text or json"),
+        (["-m", "optimizer.lr=1e-3,1e-4"], "config error: a plan is of one run; leave out -m"),
+        (["data.path=nowhere.txt"], "data error: data.path=nowhere.txt: there is no such file"),
+        (["plan"], "config error: plan is not of the form key=value"),
+    ],
+)
+def test_errors_are_those_of_training(args, message, tmp_path):
+    done = plan(tmp_path, *args)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith(message)
+    assert not any(tmp_path.iterdir())
