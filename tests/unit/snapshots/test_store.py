@@ -419,14 +419,14 @@ def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
 def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
     """But `verify` checks every byte of them."""
     commit(store, small_snapshot(8))
-    files = store.files(8) | store.write_files(8, {"loader.json": b"{}", "ema.safetensors": b"later"})
+    files = store.files(8) | store.write_files(8, {"loader.json": b"{}", "moments.safetensors": b"later"})
     rewrite_manifest(store, files=files, written_by={"version": "9.9"})
     assert store.newest_state()
     assert same(store.read(8).model, small_snapshot(8).model)
-    assert set(store.verify(8)) == {MODEL, OPTIMIZER, STATE, "loader.json", "ema.safetensors"}
-    store.storage.write(f"{directory_name(8)}/ema.safetensors", b"Later")
+    assert set(store.verify(8)) == {MODEL, OPTIMIZER, STATE, "loader.json", "moments.safetensors"}
+    store.storage.write(f"{directory_name(8)}/moments.safetensors", b"Later")
     assert store.read(8).step == 8
-    with pytest.raises(CorruptSnapshotError, match=r"ema\.safetensors has other content"):
+    with pytest.raises(CorruptSnapshotError, match=r"moments\.safetensors has other content"):
         store.verify(8)
     path = f"{directory_name(8)}/{MANIFEST}"
     store.storage.write(path, store.storage.read(path).replace(b"9.9", b"9.8"))
