@@ -17,6 +17,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from mingpt_ddp.cli.notify import FAILED, notify, notifying
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
@@ -153,7 +154,8 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
         config = with_run_name(config, group.run_on_rank_zero(free_name))
     typed = {*map(hydra_utils.key_of, HydraConfig.get().overrides.task)}
     env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
-    loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at, typed)
+    with notifying(config, env):
+        loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at, typed)
     signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
     runtime.close()
     return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
@@ -199,6 +201,7 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
     overrides.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
     code, signalled = train_on_workers(config, env, directory, overrides, started_at)
     if code not in (0, config.ddp.preempted_exit_code) and not signalled:
+        env.call_on_rank_zero(lambda: notify(config, FAILED))
         if not hydra_utils.is_multirun():
             exit_process(None, code)
         raise sweep.record_failed(f"job error: its workers exited with code {code}", code)

@@ -33,6 +33,7 @@ __all__ = [
     "OptimizerConfig",
     "TaskConfig",
     "check",
+    "on",
     "register",
     "register_comm_hook",
 ]
@@ -46,6 +47,8 @@ BASES: dict[str, type] = {
 CONFIGS = {kind: GROUPS["data" if kind == "dataset" else kind][1] for kind in BASES}
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
 BASES["comm_hook"], CONFIGS["comm_hook"], BUILDERS["comm_hook"] = DDPConfig, COMM_HOOKS, {}
+CONFIGS["hook"], BUILDERS["hook"] = {}, {}
+EVENTS = ("step", "evaluate", "end")
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
 
@@ -99,6 +102,28 @@ def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
         ValueError: the name is taken.
     """
     return register("comm_hook", name, DDPConfig)
+
+
+def on(event: str) -> Callable[[Builder], Builder]:
+    """Register a hook, as a decorator: a function that is called during a run and cannot change it.
+
+    Args:
+        event: "step", at every line of the log: (step, metrics); "evaluate": (step, metrics of the validation split);
+            "end": (result,), the content of result.json.
+
+    Raises:
+        ValueError: an unknown event.
+    """
+    if event not in EVENTS:
+        raise ValueError(f"@on({event!r}): the event must be one of {', '.join(EVENTS)}")
+
+    def add(hook: Builder) -> Builder:
+        name = f"{event} {hook.__module__}.{hook.__qualname__}"
+        CONFIGS["hook"][name], BUILDERS["hook"][name] = type(None), hook
+        _entries.append(("hook", name, type(None), hook))
+        return hook
+
+    return add
 
 
 Entry: TypeAlias = tuple[str, str, type, Callable[..., Any]]  # group, name, config, builder

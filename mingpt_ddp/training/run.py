@@ -31,6 +31,7 @@ from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.preflight import (
     RecordedBatch,
     check_fits,
@@ -97,7 +98,7 @@ def run(
         snapshot = snapshot and manager.read_shards(snapshot, model, optimizer)
         average = WeightAverage(model, config.trainer.ema)
         state = restore(snapshot, model, optimizer, runtime.scaler, average) if snapshot else TrainState()
-        evaluator = Evaluator(task, runtime)
+        evaluator, hooks = Evaluator(task, runtime), Hooks(runtime.group.env)
         log_start(runtime, task, model, directory, range(state.step, steps))
 
         at_end = state.step == state.val_step == steps or has_stopped_early(state, config.trainer.patience)
@@ -136,7 +137,7 @@ def run(
             pruner = MedianPruner(config, runtime, directory)
             context = Context(config, runtime, state, metrics, pruner, interrupt, average)
             saves = SaveSchedule(context, manager, train_step)
-            trainer = Trainer(context, saves, evaluator)
+            trainer = Trainer(context, saves, evaluator, hooks)
             if owner:
                 owner.clear_result()
             with snapshot_when_out_of_memory(config, runtime):
@@ -148,6 +149,8 @@ def run(
             owner.write_result(result)
             if status is not RunStatus.PREEMPTED:
                 send_rest(outboxes, state.step, result)
+                if not is_complete:
+                    hooks.call("end", result)
             if status is RunStatus.COMPLETE:
                 _log_end(state, task, directory, test_metrics)
     return None if status is RunStatus.PREEMPTED else state.val_loss

@@ -15,6 +15,7 @@ from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import Context, TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import sample
@@ -38,8 +39,8 @@ class StepFlags:
 class Trainer:
     """Train a run from its current step to its last one."""
 
-    def __init__(self, context: Context, saves: SaveSchedule, evaluator: Evaluator) -> None:
-        self.context, self.saves, self.evaluator = context, saves, evaluator
+    def __init__(self, context: Context, saves: SaveSchedule, evaluator: Evaluator, hooks: Hooks) -> None:
+        self.context, self.saves, self.evaluator, self.hooks = context, saves, evaluator, hooks
         self.train_step, self.anomaly, self.steps = saves.train_step, saves.anomaly, saves.train_step.steps
         self.config, self.metrics = context.config.trainer, context.metrics
         self._load_meter()
@@ -209,6 +210,7 @@ class Trainer:
             state.best_val_loss, state.best_step = loss, state.step
         count_patience(state, self.config.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)
+        self.hooks.call("evaluate", state.step, metrics)
         return improved and self.context.config.snapshot.keep_best
 
     def _test(self) -> None:
@@ -262,3 +264,4 @@ class Trainer:
         if metrics:
             state.train_loss = metrics["train/loss"]
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
+            self.hooks.call("step", state.step, metrics)

@@ -1,0 +1,54 @@
+"""Run the user's command at the end of a run, run.on_end, or after its failure, run.on_failure."""
+
+import contextlib
+import logging
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.storage.run_dir import RunStatus, read_result, run_directory
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_S = 60.0
+FAILED = "failed"
+
+
+@contextlib.contextmanager
+def notifying(config: Config, env: DistEnv) -> Iterator[None]:
+    """Run the command of a run that ends in this context, or fails in it if no launcher could restart it."""
+    before = _end(config)
+    try:
+        yield
+    except Exception:
+        if env.is_standalone:
+            notify(config, FAILED)
+        raise
+    after = _end(config)
+    if after != before and after[0] in (RunStatus.COMPLETE, RunStatus.PRUNED):
+        env.call_on_rank_zero(lambda: notify(config, after[0]))
+
+
+def _end(config: Config) -> list[Any]:
+    """Return what tells one end of the run from another."""
+    result = read_result(run_directory(config))
+    return [result.get(key) for key in ("status", "step", "val_loss")]
+
+
+def notify(config: Config, status: str) -> None:
+    """Run the command for a status, without a shell; a failure of it is logged only."""
+    key, command = ("on_failure", config.run.on_failure) if status == FAILED else ("on_end", config.run.on_end)
+    if command is None:
+        return
+    directory = run_directory(config).absolute()
+    loss = read_result(directory).get("val_loss", "")
+    about = {"RUN_DIR": str(directory), "STATUS": status, "VAL_LOSS": str(loss)}
+    environ = {**os.environ, **{f"MINGPT_DDP_{name}": value for name, value in about.items()}}
+    try:
+        subprocess.run(shlex.split(command), env=environ, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the command of run.%s failed: %s", key, error)

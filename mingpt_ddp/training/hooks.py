@@ -1,0 +1,33 @@
+"""Call the hooks of a user's file (config/registry.py), which see a run and cannot change it."""
+
+import copy
+import logging
+from functools import partial
+from typing import Any
+
+from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
+from mingpt_ddp.distributed.env import DistEnv
+
+log = logging.getLogger(__name__)
+
+
+class Hooks:
+    """The hooks of this run. Rank zero calls them, with copies of the values."""
+
+    def __init__(self, env: DistEnv) -> None:
+        self.env = env
+        self._failed: set[str] = set()
+
+    def call(self, event: str, *values: Any) -> None:
+        """Call the hooks of an event: `step`, `evaluate` or `end`."""
+        self.env.call_on_rank_zero(partial(self._call, event, values))
+
+    def _call(self, event: str, values: tuple[Any, ...]) -> None:
+        for name, hook in BUILDERS["hook"].items():
+            if name.startswith(f"{event} ") and name not in self._failed:
+                try:
+                    with attribute_errors_to_user_code():
+                        hook(*copy.deepcopy(values))
+                except (Exception, SystemExit) as error:  # training is worth more than a hook
+                    self._failed.add(name)
+                    log.warning("a hook of @on(%r) is not called again: %s", event, error)
