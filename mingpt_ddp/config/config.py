@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass, fields
+from pathlib import PurePosixPath
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -49,7 +50,9 @@ class Config:
         Args:
             extra: see `digest`.
         """
-        return self.run.name or f"{_slug(self.data.label)}-{_slug(self.model.name)}-{self.digest(extra)}"
+        source = self.run.init_from  # its model, which only the run reads
+        model = self.model.name if source is None else f"from_{PurePosixPath(source).name}"
+        return self.run.name or f"{_slug(self.data.label)}-{_slug(model)}-{self.digest(extra)}"
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
         """Return 8 hexadecimal digits of the SHA-256 of `numeric_values`.

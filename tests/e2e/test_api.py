@@ -91,7 +91,7 @@ def start(cwd: Path, *words: str) -> tuple[Job, int]:
 def test_interrupted_then_killed_then_finished_in_a_thread(tmp_path):
     long = ["trainer.max_steps=100000", "snapshot.every_steps=null", "trainer.eval_every=null"]
     job, training = start(tmp_path, *long)
-    ranks = workers(training)
+    ranks = workers(training, False)
     assert len(ranks) == 2
     os.kill(job.process.pid, signal.SIGINT)  # to this process alone, as a notebook's stop button
     assert job.wait() == 0
@@ -100,7 +100,7 @@ def test_interrupted_then_killed_then_finished_in_a_thread(tmp_path):
     assert not any(read(pid, "comm").startswith("rank ") for pid in ranks)
 
     job, training = start(tmp_path, *long)
-    ranks = [training, *workers(training)]
+    ranks = [training, *workers(training, False)]
     assert len(ranks) == 3
     job.process.kill()
     deadline = time.monotonic() + 30

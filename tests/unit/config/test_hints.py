@@ -41,8 +41,9 @@ KEYS = {
         ("trainer.max_epoch", "; did you mean trainer.max_epochs?"),
         ("model.activation", " of the chosen model"),
         ("nosuch", ""),
-        ("init_from", ""),
-        ("wandb_log", ""),
+        ("init_from", "; did you mean run.init_from?"),
+        ("model_name_or_path", "; did you mean run.init_from (weights to start from: a run, snapshot, export or "),
+        ("wandb_log", "; did you mean tracker?"),
         ("tokenizer", ""),
     ],
 )

@@ -1,0 +1,101 @@
+"""Warm starts by command: killed and resumed without the source, on two ranks; a GPT-2 of the real transformers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import TINY, Job, call, committed, environment, python_main, wait_for
+
+from mingpt_ddp.snapshots.load_model import load_model
+
+STEPS = 40
+SLOW = ["trainer.batch_size=24", "model.dropout=0.1", f"trainer.max_steps={STEPS}", "snapshot.every_steps=8"]
+SIZES = ["model.n_layer", "model.n_embd", "data.block_size"]
+# What the weights determine is not typed.
+TUNE = [word for word in TINY if word.partition("=")[0] not in ("model", *SIZES, "trainer.max_steps", "data.truncate")]
+GPT2 = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel
+torch.manual_seed(1)
+none = {"bos_token_id": None, "eos_token_id": None, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+model = GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=32, n_embd=24, n_layer=2, n_head=3, **none)).eval()
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter, std=0.3)
+model.save_pretrained(sys.argv[1])
+if len(sys.argv) > 2:  # as older versions saved it
+    torch.save(model.state_dict(), sys.argv[1] + "/pytorch_model.bin")
+ids = torch.arange(32)[None] * 2
+with torch.no_grad():
+    torch.save({"ids": ids, "logits": model(ids).logits}, "theirs.pt")
+"""
+
+
+def weights(run: Path) -> dict[str, bytes]:
+    files = sorted((run / "snapshots" / f"step_{STEPS:08d}").glob("*.safetensors"))
+    return {file.name: file.read_bytes() for file in files}
+
+
+def test_killed_and_resumed_without_the_source(tmp_path):
+    """The run is unnamed, and its text has characters that the source lacks."""
+    sizes = [
+        "model.n_embd=48",
+        "data.block_size=64",
+        "data.truncate=0.05",
+        "trainer.max_steps=4",
+        "trainer.batch_size=4",
+    ]
+    done = call([*python_main(), *TINY, *sizes, "run.name=source"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    (tmp_path / "text.txt").write_text("The sea \u03b1\u03b2\u03b3, the shore.\n" * 400)
+    command = [*python_main(), *TUNE, *SLOW, "data=text_file", "data.path=text.txt", "run.init_from=outputs/source"]
+    command += ["ddp.nproc_per_node=2"]
+    whole = call([*command, "run.name=whole"], tmp_path)
+    assert whole.returncode == 0, whole.stdout
+
+    job = Job(command, tmp_path)
+    [run] = wait_for_runs(tmp_path, job)
+    job.kill_tree()
+    assert committed(run)[-1] < STEPS
+    shutil.rmtree(tmp_path / "outputs" / "source")
+    done = call(command, tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot" in done.stdout
+    assert weights(run) == weights(tmp_path / "outputs" / "whole")
+    refused = call([*command, "model.n_embd=24"], tmp_path)
+    assert refused.returncode == 2
+    model, tokenizer = load_model(str(run))
+    assert tokenizer.decode(tokenizer.encode("\u03b1 sea")) == "\u03b1 sea"
+    assert len(model.state_dict()["position_embedding.weight"]) == 64
+
+
+def wait_for_runs(cwd: Path, job: Job) -> list[Path]:
+    def found() -> list[Path]:
+        return [path for path in (cwd / "outputs").glob("text_file-from_source-*") if committed(path)]
+
+    wait_for(lambda: found() or job.process.poll() is not None, what="the first snapshot")
+    assert job.process.poll() is None, job.text()
+    return found()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("is_binary", [False, True])
+def test_a_gpt2_of_transformers(is_binary, tmp_path):
+    """Logits before the first step: the one step that is taken changes nothing."""
+    words = [sys.executable, "-c", GPT2, "gpt2", *(["binary"] if is_binary else [])]
+    subprocess.run(words, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
+    if is_binary:
+        (tmp_path / "gpt2" / "model.safetensors").unlink()
+    frozen = ["trainer.max_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0", "run.name=a"]
+    done = call([*python_main(), *TUNE, *frozen, "run.init_from=gpt2", "data.truncate=0.05"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
+    model, tokenizer = load_model(str(tmp_path / "outputs" / "a"))
+    with torch.no_grad():
+        logits = model.eval()(theirs["ids"])
+    n = min(90, tokenizer.vocab_size)
+    torch.testing.assert_close(logits[..., :n], theirs["logits"][..., :n], atol=1e-4, rtol=0)
