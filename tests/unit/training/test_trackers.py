@@ -1,0 +1,116 @@
+"""A run and its trackers: one id over all attempts, each step once, the result at the end."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from launching import TINY
+from multiprocess.ranks import configure
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
+from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.training.run import run
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class MemoryTracker:
+    name, is_remote = "wandb", False
+    runs: ClassVar[dict[str, dict[int, dict[str, float]]]] = {}
+    results: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, config: Any, directory: Path, run_id: str) -> None:
+        self.id = run_id
+
+    def load(self) -> None:
+        pass
+
+    def connect(self) -> None:
+        self.points = self.runs.setdefault(self.id, {})
+        self.next = max(self.points, default=0) + 1
+
+    def send(self, points: list[tuple[int, dict[str, float]]]) -> None:
+        for step, metrics in points:
+            if step >= self.next:
+                assert self.points.setdefault(step, metrics) is metrics, f"step {step} was sent twice"
+
+    def finish(self, result: dict[str, Any]) -> None:
+        self.results.append(result)
+
+
+@pytest.fixture(autouse=True)
+def tracker(monkeypatch):
+    monkeypatch.setitem(TRACKERS, "wandb", MemoryTracker)
+    monkeypatch.setattr(MemoryTracker, "runs", {})
+    monkeypatch.setattr(MemoryTracker, "results", [])
+
+
+@functools.cache
+def settings() -> str:
+    schedule = ["optimizer.schedule_steps=12", "snapshot.keep_best=false"]
+    return json.dumps(configure(*TINY, *schedule, "trainer.device=cpu", "run.name=run", "tracker=[wandb,csv]"))
+
+
+def train(root: Path, **changes: object) -> None:
+    """Train with changes of keys, whose names have `__` for the dot."""
+    values = json.loads(settings())
+    for key, value in {"run__root": str(root), **changes}.items():
+        group, _, name = key.partition("__")
+        values[group][name] = value
+    config = from_mapping(values)
+    runtime = Runtime(config, DistEnv())
+    try:
+        run(config, runtime, {})
+    finally:
+        runtime.close()
+
+
+def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
+    save = SnapshotManager.save
+
+    def fail_at(step: int):
+        def fail(self: SnapshotManager, number: int, *args: Any) -> None:
+            if number == step:
+                raise RuntimeError("killed")
+            save(self, number, *args)
+
+        return fail
+
+    for step in (4, 8, 12):  # the first attempt leaves no snapshot
+        monkeypatch.setattr(SnapshotManager, "save", fail_at(step))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tmp_path)
+    monkeypatch.setattr(SnapshotManager, "save", save)
+    train(tmp_path)
+    (points,) = MemoryTracker.runs.values()
+    assert [*points] == [*range(1, 13)]
+    assert "val/loss" in points[6] and "val/loss" in points[12] and "val/loss" not in points[5]
+    (result,) = MemoryTracker.results
+    assert (result["status"], result["step"]) == ("complete", 12)
+    assert not (tmp_path / "run" / "tensorboard").exists(), "it was not chosen"
+    state = SnapshotStore(str(tmp_path / "run" / "snapshots")).read_latest().state
+    assert {state["train_state"]["run_id"]} == {*MemoryTracker.runs}
+
+
+def test_a_tracker_chosen_for_a_complete_run_gets_it_once(tmp_path):
+    train(tmp_path, tracker__wandb=False)
+    for _ in range(2):
+        train(tmp_path)
+    (points,) = MemoryTracker.runs.values()
+    assert [*points] == [*range(1, 13)]
+    assert len(MemoryTracker.results) == 1
+
+
+def test_a_run_from_the_snapshot_of_another_is_another_run(tmp_path):
+    train(tmp_path / "a", trainer__max_steps=8)
+    train(tmp_path / "b", run__resume=f"{tmp_path}/a/run/snapshots")
+    first, second = MemoryTracker.runs.values()
+    assert ([*first], [*second]) == ([*range(1, 9)], [*range(9, 13)])
