@@ -116,10 +116,18 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
     return ForkServer({**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **dict(imported)})
 
 
+def directories_of(env: dict[str, str]) -> list[str]:
+    """Return the directories on PYTHONPATH besides the checkout."""
+    directories = env.get("PYTHONPATH", str(ROOT)).split(os.pathsep)
+    return [directory for directory in directories if directory != str(ROOT)]
+
+
 def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
     """Return the server that can fork a command, if it is one of the program's."""
     name = command[2] if command[1:2] == ["-m"] else command[1]
-    if command[0] != sys.executable or name not in COMMANDS or env.get("PYTHONPATH", str(ROOT)) != str(ROOT):
+    if command[0] != sys.executable or name not in COMMANDS:
+        return None
+    if not all(Path(directory, "sitecustomize.py").exists() for directory in directories_of(env)):
         return None
     imported = {key: value for key, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)}
     imported.pop("PYTHONPATH", None)
@@ -202,12 +210,16 @@ def run(request: dict[str, Any]) -> None:
     sys.orig_argv = [sys.executable, *argv]
     tempfile.tempdir = None
     util.spawnv_passfds = spawn
+    for directory in directories_of(request["env"]):
+        sys.path.insert(0, directory)
+        importlib.import_module("sitecustomize")
     if argv[0] == "-m":
-        sys.argv, sys.path[0] = argv[1:], request["cwd"]
-        sys.path.insert(1, str(ROOT))
+        sys.argv = argv[1:]
+        sys.path[:0] = [request["cwd"], str(ROOT)]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
+        sys.argv = argv
+        sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
 
 

@@ -18,7 +18,7 @@ STEPS = 24
 SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "trainer.device=cpu"]
 SETTINGS += ["trainer.precision=fp32", "snapshot.every_steps=null", "snapshot.keep_best=false", "run.name=run"]
 
-# Patches modules of the package right after their import: `PATCHES` maps module names to functions.
+# Patches modules of the package right after their import, or at once: `PATCHES` maps module names to functions.
 SITE = '''
 import importlib.abc, importlib.util, os, sys, time
 from pathlib import Path
@@ -55,6 +55,8 @@ class Finder(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = exec_module
         return spec
 
+for name in [name for name in PATCHES if name in sys.modules]:  # before a fork
+    PATCHES.pop(name)(sys.modules[name])
 sys.meta_path.insert(0, Finder())
 '''
 
@@ -78,12 +80,14 @@ def patches(text: str, **values: Any) -> str:
 class PausedJob:
     """A launch that pauses at the points where `patches` calls `pause`."""
 
+    start = Job
+
     def __init__(self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str) -> None:
         self.site = cwd / f"site-{time.monotonic_ns()}"
         self.site.mkdir()
         (self.site / "sitecustomize.py").write_text(SITE)
         (self.site / "patches.py").write_text(patches)
-        self.job = Job([*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra)
+        self.job = self.start([*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra)
 
     def wait_until(self, point: str, *ranks: int) -> None:
         """Wait until these ranks, by default rank zero, have reached the point."""

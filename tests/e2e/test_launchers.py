@@ -59,22 +59,17 @@ def result(run: Path) -> dict:
     return json.loads((run / "result.json").read_text())
 
 
-def old_launcher(*args: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2", *args, MAIN]
-
-
 ONE_MACHINE = {
     "torchrun": torchrun(2),
     "forkserver": [*python_main(), TWO],
     "spawn": [*python_main(), TWO, "ddp.launcher=spawn"],
-    "launch": old_launcher(),
-    "launch --use-env": old_launcher("--use-env"),
+    "launch": [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2", MAIN],
 }
 
 
 @pytest.mark.parametrize("launcher", ONE_MACHINE)
 def test_one_machine(launcher, tmp_path, uninterrupted):
-    if launcher.startswith("launch") and importlib.util.find_spec("torch.distributed.launch") is None:
+    if launcher == "launch" and importlib.util.find_spec("torch.distributed.launch") is None:
         pytest.skip("this torch has no torch.distributed.launch")
     done = call([*ONE_MACHINE[launcher], *SETTINGS], tmp_path)
     assert done.returncode == 0, done.stdout
@@ -92,20 +87,13 @@ def test_one_process_per_rank(tmp_path, uninterrupted):
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
 
 
-@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
-def test_two_machines_under_torchrun(rendezvous, tmp_path, uninterrupted):
-    """Two ranks and one rank share a directory, with a log per global rank."""
-    port = free_port()
-    options = {
-        "c10d": ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=nodes"],
-        "static": ["--master_addr=127.0.0.1", f"--master_port={port}"],
-    }[rendezvous]
-    base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1", *options]
+def test_two_machines_under_torchrun(tmp_path, uninterrupted):
+    """Two ranks and one rank share a directory, with a log per global rank; test_hosts.py covers rdzv_backend=c10d."""
+    base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1"]
+    base += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     jobs = []
     for node, ranks in enumerate((2, 1)):
-        # On one machine, both agents would try to host the rendezvous, which sometimes fails.
-        node_args = f"--node_rank={node}" if rendezvous == "static" else f"--rdzv_conf=is_host={str(node == 0).lower()}"
-        args = [f"--nproc_per_node={ranks}", node_args]
+        args = [f"--nproc_per_node={ranks}", f"--node_rank={node}"]
         jobs.append(Job([*base, *args, MAIN, *SETTINGS], tmp_path, GLOO_SOCKET_IFNAME="lo"))
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
     run = tmp_path / "outputs" / "run"
@@ -170,12 +158,11 @@ def test_a_user_error_on_two_machines_is_reported_once_on_each(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
-def test_killed_restarted_and_interrupted(launcher, tmp_path):
+def test_killed_restarted_and_interrupted(tmp_path):
     """run.resume=never creates one new directory, not one per restart. Ctrl-C reaches all processes of the terminal."""
     runs = tmp_path / "outputs"
     (runs / "run").mkdir(parents=True)
-    job = Job([*ONE_MACHINE[launcher], *SLOW, "run.resume=never"], tmp_path)
+    job = Job([*ONE_MACHINE["forkserver"], *SLOW, "run.resume=never"], tmp_path)
     wait_for(lambda: committed(runs / "run-2"), what="a snapshot")
     job.kill_worker(-1)
     wait_for(lambda: "\nstep " in job.text().partition("resuming from the snapshot")[2], what="the resumption")

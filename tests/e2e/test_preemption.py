@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Job, committed, is_running, python_main, torchrun, wait_for
+from launching import Job, UnforkedJob, committed, is_running, python_main, torchrun, wait_for
 from multiprocess.ranks import configure, run_ranks
 from pause_points import SETTINGS, STEPS, PausedJob, patches, train, weights, worker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -113,7 +113,6 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
     run, two_ranks = tmp_path / "outputs" / "run", "ddp.nproc_per_node=2"
     for number, step, send in (
         (signal.SIGUSR1, 7, os.kill),
-        (signal.SIGTERM, 10, os.kill),
         (signal.SIGINT, 13, os.killpg),
     ):
         paused = PausedJob(python_main(), tmp_path, patches(PAUSE_AT_STEP, step=step), two_ranks)
@@ -124,7 +123,7 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
         assert paused.wait() == 0, paused.job.text()
         check_stopped(paused, run, step)
         assert "Traceback" not in paused.job.text()
-    finish(tmp_path, [7, 10, 13], uninterrupted(2), ranks=2)
+    finish(tmp_path, [7, 13], uninterrupted(2), ranks=2)
 
 
 def test_torchrun(tmp_path, uninterrupted):
@@ -194,8 +193,9 @@ def test_an_interrupted_evaluation_runs_again(evaluation, step, tmp_path, uninte
         finish(tmp_path, [step], uninterrupted(1))
 
 
-def test_a_signal_before_training_ends_the_process(tmp_path):
+def test_a_signal_before_training_ends_the_process(tmp_path, monkeypatch):
     pause_at_import = 'PATCHES["mingpt_ddp.data.dataset"] = lambda module: pause("start")'
+    monkeypatch.setattr(PausedJob, "start", UnforkedJob)  # which imports it
     paused = PausedJob(python_main(), tmp_path, pause_at_import)
     paused.wait_until("start")
     os.kill(paused.job.process.pid, signal.SIGTERM)

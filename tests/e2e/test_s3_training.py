@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from chaos import UNAVAILABLE, with_limits
 from fault_proxy import Fault, FaultProxy, Rule
-from launching import TINY, Job, call, last_step, python_main, torchrun, wait_for
+from launching import TINY, Job, call, last_step, python_main, wait_for
 
 from mingpt_ddp.snapshots.format import CorruptSnapshotError
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -22,7 +22,7 @@ SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.e
 # Slow enough to be killed in mid-run: a step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24", "run.name=run"]
 ENDLESS = [*TINY, "trainer.max_steps=10000000", "trainer.eval_every=null", "snapshot.every_steps=20", "run.name=run"]
-LAUNCHERS = {"torchrun": torchrun(2), "nproc_per_node": [*python_main(), "ddp.nproc_per_node=2"]}
+TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 SHORT = {"REQUEST_TIMEOUT_S": 2.0, "OPERATION_DEADLINE_S": 5.0, "INITIAL_BACKOFF_S": 0.05}  # the defaults are 30, 60
 ALWAYS = float("inf")
 
@@ -70,7 +70,7 @@ def short_timeouts(tmp_path: Path, **lease: float) -> dict[str, str]:
 def local_weights(tmp_path_factory):
     """The weights of an uninterrupted run of two ranks on a local disk."""
     cwd = tmp_path_factory.mktemp("local")
-    done = call([*torchrun(2), *SETTINGS], cwd)
+    done = call([*TWO_RANKS, *SETTINGS], cwd)
     assert done.returncode == 0, done.stdout
     return (cwd / "outputs/run/snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
 
@@ -104,9 +104,8 @@ def verified_steps(path: str) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("launcher", ["nproc_per_node"])
-def test_killed_run_resumes_and_leaks_no_credentials(launcher, aws, seaweed, path, tmp_path, local_weights):
-    command = [*LAUNCHERS[launcher], *SETTINGS, f"snapshot.path={path}"]
+def test_killed_run_resumes_and_leaks_no_credentials(aws, seaweed, path, tmp_path, local_weights):
+    command = [*TWO_RANKS, *SETTINGS, f"snapshot.path={path}"]
     job = Job(command, tmp_path)
     wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
     job.kill_tree()
@@ -135,7 +134,7 @@ def test_faulty_network(proxy, path, tmp_path, local_weights):
         Rule("^PUT", Fault.RESET_UNANSWERED, times=ALWAYS, probability=0.1),
         Rule(".", Fault.DELAY, times=4, probability=0.05, seconds=2),
     ]
-    command = [*torchrun(2), *SETTINGS, f"snapshot.path={path}"]
+    command = [*TWO_RANKS, *SETTINGS, f"snapshot.path={path}"]
     job = Job(command, tmp_path, **proxied(proxy))
     is_under_way = lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path)  # noqa: E731
     wait_for(is_under_way, timeout=150, what="step 20")  # the faults alone take half a minute
@@ -150,7 +149,7 @@ def test_faulty_network(proxy, path, tmp_path, local_weights):
 def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
     """Training does not wait for the store, and a partially written snapshot is never taken for a whole one."""
     job = Job(
-        [*torchrun(2), *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"],
+        [*TWO_RANKS, *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"],
         tmp_path,
         **short_timeouts(tmp_path),
     )
@@ -176,7 +175,7 @@ def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
 
 
 def test_store_unavailable_for_too_long(proxy, path, tmp_path):
-    command = [*LAUNCHERS["nproc_per_node"], "ddp.max_restarts=0"]
+    command = [*TWO_RANKS, "ddp.max_restarts=0"]
     options = [f"snapshot.path={path}", "snapshot.max_failures=1"]
     job = Job([*command, *ENDLESS, *options], tmp_path, **proxied(proxy), **short_timeouts(tmp_path))
     wait_for(lambda: committed(tmp_path), what="the first snapshot")
@@ -198,7 +197,7 @@ def test_store_unavailable_for_too_long(proxy, path, tmp_path):
 
 def test_fallback_path(proxy, path, tmp_path):
     other = tmp_path / "other"
-    command = [*torchrun(2), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
+    command = [*TWO_RANKS, *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
     limits = {**proxied(proxy), **short_timeouts(tmp_path)}
     job = Job([*command, "snapshot.max_failures=0"], tmp_path, **limits)
     wait_for(lambda: committed(tmp_path), what="a snapshot")

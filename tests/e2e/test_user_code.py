@@ -9,7 +9,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
+from launching import ROOT, TINY, Job, call, committed, last_step, python_main, wait_for
 from user_code_page import PAGE, page_commands, page_files
 
 from mingpt_ddp.cli.export import ExportConfig, export
@@ -27,6 +27,7 @@ SETTINGS = {
     "trainer.log_every": "1",
     "snapshot.every_steps": "8",
 }
+TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_the_page_lists_the_files_that_it_shows():
 
 @pytest.fixture(scope="module")
 def uninterrupted(project) -> Path:
-    done = call([*torchrun(2), *train()], project)
+    done = call([*TWO_RANKS, *train()], project)
     assert done.returncode == 0, done.stdout
     return project / "outputs" / "notes"
 
@@ -80,7 +81,7 @@ def test_the_page_trains_and_samples(uninterrupted, project):
 def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, project, tmp_path):
     """The file is found through the configuration directory, which the second command spells differently."""
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
-    job = Job([*torchrun(2), *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path)
+    job = Job([*TWO_RANKS, *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path)
     run = tmp_path / "outputs" / "victim"
     wait_for(lambda: (last_step(run) >= 15 and committed(run)) or job.process.poll(), what="step 15")
     assert job.process.poll() is None, job.text()

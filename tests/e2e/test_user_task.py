@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Job, call, committed, last_step, python_main, torchrun, wait_for
+from launching import ROOT, Job, call, committed, last_step, python_main, wait_for
 from user_code_page import page_commands, page_files
 
 from mingpt_ddp.cli.export import ExportConfig, export
@@ -24,6 +24,7 @@ SETTINGS += [
     "trainer.eval_every=80",
     "snapshot.every_steps=4",
 ]  # 16 steps an epoch
+TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(project) -> Path:
-    done = call([*torchrun(2), *arguments()], project)
+    done = call([*TWO_RANKS, *arguments()], project)
     assert done.returncode == 0, done.stdout
     return project / "outputs" / "tags"
 
@@ -66,7 +67,7 @@ def test_the_task_is_learnt_and_measured(trained, project):
 
 
 def test_killed_in_mid_epoch(trained, project, tmp_path):
-    job = Job([*torchrun(2), *arguments(f"run.root={tmp_path}", "data.num_workers=1")], project)
+    job = Job([*TWO_RANKS, *arguments(f"run.root={tmp_path}", "data.num_workers=1")], project)
     run = tmp_path / "tags"
     wait_for(lambda: last_step(run) >= 60 and committed(run), what="step 60")
     job.kill_tree()
@@ -78,7 +79,7 @@ def test_killed_in_mid_epoch(trained, project, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_under_another_strategy(strategy, trained, project, tmp_path):
-    done = call([*torchrun(2), *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project)
+    done = call([*TWO_RANKS, *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project)
     assert done.returncode == 0, done.stdout
     ours, theirs = read_result(tmp_path / "tags"), read_result(trained)
     for name in ("val_loss", "test_loss", "test_accuracy"):
