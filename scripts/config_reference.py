@@ -13,7 +13,15 @@ from mingpt_ddp.config.hints import other_names  # noqa: E402
 from mingpt_ddp.config.schema import GROUPS  # noqa: E402
 from mingpt_ddp.config.validation import adapter, show_number  # noqa: E402
 
-TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true | false", "null": "null"}
+TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true | false",
+    "null": "null",
+    "array": "list",
+}
+TYPES["object"] = "mapping"
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 Keys = dict[str, dict[str, Any]]  # the JSON schemas of keys by name
 HELP = """mingpt_ddp trains a small GPT: main.py [group=preset ...] [group.key=value ...]

@@ -8,7 +8,7 @@ import numpy as np
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.tasks.language_model import LanguageModel
 
@@ -28,6 +28,9 @@ def text_task(config: Config, val: np.ndarray | str = "yy", vocab_size: int = 8,
     task.config, task.group = config, SimpleNamespace(env=DistEnv())
     task.text, task.sha256 = encoded, encoded.sha256
     tokenizer = tokenizer_from_state(encoded.tokenizer)
+    if tokenizer.vocab_size != vocab_size:
+        tokenizer = CharTokenizer("".join(map(chr, range(97, 97 + vocab_size))))
     task.dataset = SimpleNamespace(train="x" * 90, val=val, test="", tokenizer=tokenizer)
+    task.val_texts = {}
     task.shape = vocab_size, config.data.block_size
     return task

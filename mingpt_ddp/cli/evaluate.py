@@ -90,7 +90,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     check(not others or averages, f"task.name={run_config.task.name} has no probabilities to average; give one run")
     runtime = Runtime(run_config, read_env())
     with attribute_errors_to_user_code():
-        task = build_task(run_config, runtime.group)
+        task = build_task(run_config, runtime.group, kept=states[first])
         data = ("text",) if config.data_path is not None else ()
         check_same_outputs(states, [key for key in task.state() if key not in data])
         try:
@@ -134,8 +134,11 @@ def _run_config(config: EvaluateConfig, url: str, state: Any) -> Config:
         given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
         if config.data_path is not None:
             check("path" in data, "its data has no path; leave data.path out")
-            given |= {"path": config.data_path, "sha256": None, "truncate": 1.0}
-        check("::" not in str({**data, **given}.get("path")), "a chain of URLs is not followed; give data.path")
+            given |= {"path": config.data_path, "sha256": None, "truncate": 1.0, "sources": None, "val_paths": None}
+        if data.get("tokenizer") not in ("char", "byte"):  # that of the snapshot is used
+            given["tokenizer"] = "bpe"
+        paths = [{**data, **given}.get(key) for key in ("path", "sources", "val_paths")]
+        check("::" not in json.dumps(paths), "a chain of URLs is not followed; give data.path")
         data |= {key: value for key, value in given.items() if key in data}
         return from_mapping(values)
     except NotRegisteredError as error:

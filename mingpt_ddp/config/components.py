@@ -166,18 +166,34 @@ class DataConfig(UserCodeConfig):
     name: str | None = neutral(None, "a label for directories and logs; null: the file name of path")
     path: str = key(..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise")
     sha256: str | None = key(None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content")
-    block_size: PositiveInt = key(64, "context length", "characters")
-    stride: PositiveInt | None = key(None, "between the starts of windows; null: block_size", "characters")
+    block_size: PositiveInt = key(64, "context length", "tokens")
+    stride: PositiveInt | None = key(None, "between the starts of windows; null: block_size", "tokens")
     train_split: Annotated[float, Field(gt=0, lt=1)] = key(0.9, "share of the text to train on, from its start")
     test_split: Annotated[float, Field(ge=0, lt=1)] = key(0.0, "share of the text to test on once, at its end")
     truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
     cache_dir: str | None = neutral(None, "local directory of encoded texts; null: the user's cache directory")
     reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
+    tokenizer: str = key("char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json")
+    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] | None = key(None, "of bpe; null: 4096", "tokens")
+    sources: list[tuple[str, PositiveFloat]] | None = key(
+        None, "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by these weights"
+    )
+    val_paths: dict[str, str] | None = neutral(None, "further validation texts by name, as {wiki: wiki.txt}")
 
     def __post_init__(self) -> None:
-        check_url("data.path", self.path)
+        paths = {"data.path": self.path, "data.tokenizer": self.tokenizer}
+        paths |= {f"data.sources[{i}]": path for i, (path, _) in enumerate(self.sources or ())}
+        paths |= {f"data.val_paths.{name}": path for name, path in (self.val_paths or {}).items()}
+        for where, path in paths.items():
+            check_url(where, path)
         if self.cache_dir is not None:
             check_directory("data.cache_dir", self.cache_dir)
+        trains = self.vocab_size is None or self.tokenizer == "bpe"
+        check(trains, f"data.vocab_size={self.vocab_size} needs data.tokenizer=bpe")
+        check(self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null")
+        check(not (self.sources and self.sha256), "data.sha256 is of data.path; set it to null with data.sources")
+        for name in self.val_paths or ():
+            check(name.isidentifier() and name.isascii(), f"data.val_paths.{name}: a name is of letters, digits and _")
         rest = self.train_split + self.test_split < 1
         check(rest, f"data.test_split={self.test_split} leaves nothing to validate on; lower it or data.train_split")
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
@@ -186,7 +202,9 @@ class DataConfig(UserCodeConfig):
     @property
     def label(self) -> str:
         """The name of the text in directories and logs."""
-        return self.name or PurePosixPath(self.path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem or "text"
+        paths = [path for path, _ in self.sources or ()] or [self.path]
+        stems = [PurePosixPath(path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem for path in paths]
+        return self.name or "+".join(filter(None, stems)) or "text"
 
 
 @dataclass(frozen=True, kw_only=True)

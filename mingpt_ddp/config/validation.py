@@ -19,7 +19,7 @@ from mingpt_ddp.errors import ConfigError
 T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 SCALARS = (bool, int, float, str, type(None))  # types that YAML can represent
-NESTED = (list, tuple, types.UnionType, typing.Union)
+NESTED = (list, tuple, dict, types.UnionType, typing.Union)
 # What a value must be, by pydantic's error type.
 WANTED = {
     "bool_type": "true or false",
@@ -28,6 +28,7 @@ WANTED = {
     "finite_number": "a finite number",
     "string_type": "text",
     "list_type": "a list",
+    "dict_type": "a mapping",
 }
 COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 

@@ -121,13 +121,7 @@ class TokenLoader:
         self.stride = stride or block_size
         self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
         self.items_per_step = batch_size * block_size
-        self.windows_per_epoch = (len(tokens) - block_size) // self.stride
-        self.steps_per_epoch = self.windows_per_epoch // batch_size
-        if self.steps_per_epoch == 0:
-            raise DataError(
-                f"the training text has {self.windows_per_epoch} windows of data.block_size={block_size}, fewer than "
-                f"trainer.batch_size={batch_size}; use a longer text, a smaller batch or a smaller data.stride"
-            )
+        self._set_epoch((len(tokens) - block_size) // self.stride)
         device = torch.device(device)
         on_gpu = device.type == "cuda"
         room = torch.cuda.get_device_properties(device).total_memory * MAX_RESIDENT_FRACTION if on_gpu else 0
@@ -144,6 +138,14 @@ class TokenLoader:
 
     def close(self) -> None:
         """Do nothing: the tokens are memory."""
+
+    def _set_epoch(self, windows: int) -> None:
+        self.windows_per_epoch, self.steps_per_epoch = windows, windows // self.batch_size
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"the training text has {windows} windows of data.block_size={self.block_size}, fewer than "
+                f"trainer.batch_size={self.batch_size}; use a longer text, a smaller batch or a smaller data.stride"
+            )
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
         """Gather this step and following ones of its epoch in one call, to amortize its overhead."""
@@ -164,9 +166,13 @@ class TokenLoader:
             first, n = begin, self.windows_per_epoch
             positions = np.arange(begin, min(max(end, begin + SHUFFLE_CHUNK), n))
             order = feistel_permute(positions, n, derive_seed("order", self.seed, epoch))
-            starts = derive_seed("offset", self.seed, epoch) % self.stride + order * self.stride
+            starts = self._draw(epoch, order)
             self._starts = (epoch, first, starts)
         return starts[begin - first : end - first]
+
+    def _draw(self, epoch: int, order: Ints) -> Ints:
+        """Return where the windows of these shuffled numbers start."""
+        return derive_seed("offset", self.seed, epoch) % self.stride + order * self.stride
 
 
 class TokenWindows:

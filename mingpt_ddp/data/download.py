@@ -23,6 +23,11 @@ def open_filesystem(url: str) -> tuple[Any, str, bool]:
     return fs, name, "file" in fs.protocol or "local" in fs.protocol
 
 
+def exists(url: str) -> bool:
+    fs, name, _ = open_filesystem(url)
+    return bool(fs.exists(name))
+
+
 def download_path(url: str, cache: Path) -> Path:
     """Return where `download` puts the file of a URL."""
     return cache / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]

@@ -1,52 +1,116 @@
-"""Download, decode and encode a text once per machine, into a content-addressed cache that is memory-mapped.
+"""Fetch, decode and encode texts once per machine, into a content-addressed cache that is memory-mapped.
 
-Two passes read the text in bounded memory: the first collects the distinct characters, the second writes one small
-integer per character. A cache directory holds `tokens.bin` and `meta.json` and is created atomically.
+Texts are read in bounded memory: to hash them, to count their characters, to train a BPE tokenizer on the training
+parts, and to encode them. A cache directory holds `tokens.bin` and `meta.json` and is created atomically.
 """
 
 import codecs
 import fcntl
 import gzip
 import hashlib
-import io
 import json
 import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build
-from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.download import download, download_path, open_filesystem, user_cache
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.bpe import read_bpe, train_bpe
+from mingpt_ddp.data.dataset import EncodedText, split_bounds
+from mingpt_ddp.data.download import exists, user_cache
+from mingpt_ddp.data.texts import CHUNK_BYTES, GZIP, OpenBytes, open_source, opener
+from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer_base import code_points
 from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
-BUILTIN = "builtin:python_docs"
-CHUNK_BYTES = 1 << 18
 FORMAT = 4
-CODE_POINTS = 0x110000
-OpenBytes = Callable[[], io.BufferedReader]
+TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
 
 
-def prepare(config: DataConfig) -> EncodedText:
+@dataclass(frozen=True)
+class Source:
+    """A text to encode."""
+
+    config: DataConfig  # data.path is this text
+    open: OpenBytes
+    sha256: str
+
+
+def prepare_all(config: DataConfig, tokenizer: Tokenizer | None = None) -> dict[str, EncodedText]:
+    """Return the training text as "", and those of `data.val_paths` by name, encoded by its tokenizer.
+
+    Args and Raises: as `prepare`.
+    """
+    named = config.tokenizer not in TRAINED and tokenizer is not None and exists(config.tokenizer)
+    if tokenizer and named and read_bpe(config.tokenizer).state() != tokenizer.state():
+        advice = "restore it, or choose another run.name"
+        raise DataError(f"data.tokenizer={config.tokenizer} differs from that of the snapshot; {advice}")
+    encoded = {"": prepare(config, tokenizer)}
+    tokenizer = tokenizer_from_state(encoded[""].tokenizer)
+    for name, path in (config.val_paths or {}).items():
+        text = replace(config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0)
+        try:
+            encoded[name] = prepare(text, tokenizer)
+        except DataError as error:
+            raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
+    return encoded
+
+
+def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> EncodedText:
     """Find the text in the cache, or fetch and encode it.
 
+    Args:
+        tokenizer: the one of a snapshot; None: that of `data.tokenizer`.
+
     Raises:
-        DataError: the text cannot be read, has another SHA-256 than `data.sha256`, or has no two distinct characters.
+        ConfigError: the tokenizer needs a library that is not installed.
+        DataError: a text cannot be read, has another SHA-256 than `data.sha256`, or cannot be encoded; or there are no
+            two distinct characters to learn.
     """
     cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
+    paths = [path for path, _ in config.sources or ()] or [config.path]
+    sources = [_open(replace(config, path=path, sources=None), cache) for path in paths]
+    sha256 = sources[0].sha256 if len(sources) == 1 else _digest([source.sha256 for source in sources])
+    if tokenizer is None and config.tokenizer not in TRAINED:
+        tokenizer = read_bpe(config.tokenizer)
+    key = sha256
+    if splits_texts(config, tokenizer) or tokenizer:  # the encoding depends on more than the content
+        chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
+        key = _digest([sha256, chosen, config.truncate, config.train_split, config.test_split])
+    directory = cache / f"{key[:16]}-{FORMAT}"
+    if cached := _read_cache(directory, sha256):
+        return cached
     try:
-        open_text = _source(config, cache)
-        sha256 = _checked_sha256(open_text, config)
+        cache.mkdir(parents=True, exist_ok=True)
+        # O_NOFOLLOW: a symbolic link could lead to any file.
+        with open(os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process encodes, the others wait for its result
+            for leftover in cache.glob(".partial-*"):  # of killed processes
+                shutil.rmtree(leftover, ignore_errors=True)
+            return _read_cache(directory, sha256) or _encode(sources, config, tokenizer, directory, sha256)
+    except OSError as error:
+        raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}; choose another") from error
+
+
+def splits_texts(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
+    """Return whether each text is divided before it is encoded: not if it is one, of characters."""
+    return (tokenizer.name if tokenizer else config.tokenizer) != CharTokenizer.name or config.sources is not None
+
+
+def _open(config: DataConfig, cache: Path) -> Source:
+    """Find a text and its SHA-256."""
+    try:
+        open_text = open_source(config, cache, lambda path: _checked_sha256(opener(path), config))
+        return Source(config, open_text, _checked_sha256(open_text, config))
     except FileNotFoundError as error:
         raise DataError(f"data.path={config.path}: there is no such file") from error
     except UserError:
@@ -56,82 +120,6 @@ def prepare(config: DataConfig) -> EncodedText:
         raise DataError(
             f"cannot read data.path={config.path} ({reason[:200]}); without a network, set data.path to a local copy"
         ) from error
-    if cached := _read_cache(directory := cache / f"{sha256[:16]}-{FORMAT}", sha256):
-        return cached
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        # O_NOFOLLOW: a symbolic link could lead to any file.
-        with open(os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process encodes, the others wait for its result
-            for leftover in cache.glob(".partial-*"):  # of killed processes
-                shutil.rmtree(leftover, ignore_errors=True)
-            return _read_cache(directory, sha256) or _encode(open_text, directory, sha256, config.path)
-    except OSError as error:
-        raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}; choose another") from error
-
-
-def _source(config: DataConfig, cache: Path) -> OpenBytes:
-    """Return a function that opens the text's bytes; download a remote file into the cache first."""
-    if config.reader is not None:
-        return lambda: io.BufferedReader(TextIteratorIO(config), CHUNK_BYTES)
-    if config.path == BUILTIN:
-        content = python_docs().encode()
-        return lambda: io.BufferedReader(io.BytesIO(content))
-    fs, name, is_local = open_filesystem(config.path)
-    target = download_path(config.path, cache)
-    if not is_local and not (target.exists() and config.sha256 and _sha256(_opener(target)) == config.sha256):
-        download(fs, name, target, lambda path: _checked_sha256(_opener(path), config))
-    name = name if is_local else str(target)
-    if os.path.exists(name) and not os.path.isfile(name):
-        raise DataError(f"data.path={config.path} is not a regular file")
-    return _opener(name)
-
-
-def _opener(path: str | Path) -> OpenBytes:
-    return lambda: open(path, "rb")
-
-
-def python_docs() -> str:
-    """Return the language reference that CPython's help() shows: 460,000 to 510,000 characters, by Python version."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-class TextIteratorIO(io.RawIOBase):
-    """The text that a user's reader yields, as a UTF-8 stream that is never whole in memory."""
-
-    def __init__(self, config: DataConfig) -> None:
-        self._pieces, self._rest = _read_pieces(config), memoryview(b"")  # the rest of the last piece
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """
-        Raises:
-            CodeError: the reader raised an exception; names its line.
-            DataError: the reader yields something other than text, or cannot read its source.
-        """
-        while not self._rest and (piece := next(self._pieces, None)) is not None:
-            self._rest = memoryview(piece)
-        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-
-def _read_pieces(config: DataConfig) -> Iterator[bytes]:
-    """Yield the reader's pieces as UTF-8."""
-    name = f"data.reader={config.reader}"
-    with attribute_errors_to_user_code():
-        try:
-            for piece in BUILDERS["data"][str(config.reader)](config):
-                try:
-                    yield piece.encode()
-                except (AttributeError, UnicodeEncodeError) as error:
-                    raise DataError(f"{name} must yield text: {error}") from error
-        except OSError as error:
-            raise DataError(f"{name} cannot read data.path={config.path}: {error}") from error
 
 
 def _sha256(open_bytes: OpenBytes) -> str:
@@ -153,8 +141,8 @@ def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
     return sha256
 
 
-def _digest(meta: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(meta).encode()).hexdigest()
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
@@ -164,22 +152,23 @@ def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
         encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
         whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
         whole = whole and (sha256, digest) == (encoded.sha256, _digest(meta))
-        whole = whole and _sha256(_opener(directory / "tokens.bin")) == encoded.tokens_sha256
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, UserError):
+        whole = whole and _sha256(opener(directory / "tokens.bin")) == encoded.tokens_sha256
+        tokenizer_from_state(encoded.tokenizer)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError):
         return None
     return encoded if whole else None
 
 
-def _decode(open_text: OpenBytes, path: str) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the text, decompressed and without a byte order mark, as arrays of code points, a few MiB at a time.
+def _decode(source: Source) -> Iterator[str]:
+    """Yield the text, decompressed and without a byte order mark, in pieces.
 
     Raises:
         DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder, path = codecs.getincrementaldecoder("utf-8")(), source.config.path
     position, at_start = 0, True
-    with open_text() as raw:
-        zipped = raw.peek(2)[:2] == b"\x1f\x8b"  # which is invalid UTF-8
+    with source.open() as raw:
+        zipped = raw.peek(2)[:2] == GZIP  # which is invalid UTF-8
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else raw
         while True:
             try:
@@ -193,36 +182,72 @@ def _decode(open_text: OpenBytes, path: str) -> Iterator[np.ndarray[Any, Any]]:
                 raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
             if at_start and text:
                 text, at_start = text.removeprefix("\ufeff"), False
-            yield np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+            yield text
             if not chunk:
                 return
 
 
-def _encode(open_text: OpenBytes, directory: Path, sha256: str, path: str) -> EncodedText:
-    """Write the tokens and their description to `directory`, atomically."""
-    seen, length = np.zeros(CODE_POINTS, dtype=bool), 0
-    for codes in _decode(open_text, path):
-        seen[codes] = True
-        length += len(codes)
-    distinct = np.flatnonzero(seen)
-    if length == 0:
-        raise DataError(f"data.path={path} is empty")
-    if len(distinct) < 2:
-        raise DataError(f"data.path={path} has one distinct character; there is nothing to learn")
-    dtype = str(np.min_scalar_type(len(distinct) - 1))  # the smallest unsigned type that holds every token
-    token_of = np.zeros(CODE_POINTS, dtype=dtype)
-    token_of[distinct] = np.arange(len(distinct), dtype=dtype)
+def _between(source: Source, begin: int, end: int) -> Iterator[str]:
+    """Yield the characters begin .. end - 1 of a text, in pieces."""
+    position = 0
+    for text in _decode(source) if end > begin else ():
+        if part := text[max(0, begin - position) : max(0, end - position)]:
+            yield part
+        position += len(text)
+        if position >= end:
+            return
+
+
+def _count(sources: list[Source]) -> tuple[list[int], str]:
+    """Return the number of characters of each text, and the distinct ones of all in code-point order."""
+    seen, lengths = np.zeros(CODE_POINTS, dtype=bool), []
+    for source in sources:
+        lengths.append(0)
+        for text in _decode(source):
+            seen[code_points(text)] = True
+            lengths[-1] += len(text)
+        if lengths[-1] == 0:
+            raise DataError(f"data.path={source.config.path} is empty")
+    return lengths, "".join(map(chr, np.flatnonzero(seen)))
+
+
+def _encode(
+    sources: list[Source], config: DataConfig, tokenizer: Tokenizer | None, directory: Path, sha256: str
+) -> EncodedText:
+    """Write the tokens and their description to `directory`, atomically: all training parts, then the other splits."""
+    lengths, distinct = _count(sources)
+    divided = splits_texts(config, tokenizer)
+    bounds = [split_bounds(length, config) for length in lengths] if divided else [[0, lengths[0]]]
+    splits = [[(s, b[i], b[i + 1]) for s, b in zip(sources, bounds, strict=True)] for i in range(len(bounds[0]) - 1)]
+    if tokenizer is None:
+        if len(distinct) < 2:
+            raise DataError(f"data.path={sources[0].config.path} has one distinct character; there is nothing to learn")
+        training = chain.from_iterable(_between(*part) for part in splits[0])
+        tokenizer = {
+            "char": lambda: CharTokenizer(distinct),
+            "byte": ByteTokenizer,
+            "bpe": lambda: train_bpe(training, config.vocab_size),
+        }[config.tokenizer]()
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)  # the smallest unsigned type that holds every token
+    sizes: list[list[int]] = []
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory.parent, ignore_cleanup_errors=True) as name:
         tokens = Path(name) / "tokens.bin"
         with open(tokens, "wb") as file:
-            for codes in _decode(open_text, path):
-                file.write(token_of[codes].tobytes())
+            for split in splits:
+                sizes.append([])
+                for part in split:
+                    begin = file.tell()
+                    for piece in tokenizer.encode_stream(_between(*part)):
+                        file.write(piece.astype(dtype, copy=False).tobytes())
+                    sizes[-1].append((file.tell() - begin) // dtype.itemsize)
             file.flush()
             os.fsync(file.fileno())
-        if _sha256(open_text) != sha256:
-            raise DataError(f"data.path={path} changed while being read; run again")
-        tokenizer = CharTokenizer("".join(map(chr, distinct))).state()
-        encoded = EncodedText(str(directory), sha256, length, tokenizer, dtype, _sha256(_opener(tokens)))
+        for source in sources:
+            if _sha256(source.open) != source.sha256:
+                raise DataError(f"data.path={source.config.path} changed while being read; run again")
+        length, parts = sum(map(sum, sizes)), sizes if divided else []
+        digest = _sha256(opener(tokens))
+        encoded = EncodedText(str(directory), sha256, length, tokenizer.state(), str(dtype), digest, parts)
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
         content = {"text": meta, "digest": _digest(meta)}
         atomic_write(Path(name) / "meta.json", json.dumps(content).encode())

@@ -1,45 +1,18 @@
 """Tokenizers: text to token ids and back, and their form in a snapshot."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from mingpt_ddp.data.bpe import BPETokenizer
 from mingpt_ddp.data.rng import Ints
+from mingpt_ddp.data.tokenizer_base import Tokenizer, begins_character, code_points, decode_bytes, utf8
 from mingpt_ddp.errors import DataError
 
+__all__ = ["BPETokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer", "tokenizer_from_state"]
 
-class Tokenizer:
-    """Text to token ids and back; `decode` inverts `encode` exactly.
-
-    Attributes:
-        name: char, byte or bpe.
-        token_sizes: (V,) int64, bytes of each token in UTF-8.
-        token_characters: (V,) int64, characters that begin in each token.
-        line_feed: id of the token of a line feed, or 0; stands for an empty prompt.
-    """
-
-    name: str
-    token_sizes: Ints
-    token_characters: Ints
-    line_feed: int
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.token_sizes)
-
-    def encode(self, text: str) -> list[int]:
-        """
-        Raises:
-            DataError: naming what cannot be encoded.
-        """
-        raise NotImplementedError
-
-    def decode(self, tokens: list[int]) -> str:
-        raise NotImplementedError
-
-    def state(self) -> dict[str, Any]:
-        """Return JSON values for state.json, which `tokenizer_from_state` reads."""
-        raise NotImplementedError
+CODE_POINTS = 0x110000
 
 
 class CharTokenizer(Tokenizer):
@@ -51,9 +24,8 @@ class CharTokenizer(Tokenizer):
         self.vocabulary = vocabulary
         self.index = {character: i for i, character in enumerate(vocabulary)}
         self.line_feed = self.index.get("\n", 0)
-        codes = np.frombuffer(vocabulary.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-        self.token_sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], codes, side="right")
-        self.token_characters = np.ones(len(codes), dtype=np.int64)
+        self.token_sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], code_points(vocabulary), side="right")
+        self.token_characters = np.ones(len(vocabulary), dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
         """
@@ -66,6 +38,16 @@ class CharTokenizer(Tokenizer):
             raise DataError(f"the model does not know {names}: these characters are not in its training text")
         return [self.index[c] for c in text]
 
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        codes = code_points(self.vocabulary)
+        token_of = np.full(CODE_POINTS, len(codes), dtype=np.min_scalar_type(len(codes)))
+        token_of[codes] = np.arange(len(codes))
+        for text in texts:
+            tokens = token_of[code_points(text)]
+            if (tokens == len(codes)).any():
+                self.encode(text)  # names the characters
+            yield tokens
+
     def decode(self, tokens: list[int]) -> str:
         return "".join(self.vocabulary[t] for t in tokens)
 
@@ -73,12 +55,38 @@ class CharTokenizer(Tokenizer):
         return {"vocabulary": self.vocabulary}
 
 
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of the text in UTF-8."""
+
+    name = "byte"
+    line_feed = ord("\n")
+
+    def __init__(self) -> None:
+        self.token_sizes = np.ones(256, dtype=np.int64)
+        self.token_characters = begins_character(bytes(range(256))).astype(np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        return list(utf8(text))
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        return (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
+
+    def decode(self, tokens: list[int]) -> str:
+        return decode_bytes(bytes(tokens))
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": {"type": self.name}}
+
+
 def tokenizer_from_state(state: Any) -> Tokenizer:
     """Return the tokenizer of an untrusted snapshot state, whose size the reader has bounded.
 
     Raises:
-        LookupError, TypeError, ValueError: there is no valid tokenizer.
+        AttributeError, LookupError, TypeError, ValueError: there is no valid tokenizer.
     """
+    if "tokenizer" in state:
+        kept = state["tokenizer"]
+        return ByteTokenizer() if kept["type"] == ByteTokenizer.name else BPETokenizer(kept["json"])
     vocabulary = state["vocabulary"]
     if not isinstance(vocabulary, str):
         raise ValueError("expected a vocabulary")

@@ -114,10 +114,15 @@ class RunDirectory:
         for lease in self.leases.values():
             lease.release()
 
-    def record_start(self, config: dict[str, Any], hydra_files: dict[str, str]) -> None:
-        """Write config.yaml at the first start, and config.<n>.yaml at a start whose configuration has changed."""
-        for name, content in hydra_files.items():
-            _write(self.path / ".hydra" / name, content)
+    def record_start(
+        self, config: dict[str, Any], hydra_files: dict[str, str], files: dict[str, str] | None = None
+    ) -> None:
+        """Write config.yaml at the first start, config.<n>.yaml at a start whose configuration has changed, `files`."""
+        for name, content in [
+            *(files or {}).items(),
+            *((f".hydra/{name}", content) for name, content in hydra_files.items()),
+        ]:
+            _write(self.path / name, content)
         previous = recorded_config(self.path)
         if previous is None:
             _write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))

@@ -3,6 +3,7 @@
 Nothing else in the package knows what a run learns. docs/your-own-model.md shows how to write one.
 """
 
+from functools import partial
 from typing import Any
 
 from mingpt_ddp.config.config import Config
@@ -21,16 +22,23 @@ BUILDERS["dataset"].update(digits=digits, mnist=mnist, toy=toy)
 BUILDERS["task"].update(language_model=LanguageModel, classification=Classification, regression=Regression)
 
 
-def build_task(config: Config, group: ProcessGroup, state: dict[str, Any] | None = None) -> Task:
+def build_task(
+    config: Config, group: ProcessGroup, state: dict[str, Any] | None = None, kept: dict[str, Any] | None = None
+) -> Task:
     """Build the task that `config` describes. A collective.
 
     Args:
         state: of a snapshot whose weights the model will get; see `Task.extend`.
+        kept: of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained or given is kept.
 
     Raises:
         CodeError: the user's builder returned something other than a Task.
     """
-    task = BUILDERS["task"][config.task.name](config, group)
+    builder = BUILDERS["task"][config.task.name]
+    known = state or kept or {}
+    if "tokenizer" in known and isinstance(builder, type) and issubclass(builder, LanguageModel):
+        builder = partial(builder, state=known)
+    task = builder(config, group)
     if not isinstance(task, Task):
         raise CodeError(f"the task {config.task.name} must be a mingpt_ddp.tasks.Task, not {type(task).__name__}")
     if state:

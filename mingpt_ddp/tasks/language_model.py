@@ -9,7 +9,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,17 +16,20 @@ from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
-from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import derive_seed
-from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
 from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes
 from mingpt_ddp.tasks.task import Mean, Task
 
 NATS_PER_BIT = math.log(2)
+BITS = ("bits_per_byte", "bits_per_char")
+UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
 SAMPLE_CHARACTERS = 400
 TRIAL_ROWS, TRIAL_LENGTH = 2, 64  # sequences, and tokens of each
 
@@ -37,8 +39,11 @@ class LanguageModel(Task):
 
     unit = "tokens"
 
-    def __init__(self, config: Config, group: ProcessGroup) -> None:
-        """Encode the text once per node.
+    def __init__(self, config: Config, group: ProcessGroup, state: Any = None) -> None:
+        """Encode the texts once per node.
+
+        Args:
+            state: of a snapshot, untrusted, whose tokenizer is kept; None: that of `data.tokenizer`.
 
         Raises:
             ConfigError: the configuration selects a dataset of samples.
@@ -50,27 +55,45 @@ class LanguageModel(Task):
                 "model, as in task=classification model=convnet"
             )
         self.config, self.group = config, group
-        self.text = EncodedText(**group.run_on_rank_zero(lambda: asdict(prepare(config.data)), per_node=True))
+        try:
+            tokenizer = tokenizer_from_state(state) if state else None
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise SnapshotError(f"the snapshot has an invalid state: {str(error)[:200]}") from error
+
+        def encode() -> dict[str, Any]:
+            return {name: asdict(text) for name, text in prepare_all(config.data, tokenizer).items()}
+
+        texts = {name: EncodedText(**text) for name, text in group.run_on_rank_zero(encode, per_node=True).items()}
+        self.text = texts.pop("")
         self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
+        self.val_texts = {f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()}
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
         self._ids: Tensor | None = None  # the model's id of each token of the text, where they differ
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
         self.dataset.check_lengths(data.block_size)
-        return TokenLoader(self.dataset.train, data.block_size, data.stride, batch_size, self.config.run.seed, device)
+        seed = self.config.run.seed
+        if data.sources:
+            return WeightedLoader(self.dataset.train, self.dataset.train_sizes, data, batch_size, seed, device)
+        return TokenLoader(self.dataset.train, data.block_size, data.stride, batch_size, seed, device)
+
+    def split_names(self) -> list[str]:
+        return [*super().split_names(), *self.val_texts]
 
     def split(self, name: str, device: torch.device) -> TokenSplit | None:
-        tokens = self.dataset.val if name == "val" else self.dataset.test
-        steps = self.config.trainer.eval_steps if name == "val" else None
+        tokens = {"val": self.dataset.val, "test": self.dataset.test, **self.val_texts}[name]
+        steps = None if name == "test" else self.config.trainer.eval_steps
         windows = steps and steps * self.config.trainer.batch_size
         return TokenSplit(tokens, self.config.data.block_size, device, windows) if len(tokens) > 1 else None
 
     def describe_data(self) -> str:
         parts = {"training": self.dataset.train, "validation": self.dataset.val, "test": self.dataset.test}
         *first, last = [f"{len(tokens):,} {name}" for name, tokens in parts.items() if len(tokens)]
-        sizes = f"{', '.join(first)} and {last} characters"
-        return f"{self.config.data.label}: {sizes}, {self.dataset.tokenizer.vocab_size} distinct"
+        tokenizer = self.dataset.tokenizer
+        unit = UNITS[tokenizer.name]
+        sizes = f"{', '.join(first)} and {last} {unit}s"
+        return f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
 
     def state(self) -> dict[str, Any]:
         text = {"sha256": self.text.sha256, "length": self.text.length}
@@ -91,19 +114,23 @@ class LanguageModel(Task):
             raise ConfigError(f"the weights have a {known.name} tokenizer, the text a {own.name} tokenizer")
         self.dataset.tokenizer, self.shape = known, (known.vocab_size, self.shape[1])
 
+    def files(self) -> dict[str, str]:
+        tokenizer = self.dataset.tokenizer
+        return {"tokenizer.json": tokenizer.json} if isinstance(tokenizer, BPETokenizer) else {}
+
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
-        """Take the vocabulary of the snapshot; other data is evaluated as a whole.
+        """Evaluate other data as a whole.
 
         Raises:
-            DataError: the text has changed, or has characters that the model does not know.
+            DataError: the text has changed.
         """
         super().adopt(state, is_other_data)
-        tokenizer = tokenizer_from_state(state)
-        tokenizer.encode(self.dataset.tokenizer.decode([*range(self.shape[0])]))
+        known, own = tokenizer_from_state(state), self.dataset.tokenizer
+        if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
+            known.encode(own.vocabulary)
         self.extend(state)
         if is_other_data:
-            parts = [self.dataset.train, self.dataset.val, self.dataset.test]
-            self.dataset.val = self.dataset.test = np.concatenate(parts)
+            self.dataset.val = self.dataset.test = self.dataset.whole
 
     def _in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self._ids is None:
@@ -122,15 +149,23 @@ class LanguageModel(Task):
         tokens, targets = self._in_ids_of_model(batch)
         logits = model(tokens)
         correct = (logits.argmax(dim=-1) == targets).sum()
-        n = targets.numel()
-        return {"loss": (cross_entropy(logits, targets).double() * n, n), "accuracy": (correct, n)}
+        n, tokenizer = targets.numel(), self.dataset.tokenizer
+        nats = cross_entropy(logits, targets).double() * n
+        tables = {"bits_per_byte": tokenizer.token_sizes, "bits_per_char": tokenizer.token_characters}
+        sizes = {name: torch.from_numpy(table).to(targets.device)[targets].sum() for name, table in tables.items()}
+        bits = {name: (nats / NATS_PER_BIT, size) for name, size in sizes.items()}
+        return {"loss": (nats, n), "accuracy": (correct, n), **bits}
 
     def derive(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {"bits_per_char": metrics["loss"] / NATS_PER_BIT}
+        return {name: metrics[name] for name in BITS if name in metrics}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        bits, accuracy = metrics["bits_per_char"], metrics["accuracy"]
-        return f"loss {metrics['loss']:.4f} nats ({bits:.4f} bits) per character, accuracy {accuracy:.4f}"
+        unit, nats = UNITS[self.dataset.tokenizer.name], metrics["loss"]
+        loss = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
+        loss += [f"{metrics['bits_per_byte']:.4f} bits per byte"] if "bits_per_byte" in metrics else []
+        loss += [f"accuracy {metrics['accuracy']:.4f}"]
+        others = [f"{name} {metrics[name]:.4f}" for name in metrics if name.endswith("_loss")]
+        return ", ".join([*loss, *others])
 
     def sample(self, model: nn.Module, step: int) -> str | None:
         """Generate a text on rank zero, keyed by the seed and the step; return None on other ranks."""

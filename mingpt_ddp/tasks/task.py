@@ -14,7 +14,7 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError, DataError
 from mingpt_ddp.models import build_model, eval_mode
 
-Mean = tuple[Tensor | float, int]  # a sum, and the number of items in it
+Mean = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in it
 
 
 class Task:
@@ -60,6 +60,10 @@ class Task:
         batch_size, on_gpu = config.trainer.batch_size, device.type == "cuda"
         return SampleLoader(self.datasets.train, config.data, batch_size, config.run.seed, on_gpu)
 
+    def split_names(self) -> list[str]:
+        """Return the splits to evaluate: `val`, `test`, and further ones as `val_<name>`, measured with `val`."""
+        return ["val", "test"]
+
     def split(self, name: str, device: torch.device) -> Split | None:
         """Return a split to evaluate, `val` or `test`; None if there is none. `test` is always whole."""
         dataset = getattr(self.datasets, name)
@@ -84,6 +88,10 @@ class Task:
         Args:
             state: of the snapshot, untrusted.
         """
+
+    def files(self) -> dict[str, str]:
+        """Return further files of the run directory by name: what a reader of the snapshots may need."""
+        return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
         """Check that a snapshot's model fits the data, to evaluate it.

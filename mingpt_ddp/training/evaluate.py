@@ -19,21 +19,31 @@ class Evaluator:
 
     def __init__(self, task: Task, runtime: Runtime) -> None:
         self.task, self.runtime = task, runtime
-        self.splits = {name: task.split(name, runtime.device) for name in ("val", "test")}
+        self.splits = {name: task.split(name, runtime.device) for name in task.split_names()}
 
     @torch.no_grad()
     def run(self, model: nn.Module, name: str, stop: Callable[[], bool] = lambda: False) -> dict[str, float] | None:
-        """Return the metrics by name. A collective; batch i is computed by copy i mod their number of the model.
+        """Return the metrics by name, those of a further split as <split>_<metric>. A collective.
 
         Args:
-            name: of the split, `val` or `test`; {} is returned if there is none.
+            name: of the split, `val` or `test`, with which further ones are measured; {} is returned if there is none.
             stop: polled before every batch; if it returns True on any rank, all ranks return None.
         """
-        group, split = self.runtime.group, self.splits[name]
-        if split is None:
-            return {}
+        metrics: dict[str, float] = {}
+        for other, split in self.splits.items():
+            if split is not None and (other == name or other.startswith(f"{name}_")):
+                measured = self._measure(model, split, stop)
+                if measured is None:
+                    return None
+                prefix = other.removeprefix(name)[1:]
+                metrics |= {f"{prefix}_{key}" if prefix else key: value for key, value in measured.items()}
+        return metrics
+
+    def _measure(self, model: nn.Module, split: Split, stop: Callable[[], bool]) -> dict[str, float] | None:
+        """Return the metrics of a split; batch i is computed by copy i mod their number of the model."""
+        group = self.runtime.group
         sums: dict[str, Tensor] = {}
-        counts: dict[str, int] = {}
+        counts: dict[str, Tensor | int] = {}
         stopped = False
         bar = progress_bar(group.env, 0, len(split), desc="evaluating", unit="batch", delay=1)
         with eval_mode(model), bar:
@@ -47,7 +57,7 @@ class Evaluator:
                     sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
                     counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
-        parts = group.all_gather((stopped, {name: (float(sums[name]), counts[name]) for name in sums}))
+        parts = group.all_gather((stopped, {name: (float(sums[name]), int(counts[name])) for name in sums}))
         if any(stopped for stopped, _ in parts):
             return None
         names = list(dict.fromkeys(name for _, part in parts for name in part))

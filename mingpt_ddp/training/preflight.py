@@ -25,8 +25,8 @@ from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
 # Of the newest snapshot, or None: trainer.batch_size and the micro-batch size; its step, or 0; and the URL that
-# run.resume names, if the run has no snapshot of its own.
-RecordedBatch: TypeAlias = tuple[int | None, int | None, int, str | None]
+# run.resume names, if the run has no snapshot of its own; and the state.
+RecordedBatch: TypeAlias = tuple[int | None, int | None, int, str | None, Any]
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
 
@@ -43,14 +43,14 @@ def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch
     """
     newest, source = newest_snapshot(config, stores)
     if newest is None:
-        return None, None, 0, None
+        return None, None, 0, None, None
     try:
         batch, micro = newest.state["config"]["trainer"]["batch_size"], newest.state["micro_batch_size"]
         if not all(type(size) is int and size > 0 for size in (batch, micro)):
             raise ValueError(f"batches of {batch} and {micro}")
     except (LookupError, TypeError, ValueError) as error:
         raise SnapshotError(f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]) from error
-    return batch, micro, newest.step, source
+    return batch, micro, newest.step, source, newest.state
 
 
 def newest_snapshot(config: Config, stores: list[SnapshotStore]) -> tuple[Snapshot | None, str | None]:

@@ -80,7 +80,7 @@ def run(
     recorded = runtime.group.run_on_rank_zero(partial(recorded_batch, config, stores))
     warm = warm_start(config, stores, typed, runtime.group)
     config = with_batch_size(warm.config if warm else config, runtime.group.data_size, recorded[0])
-    task = build_task(config, runtime.group, warm.state if warm else {})
+    task = build_task(config, runtime.group, warm.state if warm else {}, kept=recorded[-1])
     loader = task.train_loader(runtime.device)
     steps = count_steps(config, loader.steps_per_epoch)
     _preflight(runtime, task, loader, recorded, warm)  # refuses before anything is written
@@ -105,7 +105,7 @@ def run(
         is_complete = state.step > steps or (at_end and _has_ended(directory, runtime))
         previous = recorded_config(directory) if owner else None
         if owner and not (is_complete and previous):
-            owner.record_start(config.to_dict(), hydra_files)
+            owner.record_start(config.to_dict(), hydra_files, task.files())
         outboxes = _open_outboxes(config, runtime, directory, state, manager.last_step)
         for outbox in outboxes:
             outbox.start(state.step, runtime.group.world_size)
@@ -179,7 +179,7 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
 
 def _preflight(runtime: Runtime, task: Task, loader: Loader, recorded: RecordedBatch, warm: WarmStart | None) -> None:
     """Check the batch, the snapshot, the weights to start from, the memory and the user's code. A collective."""
-    config, (_, micro_batch_size, step, source) = task.config, recorded
+    config, (_, micro_batch_size, step, source, _) = task.config, recorded
     is_resumed = step < count_steps(config, loader.steps_per_epoch)
     plan = plan_batches(config, runtime.group.data_size, micro_batch_size if is_resumed else None)
 

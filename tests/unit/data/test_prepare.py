@@ -23,6 +23,7 @@ from mingpt_ddp.config import registry
 from mingpt_ddp.data import prepare as preparing
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.texts import python_docs
 from mingpt_ddp.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
@@ -54,7 +55,7 @@ def test_the_cache_is_the_users_by_default(variable, expected, settings, tmp_pat
 
 
 def test_python_docs_needs_no_download(settings):
-    text = preparing.python_docs()
+    text = python_docs()
     assert 460_000 <= len(text) <= 510_000
     assert text_of(prepare(settings("", path="builtin:python_docs"))) == text
 
@@ -244,6 +245,7 @@ from dataclasses import asdict
 from pathlib import Path
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.texts import python_docs
 config = DataConfig(**json.loads(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()

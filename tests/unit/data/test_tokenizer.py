@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError
 
 
@@ -35,3 +35,23 @@ def test_state():
     for state in ({}, [], {"vocabulary": 7}, {"vocabulary": None}):
         with pytest.raises((LookupError, TypeError, ValueError)):
             tokenizer_from_state(state)
+
+
+def test_bytes():
+    tokenizer = ByteTokenizer()
+    text = "a\nß€😀"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode(tokenizer.encode(text)[:-1]) == "a\nß€"
+    assert tokenizer_from_state(tokenizer.state()).vocab_size == 256
+    tokens = tokenizer.encode(text)
+    assert tokenizer.token_sizes[tokens].sum() == len(tokens)
+    assert tokenizer.token_characters[tokens].sum() == len(text)
+    with pytest.raises(DataError, match="not UTF-8"):
+        tokenizer.encode("a\udcff")
+
+
+@pytest.mark.parametrize("kept", [None, 7, {}, {"type": "other"}, {"type": "bpe"}, {"type": "bpe", "json": "{}"}])
+def test_invalid_states(kept):
+    with pytest.raises((AttributeError, LookupError, TypeError, ValueError)):
+        tokenizer_from_state({"tokenizer": kept, "vocabulary": "ab"})

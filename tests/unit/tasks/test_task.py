@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
@@ -48,6 +49,7 @@ def test_label_smoothing_is_of_training_alone():
     for kind, batch in ((Classification, (logits, y)), (LanguageModel, (logits[None], y[None]))):
         task = of_kind(kind)
         task.config = SimpleNamespace(task=SimpleNamespace(label_smoothing=0.3))
+        task.dataset = SimpleNamespace(tokenizer=CharTokenizer("abc"))
         assert float(task.loss(nn.Identity(), batch)) == pytest.approx(expected)
         total, n = task.metrics(nn.Identity(), batch)["loss"]
         assert float(total) / n == pytest.approx(float(F.cross_entropy(logits, y)))
@@ -93,7 +95,11 @@ def test_text(one_thread):
     means = {name: float(total) / n for name, (total, n) in metrics.items()}
     bits = task.derive(means)["bits_per_char"]
     assert bits == pytest.approx(means["loss"] / 0.6931471805599453)
-    assert task.describe(means | {"bits_per_char": bits}).endswith(f"({bits:.4f} bits) per character, accuracy 0.7500")
+    expected = f"({bits:.4f} bits) per character, {bits:.4f} bits per byte, accuracy 0.7500, wiki_loss 2.5000"
+    assert task.describe(means | {"wiki_loss": 2.5}).endswith(expected)
+    task.dataset.tokenizer = CharTokenizer("abcdefgß")
+    metrics = task.metrics(Model(), (x, torch.tensor([[1, 2, 3, 7]])))
+    assert [int(metrics[name][1]) for name in ("loss", "bits_per_char", "bits_per_byte")] == [4, 4, 5]
 
 
 @pytest.mark.parametrize(

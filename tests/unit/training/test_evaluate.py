@@ -53,7 +53,7 @@ def mean_of_targets(model: MeanOfTargets, batch: tuple[Tensor, Tensor]) -> dict[
 def evaluator(tokens: np.ndarray, runtime: Runtime, windows: int | None = None) -> Evaluator:
     changes = [f"trainer.eval_steps={windows}"] if windows else []
     config = from_mapping(configure(*changes, "trainer.batch_size=1", f"data.block_size={T}"))
-    task = text_task(config, tokens)
+    task = text_task(config, tokens, V)
     metrics = task.metrics
     task.metrics = lambda model, batch: (mean_of_targets if isinstance(model, MeanOfTargets) else metrics)(model, batch)
     return Evaluator(task, runtime)

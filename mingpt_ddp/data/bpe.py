@@ -1,0 +1,183 @@
+"""Byte-level BPE by the `tokenizers` library, which is imported only to train and to encode.
+
+A tokenizer is its JSON in the library's format. Only one that inverts exactly is taken: BPE on bytes, without a
+normalizer. The file may come from a stranger: its size is bounded, and what this module needs of it is checked.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from mingpt_ddp.data.download import open_filesystem
+from mingpt_ddp.data.rng import Ints
+from mingpt_ddp.data.tokenizer_base import Tokenizer, begins_character, decode_bytes, utf8
+from mingpt_ddp.errors import ConfigError, DataError
+
+MAX_JSON_CHARS = 1 << 23  # a state.json may have 16 MiB
+MAX_PATTERN_CHARS = 1000  # of a regular expression
+DEFAULT_VOCAB_SIZE = 4096
+CHUNK_CHARS = 1 << 16  # encoded by one thread
+CHUNKS = 16  # encoded at a time, by all cores
+BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # behaviours of a Split
+
+
+class BPETokenizer(Tokenizer):
+    """Byte-level BPE. Tokens are byte sequences; decoding needs no library."""
+
+    name = "bpe"
+
+    def __init__(self, text: str) -> None:
+        """
+        Args:
+            text: the tokenizer's JSON, untrusted.
+
+        Raises:
+            LookupError, TypeError, ValueError: it is not a byte-level BPE that inverts exactly.
+        """
+        values = _checked(text)
+        self.json = json.dumps({**values, "truncation": None, "padding": None}, separators=(",", ":"), sort_keys=True)
+        self.tokens = _bytes_of_tokens(values)
+        self.line_feed = self.tokens.index(b"\n")
+        self.token_sizes = np.array([len(token) for token in self.tokens])
+        self.token_characters = np.array([int(begins_character(token).sum()) for token in self.tokens])
+        self._encoder: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        """
+        Raises:
+            ConfigError: the library is not installed.
+            DataError: the library refuses the tokenizer.
+        """
+        return list(self._library().encode(utf8(text).decode(), add_special_tokens=False).ids)
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        """Yield the tokens of a text, encoded by all cores; the same ones on any number of them."""
+        encoder, chunks = self._library(), split_at_words(texts)
+        while batch := list(islice(chunks, CHUNKS)):
+            for encoding in encoder.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.array(encoding.ids, dtype=np.uint32)
+
+    def decode(self, tokens: list[int]) -> str:
+        return decode_bytes(b"".join(self.tokens[token] for token in tokens))
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": {"type": "bpe", "json": self.json}}
+
+    def _library(self) -> Any:
+        if self._encoder is None:
+            try:
+                self._encoder = library().Tokenizer.from_str(self.json)
+            except ConfigError:
+                raise
+            except Exception as error:  # the library raises nothing narrower
+                raise DataError(f"the library tokenizers refuses the tokenizer: {str(error)[:200]}") from error
+        return self._encoder
+
+
+def library() -> Any:
+    """Import `tokenizers`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import tokenizers
+    except ImportError as error:
+        advice = "install it with pip install '.[tokenizers]', or use data.tokenizer=char or byte"
+        raise ConfigError(f"a BPE tokenizer needs the library tokenizers; {advice}") from error
+    return tokenizers
+
+
+def train_bpe(texts: Iterator[str], vocab_size: int | None) -> BPETokenizer:
+    """Learn merges from a text; a small text may give fewer tokens than `vocab_size`."""
+    lib = library()
+    tokenizer = lib.Tokenizer(lib.models.BPE())
+    tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = lib.decoders.ByteLevel()
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
+        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(split_at_words(texts), trainer)
+    return BPETokenizer(tokenizer.to_str())
+
+
+def read_bpe(path: str) -> BPETokenizer:
+    """Read a tokenizer.json.
+
+    Raises:
+        DataError: there is none, or it is not a byte-level BPE that inverts exactly.
+    """
+    try:
+        fs, name, _ = open_filesystem(path)
+        with fs.open(name, "rb") as file:
+            return BPETokenizer(file.read(4 * MAX_JSON_CHARS + 1).decode())
+    except FileNotFoundError as error:
+        raise DataError(f"data.tokenizer={path}: there is no such file; use char, byte, bpe or a path") from error
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}") from error
+
+
+def split_at_words(texts: Iterator[str]) -> Iterator[str]:
+    """Yield a text in chunks, cut before a space between two letters, where pre-tokenizers cut too.
+
+    A chunk without such a space ends at CHUNK_CHARS. The chunks depend on the text alone.
+    """
+    rest = ""
+    for text in texts:
+        rest += text
+        while len(rest) > CHUNK_CHARS:
+            cuts = [match.start() for match in BETWEEN_WORDS.finditer(rest, CHUNK_CHARS // 2, CHUNK_CHARS)]
+            cut = cuts[-1] if cuts else CHUNK_CHARS
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
+
+
+def _checked(text: str) -> dict[str, Any]:
+    """Return the values of a tokenizer's JSON, which must invert exactly."""
+    if len(text) > MAX_JSON_CHARS:
+        raise ValueError(f"it has more than {MAX_JSON_CHARS:,} characters")
+    try:
+        values = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    model, before = values["model"], values["pre_tokenizer"]
+    steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+    splits = [step for step in steps if step["type"] == "Split"]
+    is_lossless = (
+        model["type"] == "BPE"
+        and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and values.get("normalizer") is None
+        and steps[-1]["type"] == "ByteLevel"
+        and not any(step.get("add_prefix_space") for step in steps)
+        and all(step["type"] in ("Split", "Digits") for step in steps[:-1])
+        and all(step["behavior"] in LOSSLESS and len(str(step["pattern"])) <= MAX_PATTERN_CHARS for step in splits)
+        and not any(token.get("lstrip") or token.get("rstrip") for token in values.get("added_tokens") or ())
+    )
+    if not is_lossless:
+        raise ValueError("it does not decode to exactly what it has encoded, or is not byte-level")
+    return dict(values)
+
+
+def _bytes_of_tokens(values: dict[str, Any]) -> list[bytes]:
+    """Return the bytes of each token by id."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: they stand for themselves
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokens = {int(i): bytes(byte_of[c] for c in token) for token, i in values["model"]["vocab"].items()}
+    tokens |= {int(token["id"]): token["content"].encode() for token in values.get("added_tokens") or ()}
+    if tokens.keys() != {*range(len(tokens))}:
+        raise ValueError("its ids are not 0, 1, 2 ...")
+    if missing := {bytes([byte]) for byte in range(256)} - {*tokens.values()}:
+        raise ValueError(f"it has no token for the byte {min(missing)!r}")
+    if not all(tokens.values()):
+        raise ValueError("it has an empty token")
+    return [tokens[i] for i in range(len(tokens))]

@@ -1,0 +1,51 @@
+"""Windows from several texts, as many of each as its weight says; still a pure function of (seed, step)."""
+
+import numpy as np
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.data.dataloader import Device, TokenLoader
+from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
+from mingpt_ddp.errors import DataError
+
+
+class WeightedLoader(TokenLoader):
+    """The training parts of several texts as an endless sequence of batches.
+
+    An epoch has as many windows as all texts have. Each text gives its share of them, in an order that passes through
+    all of its windows before any is repeated, also over epochs.
+    """
+
+    def __init__(
+        self, tokens: Ints, sizes: list[int], config: DataConfig, batch_size: int, seed: int, device: Device = "cpu"
+    ) -> None:
+        """
+        Args:
+            tokens: the training parts, one after the other.
+            sizes: tokens of each.
+
+        Raises:
+            DataError: a part is shorter than one window, or all are too short for one batch.
+        """
+        super().__init__(tokens, config.block_size, config.stride, batch_size, seed, device)
+        sources = config.sources or []
+        weights = np.array([weight for _, weight in sources])
+        self._windows = [(size - config.block_size) // self.stride for size in sizes]
+        for (path, _), windows in zip(sources, self._windows, strict=True):
+            if windows < 1:
+                raise DataError(f"the training part of {path} in data.sources is shorter than one window")
+        self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
+        self._set_epoch(sum(self._windows))
+        ends = np.round(np.cumsum(weights / weights.sum()) * self.windows_per_epoch).astype(np.int64)
+        self._ends = ends  # of each text's share, among the windows of an epoch before they are shuffled
+
+    def _draw(self, epoch: int, order: Ints) -> Ints:
+        starts = np.empty_like(order)
+        begin = 0
+        for text, (end, windows) in enumerate(zip(self._ends.tolist(), self._windows, strict=True)):
+            own = (begin <= order) & (order < end)
+            drawn = (epoch * (end - begin) + order[own] - begin) % windows
+            window = feistel_permute(drawn, windows, derive_seed("source", self.seed, text))
+            offset = derive_seed("offset", self.seed, epoch, text) % self.stride
+            starts[own] = self._begins[text] + offset + window * self.stride
+            begin = end
+        return starts

@@ -1,0 +1,136 @@
+"""Byte-level BPE: exact round trips, the same tokens however a text is cut, and hostile tokenizer files."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("tokenizers")
+from mingpt_ddp.data import bpe
+from mingpt_ddp.data.bpe import BPETokenizer, read_bpe, split_at_words, train_bpe
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.errors import ConfigError, DataError
+
+TEXT = "The quick brown fox, it's said: jumps!\n\n  über 12345 Füße — 日本語 😀\t\r\nand the lazy dog sleeps\n" * 40
+ODD = ["", "\n", " ", "a", "é", "日本", "😀\u200d👩", "\x00\x7f\u0301", "  \n\n x", "<|endoftext|>", "don't 3.14"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BPETokenizer:
+    return train_bpe(iter([TEXT]), 400)
+
+
+def test_round_trip(tokenizer):
+    for text in [*ODD, TEXT]:
+        tokens = tokenizer.encode(text)
+        assert tokenizer.decode(tokens) == text
+        assert sum(tokenizer.token_sizes[t] for t in tokens) == len(text.encode())
+        assert sum(tokenizer.token_characters[t] for t in tokens) == len(text)
+    assert len(tokenizer.encode(TEXT)) < len(TEXT) / 2
+    assert tokenizer.encode("\n") == [tokenizer.line_feed]
+
+
+def test_an_incomplete_last_character_is_left_out(tokenizer):
+    tokens = tokenizer.encode("ab\U0001f680")
+    assert tokenizer.decode(tokens[:-1]) == "ab"
+    assert tokenizer.decode([*tokens[:-1], *tokenizer.encode("c")]) == "ab\ufffdc"
+
+
+def test_state_keeps_the_tokenizer(tokenizer):
+    state = json.loads(json.dumps(tokenizer.state()))
+    again = tokenizer_from_state(state)
+    assert again.state() == state
+    assert again.encode(TEXT) == tokenizer.encode(TEXT)
+
+
+def test_chunks_do_not_change_the_tokens(tokenizer, monkeypatch):
+    whole = tokenizer.encode(TEXT)
+    for size in (50, 1000):
+        monkeypatch.setattr(bpe, "CHUNK_CHARS", size)
+        for pieces in ([TEXT], [TEXT[i : i + 7] for i in range(0, len(TEXT), 7)]):
+            assert [token for part in tokenizer.encode_stream(iter(pieces)) for token in part] == whole
+
+
+def test_chunks_of_a_text_without_spaces(monkeypatch):
+    monkeypatch.setattr(bpe, "CHUNK_CHARS", 10)
+    assert [*split_at_words(iter(["日" * 25]))] == ["日" * 10, "日" * 10, "日" * 5]
+    assert "".join(split_at_words(iter([TEXT]))) == TEXT
+
+
+def test_training_is_deterministic(tokenizer, monkeypatch):
+    """Also on one core, and from a text in other pieces."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    assert train_bpe(iter([TEXT[:100], TEXT[100:]]), 400).json == tokenizer.json
+
+
+def change(values, path, value):
+    *parents, last = path
+    for key in parents:
+        values = values[key]
+    values[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("model", "type"), "Unigram"),
+        (("model", "dropout"), 0.1),
+        (("model", "vocab"), {"a": 0}),
+        (("model", "vocab"), ["a"]),
+        (("normalizer",), {"type": "NFC"}),
+        (("pre_tokenizer",), None),
+        (("pre_tokenizer",), {"type": "Whitespace"}),
+        (("pre_tokenizer", "add_prefix_space"), True),
+        (
+            ("pre_tokenizer",),
+            {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": " "}, "behavior": "Removed"},
+                    {"type": "ByteLevel"},
+                ],
+            },
+        ),
+        (("added_tokens",), [{"id": 400, "content": "<x>", "lstrip": True}]),
+        (("added_tokens",), [{"id": 999, "content": "<x>"}]),
+        (("added_tokens",), [{"id": 400, "content": ""}]),
+    ],
+)
+def test_files_that_do_not_invert_are_refused(path, value, tokenizer, tmp_path):
+    values = json.loads(tokenizer.json)
+    change(values, path, value)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(DataError, match=r"must be a byte-level BPE tokenizer.json"):
+        read_bpe(str(tmp_path / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"7", b"\xff", b"[" * 100_000, b'{"model": 1}', b" " * (1 << 24)]
+)
+def test_files_that_are_no_tokenizer(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"must be a byte-level BPE tokenizer.json"):
+        read_bpe(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="there is no such file"):
+        read_bpe(str(tmp_path / "nowhere.json"))
+
+
+def test_special_tokens(tokenizer, tmp_path):
+    values = json.loads(tokenizer.json)
+    n = tokenizer.vocab_size
+    values["added_tokens"] = [{"id": n, "content": "<|end|>", "special": True} | dict.fromkeys(FLAGS, False)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=1))
+    own = read_bpe(str(tmp_path / "tokenizer.json"))
+    assert n in own.encode("a<|end|>b") and own.decode(own.encode("a<|end|>b")) == "a<|end|>b"
+    assert own.token_sizes[n] == 7
+
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def test_without_the_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install '\.\[tokenizers\]'"):
+        train_bpe(iter([TEXT]), 300)

@@ -1,0 +1,172 @@
+"""Directories, globs and archives of texts, and hostile archives."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import logging
+import os
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mingpt_ddp.data import texts
+from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.errors import DataError
+
+FILES = {"b/2.txt": b"second\n", "a.txt": b"first", "b/10.md": "dritter: ß".encode()}
+JOINED = "first\ndritter: ß\nsecond\n"  # sorted by name, a line feed after each
+
+
+def text_of(config) -> str:
+    encoded = prepare(config)
+    tokens = np.fromfile(Path(encoded.directory) / "tokens.bin", encoded.dtype)
+    return tokenizer_from_state(encoded.tokenizer).decode(tokens.tolist())
+
+
+def make_directory(path: Path, files=FILES) -> Path:
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def make_zip(path: Path, files=FILES) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def make_tar(path: Path, files=FILES, mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def every_form(root: Path, files=FILES) -> list[Path]:
+    tar = make_tar(root / "x.tar.gz", files, "w:gz")
+    return [
+        make_directory(root / "texts", files),
+        make_zip(root / "x.zip", files),
+        make_tar(root / "x.tar", files),
+        tar,
+    ]
+
+
+def test_texts_are_joined_in_the_order_of_their_names(settings, tmp_path):
+    forms = every_form(tmp_path)
+    for path in forms:
+        assert text_of(settings(path)) == JOINED
+    assert text_of(settings(tmp_path / "texts/**/*.txt")) == "first\nsecond\n"
+    (tmp_path / "texts/b/2.txt").write_bytes(gzip.compress(b"\xef\xbb\xbfsecond"))
+    assert text_of(settings(tmp_path / "texts")) == JOINED
+    assert len({prepare(settings(path)).directory for path in forms}) == 1  # one cache, by content
+
+
+def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, caplog):
+    files = {**FILES, ".git/config": b"hidden", "image.png": b"\x89PNG\0", "latin.txt": b"\xe4bc", "nul.txt": b"a\0"}
+    for path in every_form(tmp_path, files):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert text_of(settings(path)) == JOINED
+        lines = [record.getMessage() for record in caplog.records]
+        assert [line.partition("skipped ")[2] for line in lines] == [
+            "'.git/config', which is hidden",
+            "'image.png', which is not UTF-8 text",
+            "'latin.txt', which is not UTF-8 text",
+            "'nul.txt', which is not UTF-8 text",
+        ]
+    for name in files.keys() & FILES.keys():
+        (tmp_path / "texts" / name).unlink()
+    with pytest.raises(DataError, match="has no texts"):
+        prepare(settings(tmp_path / "texts"))
+
+
+def test_names_are_labels_only(settings, tmp_path):
+    """A member may be called anything: nothing is written outside of the cache, and links are not followed."""
+    outside = tmp_path / "outside.txt"
+    outside.write_text("secret")
+    path = make_tar(tmp_path / "x.tar", {"../../escape.txt": b"abc\n", "/etc/escape": b"def\n"})
+    with tarfile.open(path, "a") as archive:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE):
+            info = tarfile.TarInfo("link")
+            info.type, info.linkname = kind, str(outside)
+            archive.addfile(info)
+    assert text_of(settings(path)) == "abc\ndef\n"
+    assert text_of(settings(make_zip(tmp_path / "x.zip", {"../escape.txt": b"abc\n"}))) == "abc\n"
+    assert not [*tmp_path.parent.glob("escape*")] and not Path("/etc/escape").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"outside.txt", "x.tar", "x.zip", "cache"}
+
+
+@pytest.mark.parametrize("make", [make_zip, lambda path, files: make_tar(path, files, "w:gz")])
+def test_bombs_are_bounded(make, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "MIN_EXPANDED_BYTES", 1 << 16)
+    path = make(tmp_path / "bomb", {f"{i}.txt": b"a" * (1 << 20) for i in range(4)})
+    with pytest.raises(DataError, match="unpack it yourself"):
+        prepare(settings(path))
+    monkeypatch.setattr(texts, "MAX_MEMBERS", 3)
+    with pytest.raises(DataError, match="an archive may have 3 files"):
+        prepare(settings(make(tmp_path / "many", {f"{i}.txt": b"ab" for i in range(4)})))
+
+
+def test_a_tar_header_that_fills_the_memory(settings, tmp_path):
+    info = tarfile.TarInfo("a.txt")
+    info.pax_headers = {"comment": "x" * (2 << 20)}
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(info, io.BytesIO())
+    with pytest.raises(DataError, match="cannot be unpacked: it expands too far"):
+        prepare(settings(tmp_path / "x.tar.gz"))
+
+
+def test_damaged_archives(settings, tmp_path):
+    for path in every_form(tmp_path, {"a.txt": os.urandom(3000).hex().encode()})[1:]:
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+        with pytest.raises(DataError):
+            prepare(settings(path))
+    encrypted = bytearray(make_zip(tmp_path / "e.zip", {"a.txt": b"abc"}).read_bytes())
+    encrypted[6] |= 1
+    encrypted[encrypted.index(b"PK\x01\x02") + 8] |= 1
+    (tmp_path / "e.zip").write_bytes(encrypted)
+    with pytest.raises(DataError, match=r"cannot be unpacked: .*encrypted"):
+        prepare(settings(tmp_path / "e.zip"))
+
+
+def test_every_tokenizer_sees_the_same_validation_text(settings):
+    pytest.importorskip("tokenizers")
+    content = "".join(f"{i} größer als {i - 1}, sagt sie.\n" for i in range(200))
+    decoded = []
+    for name in ("char", "byte", "bpe"):
+        config = settings(content, tokenizer=name, test_split=0.05, truncate=0.75)
+        encoded = prepare(config)
+        tokenizer = tokenizer_from_state(encoded.tokenizer)
+        from mingpt_ddp.data.dataset import TextDataset
+
+        data = TextDataset(encoded, config)
+        decoded.append([tokenizer.decode(part.tolist()) for part in (data.train, data.val, data.test)])
+        assert prepare(config) == encoded  # from the cache
+    assert decoded[0] == decoded[1] == decoded[2]
+    assert "".join(decoded[0]) == content[: int(len(content) * 0.75)]
+
+
+def test_several_sources_share_a_vocabulary(settings, tmp_path):
+    (tmp_path / "a.txt").write_text("ab" * 50)
+    (tmp_path / "b.txt").write_text("bc" * 100)
+    (tmp_path / "val.txt").write_text("abcabc")
+    sources = [(str(tmp_path / "a.txt"), 1.0), (str(tmp_path / "b.txt"), 3.0)]
+    config = settings("unused", sources=sources, val_paths={"mixed": str(tmp_path / "val.txt")})
+    encoded = prepare_all(config)
+    assert encoded[""].tokenizer == {"vocabulary": "abc"}
+    assert encoded[""].parts == [[90, 180], [10, 20], [0, 0]]
+    assert encoded["mixed"].length == 6 and encoded["mixed"].tokenizer == encoded[""].tokenizer
+    (tmp_path / "val.txt").write_text("abcd")
+    with pytest.raises(DataError, match=r"data.val_paths.mixed: the model does not know 'd'"):
+        prepare_all(config)
