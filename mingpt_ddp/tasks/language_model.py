@@ -38,6 +38,7 @@ class LanguageModel(Task):
     """Cross-entropy in nats per token; the model has the interface of `mingpt_ddp.models.LanguageModel`."""
 
     unit = "tokens"
+    _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
 
     def __init__(self, config: Config, group: ProcessGroup, state: Any = None) -> None:
         """Encode the texts once per node.
@@ -68,7 +69,6 @@ class LanguageModel(Task):
         self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
         self.val_texts = {f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()}
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
-        self._ids: Tensor | None = None  # the model's id of each token of the text, where they differ
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
