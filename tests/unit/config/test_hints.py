@@ -44,7 +44,7 @@ KEYS = {
         ("init_from", "; did you mean run.init_from?"),
         ("model_name_or_path", "; did you mean run.init_from (weights to start from: a run, snapshot, export or "),
         ("wandb_log", "; did you mean tracker?"),
-        ("tokenizer", ""),
+        ("tokenizer", "; did you mean data.tokenizer?"),
     ],
 )
 def test_hints(key, hint):

@@ -199,7 +199,7 @@ def test_an_exception_in_a_user_check_is_not_converted(error):
         (list[str] | None, True),
         (Annotated[int, Field(ge=1)], True),
         (Literal["a", 1], True),
-        (dict[str, int], False),
+        (dict[str, int], True),
         (set[int], False),
         (complex, False),
         (tuple[int, ...], False),
