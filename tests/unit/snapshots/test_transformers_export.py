@@ -6,6 +6,7 @@ import ast
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -129,3 +130,19 @@ def test_characters_come_back():
 def test_half_a_character_is_refused():
     with pytest.raises(SnapshotError, match="half a character"):
         tokenizer_json(CharTokenizer("a\ud83d"))
+
+
+class Bytes(Tokenizer):
+    """The interface of a tokenizer of bytes."""
+
+    name, token_sizes = "byte", np.ones(256, dtype=np.int64)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": {"type": "byte"}}
+
+
+def test_bytes_come_back():
+    check_round_trip(Bytes(), [*ODD, "".join(a + b for a in ODD for b in ODD), "".join(map(chr, range(0x250)))])
