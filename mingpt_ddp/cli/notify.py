@@ -34,7 +34,7 @@ def notifying(config: Config, env: DistEnv) -> Iterator[None]:
 
 
 def _end(config: Config) -> list[Any]:
-    """Return what tells one end of the run from another."""
+    """Return what differs between two ends of the run."""
     result = read_result(run_directory(config))
     return [result.get(key) for key in ("status", "step", "val_loss")]
 
