@@ -60,7 +60,7 @@ def _print_plan(cfg: DictConfig, as_json: bool) -> None:
         config = checked_config(cfg)
         from mingpt_ddp.training.plan import make_plan  # imports torch: report a mistyped key first
 
-        plan = make_plan(config)
+        plan = make_plan(config, hydra_utils.typed_keys())
     echo(json.dumps(plan, indent=1) if as_json else describe(plan))
 
 
@@ -82,10 +82,10 @@ def describe(plan: dict[str, Any]) -> str:
             f"{batch['batch_size']} in {batch['micro_batches']} micro-batches, {batch['items']:,} {unit} per step",
         ),
         ("memory", f"{size.pop('total')} of {size.pop('available')} per rank"),
-        ("", ", ".join(f"{name} {value}" for name, value in size.items())),
+        ("", ", ".join(f"{name} {value}" for name, value in size.items() if memory[name])),
         ("snapshots", f"{human_size(saves['bytes'])} each{write}; {human_size(saves['kept_bytes'])} stay"),
         ("", f"{saves['count']:,}, every {saves['every_steps']:,} steps ({_duration(saves['every_s'])})"),
-        ("time", f"{_duration(times['total_s'])}: steps of {1e3 * times['step_s']:.3g} ms, {evaluations}"),
+        ("time", f"{_duration(times['total_s'])}: steps of {times['step_s']:.3g} s, {evaluations}"),
         ("", f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank alone, without communication"),
     ]
     lines = [f"{name:<11}{text}" for name, text in rows]

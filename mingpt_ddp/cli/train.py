@@ -152,10 +152,9 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     if config.run.resume == "never":
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
-    typed = {*map(hydra_utils.key_of, HydraConfig.get().overrides.task)}
     env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
     with notifying(config, env):
-        loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at, typed)
+        loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at, hydra_utils.typed_keys())
     signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
     runtime.close()
     return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)

@@ -130,6 +130,11 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
+def typed_keys() -> set[str]:
+    """Return the keys that the command line of this job sets."""
+    return {*map(key_of, HydraConfig.get().overrides.task)}
+
+
 def swept_overrides() -> dict[str, str]:
     """Return the overrides of this job whose values differ from job to job, by key.
 

@@ -8,6 +8,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,13 +39,16 @@ from mingpt_ddp.training.doubts import find_doubts
 from mingpt_ddp.training.preflight import check_fits, with_batch_size
 from mingpt_ddp.training.save_schedule import best_interval
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
+from mingpt_ddp.training.warm_start import warm_start
+from mingpt_ddp.training.weight_average import WeightAverage
 
 MOST_STEPS, MEASURED_S = 20, 4.0  # measured: until one of these limits, but at least two steps after the first
 EVALUATED = 5  # batches
 WRITTEN = 1 << 25  # bytes, to measure a disk
 WORLD_SIZES = (1, 2, 4, 8)
+STATE = ("weights", "optimizer", "average", "gradients")  # of a rank, besides activations
 # The parts of the state that the ranks of a strategy divide.
-DIVIDED = {"zero1": ("optimizer",)} | dict.fromkeys(("fsdp", "hsdp"), ("weights", "gradients", "optimizer"))
+DIVIDED = {"zero1": ("optimizer",)} | dict.fromkeys(("fsdp", "hsdp"), STATE)
 
 
 @dataclass(frozen=True)
@@ -57,24 +61,29 @@ class Measured:
     stall_s: float  # the staging copy of a snapshot
     parameters: int  # a number
     flops: float | None  # per item
-    memory: dict[str, int]  # weights, gradients, optimizer, activations
+    memory: dict[str, int]  # by part of STATE, and activations
     snapshot: int
 
 
-def make_plan(config: Config) -> dict[str, Any]:
+def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     """Return what a configuration means, as JSON values: bytes, seconds and counts.
 
     One rank takes a few steps alone, so times leave out communication. Only the cache of the data is written.
 
+    Args:
+        typed: the keys that the command line sets.
+
     Raises:
         UserError: training would refuse the configuration too, or a rank alone cannot hold the model.
     """
-    ranks, given = config.ddp.local_workers or 1, config
-    config, batch = _at(given, ranks)
+    ranks = config.ddp.local_workers or 1
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_worker(ranks))
     runtime = Runtime(_alone(config), DistEnv())
-    task = build_task(_alone(config), runtime.group)
+    warm = warm_start(config, [], typed, runtime.group)
+    given = warm.config if warm else config
+    config, batch = _at(given, ranks)
+    task = build_task(_alone(config), runtime.group, warm.state if warm else {})
     check_fits(task.config, runtime, task)
     loader = task.train_loader(runtime.device)
     loader.close()
@@ -166,8 +175,9 @@ def _measure(runtime: Runtime, task: Task, size: int) -> Measured:
                 moments.append(_now(runtime))
         evaluation_s = statistics.median(b - a for a, b in itertools.pairwise(moments)) * len(split)
         begin = _now(runtime)
-        tensors = [model_state(model), optimizer_state(model, optimizer)]
-        weights, moving = (sum(t.to("cpu", copy=True).nbytes for t in named.values()) for named in tensors)
+        average = WeightAverage(model, task.config.trainer.ema).state().get("ema", {})
+        states = {"weights": model_state(model), "optimizer": optimizer_state(model, optimizer), "average": average}
+        memory = {name: sum(t.to("cpu", copy=True).nbytes for t in state.values()) for name, state in states.items()}
         stall_s = _now(runtime) - begin
     except (MemoryError, RuntimeError) as error:
         if "memory" not in str(error):
@@ -178,10 +188,10 @@ def _measure(runtime: Runtime, task: Task, size: int) -> Measured:
         ) from error
     finally:
         loader.close()
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    memory = {"weights": weights, "gradients": gradients, "optimizer": moving, "activations": activations}
-    counts = count_parameters(model), flops_per_token(model)
-    return Measured(micro_s, update_s, evaluation_s, stall_s, *counts, memory, weights + moving)
+    snapshot, counts = sum(memory.values()), (count_parameters(model), flops_per_token(model))
+    memory["gradients"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    memory["activations"] = activations
+    return Measured(micro_s, update_s, evaluation_s, stall_s, *counts, memory, snapshot)
 
 
 def _time_steps(runtime: Runtime, step: TrainStep) -> tuple[float, float]:
@@ -235,7 +245,7 @@ def _memory(config: Config, runtime: Runtime, measured: Measured, ranks: int) ->
     """Return the bytes of a rank by what takes them, their sum, and what is available."""
     parts, strategy = dict(measured.memory), config.ddp.strategy
     shards = ranks // 2 if strategy == "hsdp" else ranks  # of one machine
-    for name in ("weights", "gradients", "optimizer"):
+    for name in STATE:
         parts[name] //= (shards if name in DIVIDED.get(strategy, ()) else 1) * config.ddp.tensor_parallel
     available = total_memory(runtime.devices) // (1 if runtime.device.type == "cuda" else ranks)
     return {**parts, "total": sum(parts.values()), "available": available}

@@ -51,7 +51,9 @@ def test_a_language_model(cwd):
     memory = plan["memory"]
     assert (memory["weights"], memory["gradients"]) == (4 * parameters, 4 * parameters)
     assert memory["optimizer"] == 8 * parameters + 4 * tensors
-    assert memory["total"] == sum(memory[name] for name in ("weights", "gradients", "optimizer", "activations"))
+    assert memory["total"] == sum(
+        memory[name] for name in ("weights", "gradients", "optimizer", "activations", "average")
+    )
     saves = plan["snapshots"]
     assert saves["bytes"] == memory["weights"] + memory["optimizer"]
     assert (saves["every_steps"], saves["count"], saves["kept"]) == (10, 4, 3), "steps 10, 20, 30, 36; two and the best"
@@ -83,6 +85,12 @@ def test_the_memory_of_a_rank(strategy, shares):
     rows = 32 // 2  # kept: the inputs of both layers, the outputs and the targets
     assert plan["memory"]["activations"] == 4 * rows * (10 + 10 + 5 + 5)
     assert plan["batch"]["ranks"] == 2
+
+
+def test_averaged_weights_take_memory_and_are_saved():
+    plain, averaged = (make_plan(configuration(*TOY, *more)) for more in ([], ["trainer.ema=0.99"]))
+    assert (plain["memory"]["average"], averaged["memory"]["average"]) == (0, 4 * 165)
+    assert averaged["snapshots"]["bytes"] == plain["snapshots"]["bytes"] + 4 * 165
 
 
 def test_checkpointed_activations_are_fewer():
