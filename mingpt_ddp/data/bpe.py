@@ -23,6 +23,10 @@ DEFAULT_VOCAB_SIZE = 4096
 CHUNK_CHARS = 1 << 16  # encoded by one thread
 CHUNKS = 16  # encoded at a time, by all cores
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
+PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
+# GPT-2's name of each byte: its Latin-1 character if that is printable, else one from U+0100 on.
+BYTE_NAMES = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
 LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # behaviours of a Split
 
 
@@ -169,9 +173,7 @@ def _checked(text: str) -> dict[str, Any]:
 
 def _bytes_of_tokens(values: dict[str, Any]) -> list[bytes]:
     """Return the bytes of each token by id."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet: they stand for themselves
-    others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    byte_of = {name: byte for byte, name in enumerate(BYTE_NAMES)}
     tokens = {int(i): bytes(byte_of[c] for c in token) for token, i in values["model"]["vocab"].items()}
     tokens |= {int(token["id"]): token["content"].encode() for token in values.get("added_tokens") or ()}
     if tokens.keys() != {*range(len(tokens))}:

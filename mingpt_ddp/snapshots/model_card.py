@@ -97,10 +97,11 @@ def figures(snapshot: Snapshot) -> dict[str, float]:
     metrics = recorded.get("val_metrics")
     names = ("train_loss", "val_loss", "val_step", "best_val_loss", "best_step")
     found: dict[str, Any] = {name: recorded.get(name) for name in names}
-    found |= {f"val_{name}": value for name, value in (metrics if isinstance(metrics, dict) else {}).items()}
+    for name, value in (metrics if isinstance(metrics, dict) else {}).items():
+        found[name if name.startswith("bits_per_") else f"val_{name}"] = value
     numbers = {name: value for name, value in found.items() if type(value) in (int, float) and abs(value) < 1e15}
     if "val_loss" in numbers and isinstance(snapshot.state.get("vocabulary"), str):
-        numbers["bits_per_char"] = numbers["val_loss"] / math.log(2)
+        numbers.setdefault("bits_per_char", numbers["val_loss"] / math.log(2))
     parameters = sum(tensor.numel() for tensor in snapshot.model.values())
     known = {name: value for name, value in numbers.items() if re.fullmatch(r"\w{1,60}", name, re.ASCII)}
     return {"step": snapshot.step, "parameters": parameters, **known}

@@ -11,7 +11,8 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.tokenizer import Tokenizer
+from mingpt_ddp.data.bpe import BYTE_NAMES
+from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
@@ -20,10 +21,6 @@ from mingpt_ddp.snapshots.load_model import build_around, read_model_spec
 from mingpt_ddp.storage.storage import Content
 
 ANY_CHARACTER = r"[\s\S]"  # line feeds too
-PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-NOT_PRINTABLE = sorted({*range(256)} - PRINTABLE)
-# GPT-2's name of each byte: its Latin-1 character if that is printable, else one from U+0100 on.
-BYTE_NAMES = [chr(b if b in PRINTABLE else 0x100 + NOT_PRINTABLE.index(b)) for b in range(256)]
 NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # no token ends a text
 MODELING = "modeling_modern.py"
 GPT2_NAMES = {

@@ -45,7 +45,9 @@ print(json.dumps(found))
     [
         ("gpt_nano", ["optimizer.lr=1e-2"]),
         ("gpt_nano", ["optimizer.lr=1e-2", "model.bias=true", "model.activation=gelu_tanh"]),
+        ("gpt_nano", ["optimizer.lr=1e-2", "data.tokenizer=bpe", "data.vocab_size=300"]),
         ("modern_nano", ["optimizer=muon"]),
+        ("modern_nano", ["optimizer=muon", "data.tokenizer=byte"]),
     ],
 )
 def test_transformers_gives_the_same(model, words, tmp_path):

@@ -6,7 +6,6 @@ import ast
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -16,7 +15,9 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.data.tokenizer import CharTokenizer, Tokenizer
+from mingpt_ddp.data.bpe import train_bpe
+from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer
+from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import Snapshot
@@ -132,17 +133,11 @@ def test_half_a_character_is_refused():
         tokenizer_json(CharTokenizer("a\ud83d"))
 
 
-class Bytes(Tokenizer):
-    """The interface of a tokenizer of bytes."""
-
-    name, token_sizes = "byte", np.ones(256, dtype=np.int64)
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def state(self) -> dict[str, Any]:
-        return {"tokenizer": {"type": "byte"}}
-
-
 def test_bytes_come_back():
-    check_round_trip(Bytes(), [*ODD, "".join(a + b for a in ODD for b in ODD), "".join(map(chr, range(0x250)))])
+    check_round_trip(ByteTokenizer(), [*ODD, "".join(a + b for a in ODD for b in ODD), "".join(map(chr, range(0x250)))])
+
+
+def test_bpe_comes_back():
+    tokenizer = train_bpe(iter([f"the quick brown fox {ODD}" * 20]), 300)
+    assert tokenizer.vocab_size == 300
+    check_round_trip(tokenizer, [*ODD, "the quick  brown fox\n\n", "".join(a + b for a in ODD for b in ODD)])
