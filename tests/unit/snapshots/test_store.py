@@ -572,7 +572,8 @@ def test_the_package_cannot_unpickle(path):
             roots = {name.split(".")[0] for name in names}
             assert roots.isdisjoint(PICKLERS)
         if isinstance(node, ast.Attribute):
-            assert ast.unparse(node) not in ("torch.load", "torch.save", "np.load", "yaml.load", "yaml.unsafe_load")
+            assert ast.unparse(node) not in ("torch.load", "np.load", "yaml.load", "yaml.unsafe_load")
+            assert ast.unparse(node) != "torch.save" or path.name == "export.py", "format=torch is written, never read"
             assert not node.attr.endswith("_object") and not node.attr.endswith("_object_list")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             # but for the file that a user's command names
