@@ -9,7 +9,7 @@ LOWEST := .venv-lowest
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-integrations check coverage lowest lines clean
+.PHONY: help train test test-integrations check coverage mutation lowest lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -35,6 +35,9 @@ coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worke
 	@$(BIN)/python -m coverage combine -q 2>/dev/null || true  # the files of killed processes are broken
 	@$(BIN)/python -m coverage report
 
+mutation: $(VENV)/.dev  ## mutation tests, LANES=6 at a time, for an hour; run it again to continue
+	@LANES=$(LANES) $(BIN)/python scripts/mutation.py
+
 lowest:  ## run the unit tests with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
@@ -48,7 +51,7 @@ lines:  ## count the package's lines of code: without blanks, comments and docst
 	@$(PYTHON) scripts/count_lines.py
 
 clean:  ## remove .venv and what tools left behind; runs and data stay
-	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
+	rm -rf $(VENV) $(LOWEST) mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -1,0 +1,52 @@
+"""Mutation tests by mutmut, whose settings are in pyproject.toml: `make mutation`. Run it again to continue.
+
+All mutants of the snapshot format and store, the loader and the schedules, and a seeded sample of those of the process
+group. Prints the score and what survived; `mutmut show NAME` prints a mutant.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+LANES = os.environ.get("LANES", "2")
+SAMPLED, SAMPLE = "mingpt_ddp/distributed/process_group.py", 100
+KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
+TARGET = 0.85
+
+
+def results() -> dict[str, dict[str, int | None]]:
+    """Return the exit code of each chosen mutant by file; None: not run yet."""
+    found = {}
+    for path in sorted(Path("mutants").rglob("*.py.meta")):
+        file, codes = str(path.relative_to("mutants"))[:-5], json.loads(path.read_text())["exit_code_by_key"]
+        names = sorted(codes)
+        if file == SAMPLED:
+            names = sorted(random.Random(0).sample(names, min(SAMPLE, len(names))))
+        found[file] = {name: codes[name] for name in names}
+    return {file: codes for file, codes in found.items() if codes}
+
+
+def main() -> None:
+    """Run what has not been run; exit with 1 below the target."""
+    mutmut = [str(Path(sys.executable).parent / "mutmut"), "run", f"--max-children={LANES}"]
+    if not results():
+        subprocess.run([*mutmut, "mingpt_ddp.optim.lr_schedule*"], check=True)
+    if left := [name for codes in results().values() for name, code in codes.items() if code is None]:
+        subprocess.run([*mutmut, *left], check=True)
+    total: Counter[bool] = Counter()
+    for file, codes in results().items():
+        killed = Counter(code in KILLED for code in codes.values())
+        total += killed
+        print(f"{file}: {killed[True]} of {killed.total()} killed")
+        print("".join(f"    {name}\n" for name, code in codes.items() if code not in KILLED), end="")
+    score = total[True] / total.total()
+    print(f"mutation score {score:.1%} of {total.total()} mutants")
+    sys.exit(score < TARGET)
+
+
+if __name__ == "__main__":
+    main()
