@@ -175,6 +175,7 @@ def test_the_names_in_state_json(config):
         "skipped_steps",
         "patience_loss",
         "evaluations_above",
+        "run_id",
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
