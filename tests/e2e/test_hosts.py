@@ -14,7 +14,7 @@ from launching import ROOT, TINY, Job, call, is_running, last_step, python_main,
 from netns_hosts import HostsUnavailable, TwoHosts
 
 RANKS = (2, 1)  # on the first host, on the second
-STEPS = 60
+STEPS = 80
 SETTINGS = [*TINY, "model.dropout=0.1", "model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "run.name=run"]
 SETTINGS += ["trainer.micro_batch_size=4", "trainer.eval_every=25", "snapshot.every_steps=8", "ddp.timeout_s=10"]
 USUAL = [*SETTINGS, "trainer.batch_size=24", f"trainer.max_steps={STEPS}"]
@@ -40,6 +40,12 @@ class Cluster:
         torchrun += [f"--rdzv_endpoint={self.hosts.names[0]}:29500", "--rdzv_id=run", "--max_restarts=3"]
         command = [*torchrun, str(ROOT / "main.py"), *self.settings]
         self.jobs[host] = self.hosts.start(host, command, self.cwd, **self.extra)
+
+    def kill_agent(self, host: int) -> None:
+        """SIGKILL the agent alone; its workers die with it."""
+        orphans = self.jobs[host].kill_agent()
+        assert len(orphans) == RANKS[host]
+        wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
 
     def reach(self, step: int, ranks: int = 3) -> None:
         """Wait until an attempt with this world size has taken a step."""
@@ -96,49 +102,39 @@ def uninterrupted(tmp_path_factory):
     return weights(cluster.run)
 
 
-def test_worker_killed(hosts, tmp_path, uninterrupted):
+@pytest.mark.timeout(600)  # four rendezvous
+def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path)
-    cluster.reach(20)
+    cluster.reach(15)
     cluster.jobs[1].kill_worker(0)
-    cluster.wait()
+    cluster.reach(35)
     assert cluster.world_sizes() == [3, 3]
+    hosts.set_link_down()
+    wait_for(lambda: "error: rank 2 has stalled" in cluster.log(), what="the stall to be detected")
+    hosts.set_link_up()
+    cluster.reach(55)
+    assert cluster.world_sizes() == [3, 3, 3]
+    cluster.kill_agent(0)
+    assert cluster.jobs[1].wait() == 1, cluster.text()  # without the rendezvous, the other agent fails
+    cluster.start(0)
+    cluster.start(1)
+    cluster.wait()
+    assert cluster.world_sizes() == [3, 3, 3, 3]
     assert weights(cluster.run) == uninterrupted
 
 
-def test_host_killed_and_started_again(hosts, tmp_path, uninterrupted):
+@pytest.mark.timeout(600)
+def test_host_then_agent_killed_and_started_again(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path, **REPLACEABLE)
     cluster.reach(20)
     cluster.jobs[1].kill_tree()
     cluster.start(1)
-    cluster.wait()
+    cluster.reach(50)
     assert cluster.world_sizes() == [3, 3]
-    assert weights(cluster.run) == uninterrupted
-
-
-@pytest.mark.parametrize("host", [0, 1])
-def test_agent_killed_alone(host, hosts, tmp_path, uninterrupted):
-    cluster = Cluster(hosts, tmp_path, **REPLACEABLE if host == 1 else {})
-    cluster.reach(20)
-    orphans = cluster.jobs[host].kill_agent()
-    assert len(orphans) == RANKS[host]
-    wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
-    if host == 0:  # it hosted the rendezvous, without which the other agent fails
-        assert cluster.jobs[1].wait() == 1, cluster.text()
-        cluster.start(0)
+    cluster.kill_agent(1)
     cluster.start(1)
     cluster.wait()
-    assert cluster.world_sizes() == [3, 3]
-    assert weights(cluster.run) == uninterrupted
-
-
-def test_link_down_and_up_again(hosts, tmp_path, uninterrupted):
-    cluster = Cluster(hosts, tmp_path)
-    cluster.reach(20)
-    hosts.set_link_down()
-    wait_for(lambda: "error: rank 2 has stalled" in cluster.log(), what="the stall to be detected")
-    hosts.set_link_up()
-    cluster.wait()
-    assert cluster.world_sizes() == [3, 3]
+    assert cluster.world_sizes() == [3, 3, 3]
     assert weights(cluster.run) == uninterrupted
 
 

@@ -75,7 +75,8 @@ def test_the_log_names_epochs_and_the_time(pair):
 def test_communication_overlaps_the_backward_pass(tmp_path):
     """The exposed part of the all-reduce is at most all of it, and some of it is hidden."""
     settings = [*TINY, "trainer.max_steps=40", "trainer.log_every=10", "ddp.bucket_cap_mb=0.01", "run.name=run"]
-    done = call([*torchrun(2), *settings, "ddp.backend=gloo", "model.n_embd=96", "data.truncate=0.2"], tmp_path)
+    settings += ["ddp.backend=gloo", "ddp.nproc_per_node=2", "model.n_embd=96", "data.truncate=0.2"]
+    done = call([*python_main(), *settings], tmp_path)
     assert done.returncode == 0, done.stdout
     events = EventAccumulator(str(tmp_path / "outputs" / "run" / "tensorboard" / "rank1")).Reload()
     names = ("speed/communication_ms", "speed/communication_exposed_ms")
