@@ -50,7 +50,7 @@ def test_the_metrics_are_those_of_the_run(split, ranks, trained):
     metrics = json.loads(done.stdout)
     assert metrics.pop("split") == split
     assert metrics == {name: pytest.approx(result[f"{split}_{name}"], abs=1e-5) for name in metrics}
-    assert set(metrics) == {"loss", "accuracy", "bits_per_char"}
+    assert set(metrics) == {"loss", "accuracy", "bits_per_byte", "bits_per_char"}
 
 
 def test_an_ensemble(trained):
