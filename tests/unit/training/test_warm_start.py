@@ -64,11 +64,20 @@ def texts(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["gpt_nano", "modern_nano"])
-def source(request, texts) -> Path:
-    """A run with its own sizes, on the first text."""
-    overrides = [f"model={request.param}", "model.n_head=4", "trainer.max_steps=2", "run.seed=5"]
-    return train(texts / request.param, "source", f"data.path={texts / 'first.txt'}", *overrides)
+def train_source(model: str, texts: Path) -> Path:
+    """Train a run with its own sizes, on the first text."""
+    overrides = [f"model={model}", "model.n_head=4", "trainer.max_steps=2", "run.seed=5"]
+    return train(texts / model, "source", f"data.path={texts / 'first.txt'}", *overrides)
+
+
+@pytest.fixture(scope="module")
+def source(texts) -> Path:
+    return train_source("gpt_nano", texts)
+
+
+@pytest.fixture(scope="module")
+def modern(texts) -> Path:
+    return train_source("modern_nano", texts)
 
 
 def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]:
@@ -85,7 +94,7 @@ def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     values = {"model_type": "gpt2", "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "resid_pdrop": 0.0}
     values |= {"n_positions": model.block_size, "vocab_size": model.token_embedding.num_embeddings, **changed}
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(values))
     save_file(tensors, directory / "model.safetensors")
     return tensors
@@ -106,9 +115,17 @@ def tokenizer_json(vocabulary: str) -> str:
     return json.dumps({"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(vocabulary)}}})
 
 
-@pytest.mark.parametrize("kind", ["run", "snapshot", "safetensors", "torch", "hf"])
-def test_weights_sizes_and_characters_are_those_of_the_source(kind, source, texts):
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [
+        *(("source", kind) for kind in ("run", "snapshot", "safetensors", "torch", "hf")),
+        ("modern", "run"),
+        ("modern", "hf"),
+    ],
+)
+def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts, request):
     """Of everything. Added characters get rows of the run's own seed."""
+    source = request.getfixturevalue(model)
     url = {"run": source, "snapshot": source / "snapshots" / "step_00000002"}.get(kind, source.parent / kind)
     if not url.exists():
         export(ExportConfig(str(source), str(url), format=kind))  # type: ignore[arg-type]
@@ -125,9 +142,9 @@ def test_weights_sizes_and_characters_are_those_of_the_source(kind, source, text
     for name, tensor in before.items():
         torch.testing.assert_close(after[name][: len(tensor)], tensor, rtol=0, atol=1e-7)
         assert len(after[name]) == (new if len(tensor) == old else len(tensor))
-    model = {"name": state["config"]["model"]["name"], "bias": True} if kind == "hf" else {}
+    changed = {"name": state["config"]["model"]["name"], "bias": True} if kind == "hf" else {}
     theirs = state_of(source, 2)["config"]["model"]
-    assert state["config"]["model"] == {**theirs, **{key: value for key, value in model.items() if key in theirs}}
+    assert state["config"]["model"] == {**theirs, **{key: value for key, value in changed.items() if key in theirs}}
     config = from_mapping(state["config"])
     assert config.data.block_size == 16
     seed_everything("weights", config.run.seed)
@@ -180,10 +197,10 @@ def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, l
     with pytest.raises(SnapshotError, match="there is no whole snapshot"):
         train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'nothing'}")
     with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ there, None now\)"):
-        sizes = [f"model={source.parent.name.rstrip('0')}", "model.n_head=4"]
+        sizes = ["model=gpt_nano", "model.n_head=4"]
         train(tmp_path, "run", other, *sizes, "trainer.max_steps=8")
     with pytest.raises(SnapshotError, match=r"or write run.init_from=.* to start from its weights alone"):
-        sizes = [f"model={source.parent.name.rstrip('0')}", "model.n_head=4", "run.seed=5"]
+        sizes = ["model=gpt_nano", "model.n_head=4", "run.seed=5"]
         train(tmp_path, "new", path, *sizes, f"run.resume={source}")
     assert not (tmp_path / "new").exists()
 
@@ -256,21 +273,34 @@ def test_a_gpt2_without_transformers(texts, tmp_path):
         ({"n_inner": 5}, "n_inner is 5, not 4 n_embd = 48"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
-        ({"n_embd": 24, "n_inner": 48}, "n_inner is 48, not 4 n_embd = 96"),
-        ({"n_embd": 24}, "do not fit the model"),
-        ({"n_layer": 10_000_000}, "n_layer"),
-        ({"n_layer": 3}, "do not fit the model: blocks.2"),
-        ({"n_head": "many"}, "n_head"),
-        ({"vocab_size": 10**12}, "do not fit the model"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
         ({"n_positions": -1}, "vocab_size and n_positions are"),
+        ({"n_embd": "many"}, "n_inner|vocab_size|can only|n_embd"),
     ],
 )
-def test_a_gpt2_that_differs_is_refused(changed, message, texts, tmp_path):
-    write_gpt2(tmp_path / "gpt2", small_gpt2(40), **changed)
-    with pytest.raises(UserError, match=message) as caught:
-        train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={tmp_path / 'gpt2'}")
+def test_settings_that_gpt_does_not_compute_are_refused(changed, message, tmp_path):
+    write_gpt2(tmp_path, small_gpt2(40), **{"n_inner": 48, **changed})
+    with pytest.raises(SnapshotError, match=message) as caught:
+        read_initial_weights(str(tmp_path))
     assert len(str(caught.value).splitlines()) == 1
-    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("changed", [{"n_embd": 24}, {"n_layer": 10_000_000}, {"n_layer": 3}, {"vocab_size": 10**12}])
+def test_a_configuration_of_other_weights_is_refused(changed, texts, tmp_path):
+    write_gpt2(tmp_path / "gpt2", small_gpt2(40), **changed)
+    refused(tmp_path / "gpt2", texts, "do not fit the model|n_layer")
+
+
+def test_names_that_are_not_of_gpt2_are_refused(tmp_path):
+    write_gpt2(tmp_path, small_gpt2(40))
+    for name, tensor in {
+        "transformer.h.0.attn.c_other.weight": torch.zeros(2),
+        "lm_head.weight": torch.zeros(40, 12),
+    }.items():
+        save_file({**load_file(tmp_path / "model.safetensors"), name: tensor}, tmp_path / "changed")
+        (tmp_path / "changed").rename(tmp_path / "model.safetensors")
+        with pytest.raises(SnapshotError, match=r"is not a tensor of GPT-2|lm_head.weight differs from wte.weight"):
+            read_initial_weights(str(tmp_path))
 
 
 class Executed:
