@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.data.tokenizer import Tokenizer
 from mingpt_ddp.distributed.device import installed_memory
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots import transformers_import
@@ -34,6 +35,7 @@ class InitialWeights:
     model: dict[str, Any]  # the group `model` of its configuration, unchecked
     sizes: tuple[int | None, int | None]  # vocabulary size, tokens of context; None of a task other than text
     state: dict[str, Any]  # the tokenizer's, as in state.json; {} if there is none
+    data: dict[str, Any]  # what they determine of the group `data`
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def sha256(self) -> str:
@@ -67,8 +69,8 @@ def read_initial_weights(url: str) -> InitialWeights:
         if "model_type" not in values:
             return _of_export(values, tensors)
         model, sizes = transformers_import.model_values(values)
-        state = transformers_import.tokenizer_state(storage, names)
-        return InitialWeights(model, sizes, state, transformers_import.our_tensors(tensors))
+        tokenizer = transformers_import.read_tokenizer(storage, names)
+        return _of_text(model, sizes, tokenizer, transformers_import.our_tensors(tensors))
 
 
 def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
@@ -78,10 +80,16 @@ def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWei
         state: its state.json, untrusted.
     """
     if "data" in state:  # of samples
-        return InitialWeights(state["config"]["model"], (None, None), {}, tensors or {})
+        return InitialWeights(state["config"]["model"], (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
-    sizes = spec.tokenizer.vocab_size, spec.block_size
-    return InitialWeights(spec.model, sizes, spec.tokenizer.state(), tensors or {})
+    return _of_text(spec.model, (spec.tokenizer.vocab_size, spec.block_size), spec.tokenizer, tensors or {})
+
+
+def _of_text(
+    model: dict[str, Any], sizes: tuple[int, int], tokenizer: Tokenizer | None, tensors: dict[str, Tensor]
+) -> InitialWeights:
+    state, data = (tokenizer.state(), {"tokenizer": tokenizer.name}) if tokenizer else ({}, {})
+    return InitialWeights(model, sizes, state, {"block_size": sizes[1], **data}, tensors)
 
 
 def _of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:

@@ -1,10 +1,12 @@
 """Read a directory of transformers: the configuration, weights and tokenizer of a GPT-2, or of an export of ours."""
 
+import json
 import re
 from typing import Any
 
 from torch import Tensor
 
+from mingpt_ddp.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
 from mingpt_ddp.snapshots.transformers_export import GPT2_NAMES
 from mingpt_ddp.storage.storage import Storage
@@ -12,6 +14,7 @@ from mingpt_ddp.storage.storage import Storage
 NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 SIZES = ("n_layer", "n_head", "n_embd")
+BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 ALLOWED = {  # values, the default first, that models/gpt.py computes
     "model_type": ("gpt2",),
     "layer_norm_epsilon": (1e-5,),
@@ -74,21 +77,27 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def tokenizer_state(storage: Storage, names: list[str]) -> dict[str, Any]:
-    """Return the tokenizer of the directory as in state.json; {} if there is none.
+def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
+    """Return the tokenizer of the directory; None if there is none.
 
     Raises:
-        ValueError: it is none of ours.
+        LookupError, TypeError, ValueError: it is not one of characters, bytes or byte-level BPE.
     """
-    if "tokenizer.json" not in names:
-        return {}
-    values = load_json(storage.read("tokenizer.json", MAX_STATE_BYTES))
-    model = values["model"]
-    if model["type"] == "WordLevel":  # an export of ours
-        characters = sorted(model["vocab"], key=model["vocab"].__getitem__)
-        if [*map(len, characters)] != [1] * len(characters) or sorted(model["vocab"].values()) != [
-            *range(len(characters))
-        ]:
-            raise ValueError("tokenizer.json has words; character, byte and BPE tokenizers are known")
-        return {"vocabulary": "".join(characters)}
-    raise ValueError(f"tokenizer.json is of the type {str(model['type'])[:100]}")
+    if "tokenizer.json" in names:
+        text = storage.read("tokenizer.json", MAX_STATE_BYTES).decode()
+        model = load_json(text.encode())["model"]
+        if model["type"] == "WordLevel":  # an export of ours
+            ids = {i: character for character, i in model["vocab"].items()}
+            if ids.keys() != {*range(len(model["vocab"]))} or any(len(character) != 1 for character in ids.values()):
+                raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
+            return CharTokenizer("".join(ids[i] for i in range(len(ids))))
+    elif {"vocab.json", "merges.txt"} <= {*names}:
+        lines = storage.read("merges.txt", MAX_STATE_BYTES).decode().split("\n")
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        vocab = load_json(storage.read("vocab.json", MAX_STATE_BYTES))
+        model = {"type": "BPE", "vocab": vocab, "merges": merges}
+        text = json.dumps({"version": "1.0", "model": model, "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL})
+    else:
+        return None
+    tokenizer = BPETokenizer(text)
+    return ByteTokenizer() if tokenizer.tokens == [bytes([i]) for i in range(256)] else tokenizer

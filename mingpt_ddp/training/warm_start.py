@@ -80,7 +80,7 @@ def warm_start(
             sha256 = before.get("init_sha256")
             if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
                 raise SnapshotError(f"the run has not started from run.init_from={url}; choose another run.name")
-        return {**asdict(replace(weights, tensors={})), "sha256": sha256}
+        return {**asdict(replace(weights, tensors={})), "sha256": sha256, "is_first": recorded is None}
 
     found = group.run_on_rank_zero(find)
     config = _with_sizes(config, found, typed)
@@ -104,11 +104,12 @@ def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) ->
     model |= {key: own[key] for key in chosen & {*FREE}}
     config = replace(config, run=replace(run, name=config.run_name(), init_sha256=found["sha256"]))
     config = replace(config, model=build_group("model", model))
-    if isinstance(config.data, DataConfig) and (block_size := found["sizes"][1]) is not None:
-        if "data.block_size" in typed and config.data.block_size > block_size:
-            raise _differs("data.block_size", config.data.block_size, f"at most {block_size}", run.init_from)
-        if "data.block_size" not in typed:
-            config = replace(config, data=replace(config.data, block_size=block_size))
+    for key, value in found["data"].items() if isinstance(config.data, DataConfig) else ():
+        own = getattr(config.data, key)
+        if f"data.{key}" not in typed:
+            config = replace(config, data=replace(config.data, **{key: value}))
+        elif found["is_first"] and own != value and not (key == "block_size" and own < value):
+            raise _differs(f"data.{key}", own, value, run.init_from)
     return config
 
 

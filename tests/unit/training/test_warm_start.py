@@ -210,7 +210,7 @@ def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, l
     [
         (["model.n_layer=1"], ["model.n_layer"], ConfigError, "model.n_layer=1 is 2 in the weights of run.init_from="),
         (["model=gpt_mini"], ["model"], ConfigError, "in the weights of run.init_from="),
-        (["data.block_size=32"], ["data.block_size"], ConfigError, "data.block_size=32 is at most 16 in the weights"),
+        (["data.block_size=32"], ["data.block_size"], ConfigError, "data.block_size=32 is 16 in the weights"),
         (["run.init_sha256=abc"], [], ConfigError, "not run.init_sha256=abc; set that to null to use it"),
     ],
 )
@@ -246,6 +246,47 @@ def test_the_name_depends_on_the_source_only_if_there_is_one():
         from_mapping(configure(*TINY, *words)).run_name() for words in ([], ["run.init_from=a"], ["run.init_from=b"])
     }
     assert len(names) == 3
+
+
+@pytest.mark.parametrize("words", [["data.tokenizer=byte"], ["data.tokenizer=bpe", "data.vocab_size=280"]])
+def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
+    """From a run, and from its export, by tokenizer.json or by the two files of older versions."""
+    pytest.importorskip("tokenizers")
+    source = train(tmp_path, "source", f"data.path={texts / 'first.txt'}", *words, "trainer.max_steps=2")
+    export(ExportConfig(str(source), str(tmp_path / "hf"), format="hf"))
+    tokenizer, urls = load_model(str(source))[1], [source, tmp_path / "hf"]
+    if "data.tokenizer=bpe" in words:
+        shutil.copytree(tmp_path / "hf", tmp_path / "files")
+        model = json.loads((tmp_path / "files" / "tokenizer.json").read_text())["model"]
+        (tmp_path / "files" / "vocab.json").write_text(json.dumps(model["vocab"]))
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+        (tmp_path / "files" / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+        (tmp_path / "files" / "tokenizer.json").unlink()
+        urls.append(tmp_path / "files")
+    sentence = "A new \u03b1 sea, \U0001f30a!"
+    for i, url in enumerate(urls):
+        tuned = train(tmp_path, f"tuned-{i}", f"data.path={texts / 'second.txt'}", f"run.init_from={url}", *FROZEN)
+        kept = load_model(str(tuned))[1]
+        assert kept.encode(sentence) == tokenizer.encode(sentence)
+        assert kept.decode(kept.encode(sentence)) == sentence
+        assert state_of(tuned)["config"]["data"]["tokenizer"] == tokenizer.name
+        assert weights_of(tuned)["token_embedding.weight"].shape == (tokenizer.vocab_size, 24)
+    with pytest.raises(ConfigError, match=r"data.tokenizer=char is \w+ in the weights of run.init_from="):
+        train(
+            tmp_path, "new", f"data.path={texts / 'second.txt'}", f"run.init_from={source}", typed=("data.tokenizer",)
+        )
+
+
+def test_a_tokenizer_of_words_is_refused(texts, tmp_path):
+    write_gpt2(tmp_path / "gpt2", small_gpt2(40))
+    for model in (
+        {"type": "WordLevel", "vocab": {"sea": 0}},
+        {"type": "WordLevel", "vocab": {"a": 3}},
+        {"type": "WordPiece"},
+    ):
+        (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": {"type": "x"}}))
+        with pytest.raises(SnapshotError, match=r"cannot be used: (tokenizer.json has words|it does not decode)"):
+            read_initial_weights(str(tmp_path / "gpt2"))
 
 
 # A GPT-2 in Hugging Face's format.
