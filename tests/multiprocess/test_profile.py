@@ -58,7 +58,8 @@ def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
     data, communication, exposed = re.search(
         r"data wait (\S+) ms .*communication (\S+) ms .*exposed (\S+) ms", text
     ).groups()
-    assert 0 < float(exposed) <= float(communication) and float(data) > 0
+    assert 0 <= float(exposed) <= float(communication) > 0
+    assert float(data) < 1e4
     memory = re.search(r"peak memory (\S+) MiB: parameters (\S+), gradients (\S+), optimizer (\S+), activ", text)
     assert float(memory[1]) > 0.1  # of the whole process
     assert "aten::" in text
