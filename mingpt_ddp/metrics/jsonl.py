@@ -64,14 +64,14 @@ class JSONLLogger:
 
     def _append(self, record: dict[str, Any]) -> None:
         try:
-            _append_line(self._path, json.dumps(record).encode() + b"\n")
+            append_line(self._path, json.dumps(record).encode() + b"\n")
         except OSError as error:
             if not self._has_failed:
                 log.warning("cannot write %s, training continues without it: %s", self._path, error.strerror or error)
             self._has_failed = True
 
 
-def _append_line(path: Path, line: bytes) -> None:
+def append_line(path: Path, line: bytes) -> None:
     """Append the whole line or nothing; first terminate a partial line of a killed process."""
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, 2)

@@ -20,6 +20,7 @@ from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.trackers.csv_file import CSVLogger
 from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.trackers.samples import append_sample
 from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks.task import Task
@@ -154,6 +155,8 @@ class MetricsProcessor:
         """Log a generated text; None on ranks that did not generate it."""
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)
+            if self.outboxes:
+                append_sample(run_directory(self.task.config), step, text)
             log.info("step %d, a sample:\n%s\n", step, text)
 
     def complete(self, step: int) -> None:

@@ -29,7 +29,7 @@ LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to 
 RESULT = "result.json"
 PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..*.partial", ".hydra/.*.partial", ".metrics.*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
-WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "tensorboard", "tensorboard/*", "wandb")
+WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "samples.jsonl", "tensorboard", "tensorboard/*", "wandb")
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster

@@ -23,7 +23,14 @@ Points = list[tuple[int, dict[str, float]]]
 
 
 def command(steps: int, cwd: Path, *overrides: str) -> list[str]:
-    settings = [*TINY, "trainer.log_every=2", "trainer.eval_every=12", "optimizer.schedule=constant", "run.name=run"]
+    settings = [
+        *TINY,
+        "trainer.log_every=2",
+        "trainer.eval_every=12",
+        "trainer.sample_every=50",
+        "optimizer.schedule=constant",
+        "run.name=run",
+    ]
     own = [f"tracker=[tensorboard,csv,{','.join(TRACKERS)}]", f"tracker.uri=sqlite:///{cwd}/mlflow.db"]
     return [*python_main(), *settings, *own, f"trainer.max_steps={steps}", "ddp.nproc_per_node=2", *overrides]
 

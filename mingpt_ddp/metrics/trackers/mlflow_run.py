@@ -11,6 +11,7 @@ from mingpt_ddp.metrics.trackers.outbox import Points
 
 TAG = "mingpt_ddp.run_id"
 MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, as the server allows
+MAX_TEXT = 5000  # characters of a tag
 
 
 class MLflowTracker:
@@ -44,15 +45,18 @@ class MLflowTracker:
         new = [self._entities.Param(key, value) for key, value in params.items() if key not in run.data.params]
         for begin in range(0, len(new), MAX_PARAMS):
             self._client.log_batch(self._run, params=new[begin : begin + MAX_PARAMS])
-        keys = self._client.get_run(self._run).data.metrics
+        self._tags, keys = run.data.tags, run.data.metrics
         self._sent = {(key, point.step) for key in keys for point in self._client.get_metric_history(self._run, key)}
 
     def send(self, points: Points) -> None:
         now = int(1000 * time.time())
-        flat = [(key, step, value) for step, metrics in points for key, value in metrics.items()]
+        flat = [(key, step, value) for step, metrics in points for key, value in metrics.items() if key != "sample"]
         new = [self._entities.Metric(k, value, now, step) for k, step, value in flat if (k, step) not in self._sent]
         for begin in range(0, len(new), MAX_METRICS):
             self._client.log_batch(self._run, metrics=new[begin : begin + MAX_METRICS])
+        for tag, text in ((f"sample.{step:08d}", metrics["sample"]) for step, metrics in points if "sample" in metrics):
+            if tag not in self._tags:
+                self._client.set_tag(self._run, tag, text[:MAX_TEXT])
 
     def finish(self, result: dict[str, Any]) -> None:
         for key, value in result.items():

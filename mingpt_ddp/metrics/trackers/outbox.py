@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics, to_record
+from mingpt_ddp.metrics.trackers.samples import read_samples
 from mingpt_ddp.storage.remote import describe, redact
 from mingpt_ddp.storage.storage import atomic_write
 
 log = logging.getLogger(__name__)
 
-Points = list[tuple[int, dict[str, float]]]  # step, and metrics by tag; by step
+Points = list[tuple[int, dict[str, Any]]]  # step, and numbers by tag, perhaps with a text as `sample`; by step
 MAX_CACHED = 5_000  # steps; more are read from metrics.jsonl when they are due
 BATCH = 200  # steps per call
 LOCAL_S, REMOTE_S = 60.0, 8.0  # how long the end of a run waits for one call, on this machine or over a network
@@ -165,6 +166,8 @@ class Outbox:
         with self._changed:
             for step in [step for step in self._cache if step < covered]:
                 records.setdefault(step, {}).update(self._cache.pop(step))
-        due = sorted(step for step in records if self._sent <= step < covered)
-        points = [(step, to_metrics(records[step])) for step in due]
+        texts = read_samples(self._history.parent)
+        due = sorted(step for step in {**records, **texts} if self._sent <= step < covered)
+        sample = {step: {"sample": texts[step]} if step in texts else {} for step in due}
+        points = [(step, to_metrics(records.get(step, {})) | sample[step]) for step in due]
         return [(step, metrics) for step, metrics in points if metrics]

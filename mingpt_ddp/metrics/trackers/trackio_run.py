@@ -1,6 +1,7 @@
 """A run in Trackio."""
 
 import os
+import textwrap
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class TrackioTracker:
     def send(self, points: Points) -> None:
         for step, metrics in points:
             if step >= self._next:
-                self._run.log(metrics, step=step)
+                texts = {tag: textwrap.indent(text, "    ") for tag, text in metrics.items() if type(text) is str}
+                self._run.log(metrics | {tag: self._trackio.Markdown(texts[tag]) for tag in texts}, step=step)
                 self._next = step + 1
 
     def finish(self, result: dict[str, Any]) -> None:

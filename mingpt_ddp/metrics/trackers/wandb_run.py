@@ -1,5 +1,6 @@
 """A run in Weights & Biases."""
 
+import html
 import os
 import shutil
 from pathlib import Path
@@ -56,7 +57,8 @@ class WandbTracker:
     def send(self, points: Points) -> None:
         for step, metrics in points:
             if step >= self._next:
-                self._run.log(metrics, step=step)
+                texts = {tag: f"<pre>{html.escape(text)}</pre>" for tag, text in metrics.items() if type(text) is str}
+                self._run.log({**metrics, **{tag: self._wandb.Html(text) for tag, text in texts.items()}}, step=step)
                 self._next = step + 1
 
     def finish(self, result: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def tracker(monkeypatch):
 
 @functools.cache
 def settings() -> str:
-    schedule = ["optimizer.schedule_steps=12", "snapshot.keep_best=false"]
+    schedule = ["optimizer.schedule_steps=12", "snapshot.keep_best=false", "trainer.sample_every=3"]
     return json.dumps(configure(*TINY, *schedule, "trainer.device=cpu", "run.name=run", "tracker=[wandb,csv]"))
 
 
@@ -93,6 +93,7 @@ def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
     (points,) = MemoryTracker.runs.values()
     assert [*points] == [*range(1, 13)]
     assert "val/loss" in points[6] and "val/loss" in points[12] and "val/loss" not in points[5]
+    assert [step for step, metrics in points.items() if isinstance(metrics.get("sample"), str)] == [3, 6, 9, 12]
     (result,) = MemoryTracker.results
     assert (result["status"], result["step"]) == ("complete", 12)
     assert not (tmp_path / "run" / "tensorboard").exists(), "it was not chosen"
