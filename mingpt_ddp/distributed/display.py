@@ -1,0 +1,79 @@
+"""What rank zero redraws at the bottom of its terminal, below the log lines."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from mingpt_ddp.distributed.env import DistEnv
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+MIN_COLUMNS = 60
+PERIOD_S = 0.25  # between two drawings
+
+
+def can_draw(env: DistEnv) -> bool:
+    """Return whether this is rank zero on a terminal that is wide enough and can move its cursor."""
+    if not env.is_rank_zero or sys.stderr is None or not sys.stderr.isatty():
+        return False
+    if os.environ.get("CI") or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
+        return False
+    return os.get_terminal_size(sys.stderr.fileno()).columns >= MIN_COLUMNS
+
+
+class Display:
+    """Drawn by the thread that calls `refresh`, at most every PERIOD_S. SIGKILL does not leave the cursor hidden."""
+
+    def __init__(self, stream: TextIO, draw: Callable[[], "RenderableType"]) -> None:
+        from rich.console import Console  # rich takes a tenth of a second to import
+        from rich.live import Live
+
+        class ConsoleWithCursor(Console):
+            def show_cursor(self, show: bool = True) -> bool:
+                return False
+
+        self.activity = ""  # of the run besides its steps
+        self._drawn_at = 0.0
+        self._console = ConsoleWithCursor(file=stream)
+        options = {"auto_refresh": False, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+        self._live = Live(console=self._console, get_renderable=draw, **options)  # type: ignore[arg-type]
+        self._live.start()
+
+    def refresh(self) -> None:
+        """Draw again if it is time."""
+        now = time.monotonic()
+        if now - self._drawn_at >= PERIOD_S:
+            self._drawn_at = now
+            with contextlib.suppress(OSError, ValueError):  # the terminal was closed: continue
+                self._live.refresh()
+
+    def write(self, text: str) -> None:
+        """Print a text above the display."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Erase the display."""
+        with contextlib.suppress(OSError, ValueError):
+            self._live.stop()
+
+
+class Activity:
+    """Progress of something besides steps, with the methods of tqdm that callers use."""
+
+    def __init__(self, display: Display, name: str, total: int) -> None:
+        self._display, self._name, self._done, self._total = display, name, 0, max(1, total)
+
+    def __enter__(self) -> "Activity":
+        return self
+
+    def update(self, count: int) -> None:
+        self._done += count
+        self._display.activity = f"{self._name} {min(1.0, self._done / self._total):.0%}"
+        self._display.refresh()
+
+    def __exit__(self, *_: object) -> None:
+        self._display.activity = ""
