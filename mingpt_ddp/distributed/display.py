@@ -70,7 +70,7 @@ class Activity:
     def __enter__(self) -> "Activity":
         return self
 
-    def update(self, count: int) -> None:
+    def update(self, count: int = 1) -> None:
         self._done += count
         self._display.activity = f"{self._name} {min(1.0, self._done / self._total):.0%}"
         self._display.refresh()
