@@ -36,7 +36,6 @@ class Display:
             def show_cursor(self, show: bool = True) -> bool:
                 return False
 
-        self.activity = ""  # of the run besides its steps
         self._drawn_at = 0.0
         self._console = ConsoleWithCursor(file=stream)
         options = {"auto_refresh": False, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
@@ -59,21 +58,3 @@ class Display:
         """Erase the display."""
         with contextlib.suppress(OSError, ValueError):
             self._live.stop()
-
-
-class Activity:
-    """Progress of something besides steps, with the methods of tqdm that callers use."""
-
-    def __init__(self, display: Display, name: str, total: int) -> None:
-        self._display, self._name, self._done, self._total = display, name, 0, max(1, total)
-
-    def __enter__(self) -> "Activity":
-        return self
-
-    def update(self, count: int = 1) -> None:
-        self._done += count
-        self._display.activity = f"{self._name} {min(1.0, self._done / self._total):.0%}"
-        self._display.refresh()
-
-    def __exit__(self, *_: object) -> None:
-        self._display.activity = ""

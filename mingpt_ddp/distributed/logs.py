@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mingpt_ddp.distributed.display import Activity, Display
+from mingpt_ddp.distributed.display import Display
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError, printable
 
@@ -94,12 +94,14 @@ def show(display: Display | None) -> None:
         console.show(display)
 
 
-def progress_bar(env: DistEnv, total: int, name: str, unit: str) -> tqdm | Activity:
-    """Return a progress bar, in the display if there is one; none on other ranks or if stderr is not a terminal."""
-    for console in _consoles():
-        if console.display is not None:
-            return Activity(console.display, name, total)
-    shown = env.is_rank_zero and sys.stderr is not None and sys.stderr.isatty()
+def progress_bar(env: DistEnv, total: int, name: str, unit: str) -> tqdm:
+    """Return a progress bar, disabled below a display, on other ranks and if stderr is not a terminal."""
+    shown = (
+        all(console.display is None for console in _consoles())
+        and env.is_rank_zero
+        and sys.stderr is not None
+        and sys.stderr.isatty()
+    )
     shown = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0  # tqdm would draw nothing
     own: dict[str, Any] = {
         "unit_scale": total > 10**6,

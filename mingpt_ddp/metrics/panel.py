@@ -60,8 +60,7 @@ class Panel:
         from rich.panel import Panel as Frame
         from rich.text import Text
 
-        activity = self._display.activity if self._display else ""
-        lines = [self._progress(), self._loss(), self._speed(), activity]
+        lines = [self._progress(), self._loss(), self._speed()]
         text = Text("\n".join(line for line in lines if line), no_wrap=True, overflow="ellipsis")
         return Frame(text, title=Text(self.title), title_align="left")
 

@@ -106,14 +106,12 @@ def test_log_lines_stand_above_the_panel_and_the_end_erases_it(monkeypatch):
         panel.advance(100)
         logging.getLogger("mingpt_ddp.test").info("step 100: [red]validation\x1b[2J")
         with progress_bar(DistEnv(), 10, "evaluating", "batch") as bar:
-            monkeypatch.setattr("mingpt_ddp.distributed.display.PERIOD_S", 0.0)
-            bar.update(5)
+            assert bar.disable
         logs.close()
         text = drawn(main)
     first, line, rest = text.partition("step 100: [red]validation\\x1b[2J")
     assert line, "the line is as it was logged, without control characters"
     assert "step 100/200" in first and "step 100/200" in rest, "the panel is drawn again below the line"
-    assert "evaluating 50%" in rest
     last = rest.rpartition("╯")[2]
     assert last.count("\x1b[1A\x1b[2K") >= 4, "all lines are erased at the end"
     assert "\x1b[?25l" not in text, "SIGKILL would leave the cursor hidden"
