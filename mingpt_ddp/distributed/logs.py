@@ -1,4 +1,4 @@
-"""Logging: the console, a log file per global rank, and rank zero's progress bar."""
+"""Logging: the console, a log file per global rank, and progress bars."""
 
 import contextlib
 import logging
@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mingpt_ddp.distributed.display import Display
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError, printable
 
@@ -18,10 +19,11 @@ tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which 
 
 
 class Console(logging.Handler):
-    """Writes to standard error, above the progress bar: everything on rank zero, errors on other ranks."""
+    """Writes to standard error, above the display: everything on rank zero, errors on other ranks."""
 
     def __init__(self, env: DistEnv) -> None:
         super().__init__(logging.INFO if env.is_rank_zero else logging.ERROR)
+        self.display: Display | None = None
         prefix = "" if env.is_rank_zero else f"[rank {env.rank}] "
         self.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
 
@@ -30,8 +32,21 @@ class Console(logging.Handler):
             return
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe exited: continue
             text = self.format(record)
+            if self.display is not None:
+                self.display.write(printable(text))
+                return
             tqdm.write(printable(text) if sys.stderr.isatty() else text, file=sys.stderr)
             sys.stderr.flush()
+
+    def show(self, display: Display | None) -> None:
+        """Keep log lines above a display from now on; erase the one before."""
+        if self.display is not None:
+            self.display.close()
+        self.display = display
+
+    def close(self) -> None:
+        self.show(None)
+        super().close()
 
 
 def to_console(env: DistEnv) -> None:
@@ -69,13 +84,24 @@ def close() -> None:
         handler.close()
 
 
-def progress_bar(env: DistEnv, done: int, total: int, **options: Any) -> tqdm:
-    """Return a progress bar, disabled on ranks other than zero and if stderr is not a terminal.
+def _consoles() -> list[Console]:
+    return [handler for handler in logging.getLogger(ROOT).handlers if isinstance(handler, Console)]
 
-    Args:
-        options: of tqdm.
-    """
-    shown = env.is_rank_zero and sys.stderr is not None and sys.stderr.isatty()
+
+def show(display: Display | None) -> None:
+    """Write log lines above a display, which is erased when logging ends; None erases it now."""
+    for console in _consoles():
+        console.show(display)
+
+
+def progress_bar(env: DistEnv, total: int, name: str, unit: str) -> tqdm:
+    """Return a progress bar, disabled below a display, on other ranks and if stderr is not a terminal."""
+    shown = (
+        all(console.display is None for console in _consoles())
+        and env.is_rank_zero
+        and sys.stderr is not None
+        and sys.stderr.isatty()
+    )
     shown = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0  # tqdm would draw nothing
     own: dict[str, Any] = {
         "unit_scale": total > 10**6,
@@ -84,4 +110,4 @@ def progress_bar(env: DistEnv, done: int, total: int, **options: Any) -> tqdm:
         "disable": not shown,
         "leave": False,
     }
-    return tqdm(total=total, initial=done, **own, **options)
+    return tqdm(total=total, desc=name, unit=unit, delay=1, **own)

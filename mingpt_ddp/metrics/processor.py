@@ -1,4 +1,4 @@
-"""Send the metrics of a run to the log, the progress bar, TensorBoard and metrics.jsonl."""
+"""Send the metrics of a run to the log, the panel, TensorBoard and metrics.jsonl."""
 
 import logging
 import time
@@ -10,11 +10,11 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
-from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
 from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
 from mingpt_ddp.metrics.norms import LayerNorms
+from mingpt_ddp.metrics.panel import Panel
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
@@ -52,7 +52,7 @@ class MetricsProcessor:
         self.loggers: list[Logger] = [self.tensorboard, *(env.call_on_rank_zero(lambda: files) or [])]
         # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
-        self.progress = progress_bar(env, steps.start, steps.stop, unit="step")
+        self.panel = Panel(env, str(directory), steps, task.unit)
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, steps.start)
@@ -70,15 +70,18 @@ class MetricsProcessor:
 
     def cover(self, step: int | None) -> None:
         """Let the trackers have the points before `step`, the last one with a durable snapshot."""
+        self.panel.snapshot_step = step
         for outbox in self.outboxes:
             outbox.cover(step or 0)
 
-    def step_done(self) -> None:
-        """Advance the progress bar by one step."""
-        self.progress.update()
+    def step_done(self, step: int) -> None:
+        """Show that a step is done."""
+        begin = time.perf_counter()
+        self.panel.advance(step)
         if self._started_at is not None:
             log.info("the first step was done after %.2f s", time.monotonic() - self._started_at)
             self._started_at = None
+            self.meter.pause(time.perf_counter() - begin)  # the panel imports rich
 
     def _set_up(self) -> None:
         """Open TensorBoard and measure the matmul rate; deferred so as not to delay the first step."""
@@ -129,13 +132,13 @@ class MetricsProcessor:
         run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput, **slowest}) or {}
         for logger in self.loggers:
             logger.log(step, {**metrics, **run_metrics})
+        self.panel.update({**metrics, **run_metrics})
         brief = f"loss {metrics['train/loss']:.4f}, {per_s:,.0f} {self.task.unit}/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
-        self.progress.set_postfix_str(brief, refresh=False)
         left = timedelta(seconds=round(min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)))
         details = f"lr {lr:.2e}, gradient norm {metrics['train/grad_norm']:.2f}, {left} left"
-        file_only = {"file_only": not self.progress.disable}
+        file_only = {"file_only": self.panel.is_drawn}
         epochs = f"epoch {-(-step // self.steps_per_epoch)}/{-(-self.steps.stop // self.steps_per_epoch)}"
         log.info("step %d/%d: %s, %s, %s", step, self.steps.stop, brief, epochs, details, extra=file_only)
         return metrics
@@ -148,6 +151,7 @@ class MetricsProcessor:
     def log_values(self, step: int, metrics: dict[str, float]) -> None:
         """Log values of the whole run by tag."""
         self._set_up()
+        self.panel.update(metrics)
         for logger in self.run_loggers:
             logger.log(step, metrics)
 
@@ -166,5 +170,5 @@ class MetricsProcessor:
             logger.complete(step, self.task.config)
 
     def close(self) -> None:
-        self.progress.close()
+        self.panel.close()
         self.tensorboard.close()

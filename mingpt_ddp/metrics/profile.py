@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from mingpt_ddp.storage.run_dir import run_directory
 
 log = logging.getLogger(__name__)
 
+Pause: TypeAlias = Callable[[float], None]
 STEP = "training step "  # begins the name of the event of a step
 FETCH = "fetch the batch"  # name of the events of a data wait
 COMMUNICATION = re.compile(rf"nccl|gloo:|mpi:|c10d::|record_param_comms|{ALL_REDUCE}|{WAITING}")
@@ -34,13 +35,7 @@ class Profiler:
     """Profile the steps of trainer.profile. No number of the run depends on it."""
 
     def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        model: nn.Module,
-        optimizer: Optimizer,
-        steps: range,
-        pause: Callable[[float], None],
+        self, config: Config, runtime: Runtime, model: nn.Module, optimizer: Optimizer, steps: range, pause: Pause
     ) -> None:
         """
         Args:

@@ -45,7 +45,7 @@ class Evaluator:
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor | int] = {}
         stopped = False
-        bar = progress_bar(group.env, 0, len(split), desc="evaluating", unit="batch", delay=1)
+        bar = progress_bar(group.env, len(split), "evaluating", "batch")
         with eval_mode(model), bar:
             for batch, own in self._passes(split):
                 if stopped := self._is_stopped(stop()):

@@ -199,7 +199,7 @@ def _time_steps(runtime: Runtime, step: TrainStep) -> tuple[float, float]:
     step.warm_up()
     times: list[tuple[float, float]] = []
     deadline = _now(runtime) + MEASURED_S
-    with progress_bar(runtime.group.env, 0, MOST_STEPS, desc="measuring", unit="step") as bar:
+    with progress_bar(runtime.group.env, MOST_STEPS, "measuring", "step") as bar:
         for number in range(1, MOST_STEPS + 1):
             begin = _now(runtime)
             step.forward_backward(number)

@@ -88,7 +88,7 @@ class Trainer:
         if flags is None:  # rolled back
             return
         self.state.step = step
-        self.metrics.step_done()
+        self.metrics.step_done(step)
         if not flags.saving:
             self.saves.manager.wait()
         if self._is_due(self.config.log_every):

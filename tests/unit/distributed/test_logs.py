@@ -1,4 +1,4 @@
-"""The progress bar, which takes the place of the log lines of steps on a terminal."""
+"""The progress bar of an evaluation on a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_bar_is_drawn_on_a_terminal_with_a_width(columns, shown, monkeypatch):
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     with os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
-        bar = progress_bar(DistEnv(), 0, 10, desc="evaluating")
+        bar = progress_bar(DistEnv(), 10, "evaluating", "batch")
         assert bar.disable == (not shown)
         bar.update(5)
         bar.refresh()
@@ -35,4 +35,4 @@ def test_a_bar_is_drawn_on_a_terminal_with_a_width(columns, shown, monkeypatch):
 
 
 def test_no_bar_without_a_terminal():
-    assert progress_bar(DistEnv(), 0, 10).disable
+    assert progress_bar(DistEnv(), 10, "evaluating", "batch").disable

@@ -1,0 +1,99 @@
+"""The live panel of a run on rank zero's terminal; nothing is drawn elsewhere."""
+
+import sys
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.display import Display, can_draw
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.errors import printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+LOSSES, BAR = 24, 24  # columns
+
+
+def sparkline(values: list[float]) -> str:
+    """Draw values as blocks from the lowest to the highest of them."""
+    finite = [value for value in values if abs(value) < float("inf")]  # also without NaN
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(BLOCKS[min(7, int(8 * (v - low) / max(high - low, 1e-9)))] if v in finite else "?" for v in values)
+
+
+class Panel:
+    """Loss, speed, goodput, the slowest rank, the last snapshot and the time left."""
+
+    def __init__(self, env: DistEnv, title: str, steps: range, unit: str) -> None:
+        """
+        Args:
+            steps: range(steps done so far, steps of the whole run).
+            unit: of the items, as in `tokens`.
+        """
+        self.title, self.steps, self.unit, self.step = printable(title), steps, unit, steps.start
+        self.is_drawn = can_draw(env)
+        self.snapshot_step: int | None = None
+        self._metrics: dict[str, float] = {}
+        self._losses: deque[float] = deque(maxlen=LOSSES)
+        self._display: Display | None = None
+
+    def advance(self, step: int) -> None:
+        """Show that a step is done; the first one starts the panel."""
+        self.step = step
+        if self.is_drawn and self._display is None:
+            self._display = Display(sys.stderr, self.draw)
+            logs.show(self._display)
+        if self._display is not None:
+            self._display.refresh()
+
+    def update(self, metrics: dict[str, float]) -> None:
+        """Show metrics by tag."""
+        self._metrics |= metrics
+        if "train/loss" in metrics:
+            self._losses.append(metrics["train/loss"])
+
+    def draw(self) -> "RenderableType":
+        """Return the panel, for rich."""
+        from rich.panel import Panel as Frame
+        from rich.text import Text
+
+        lines = [self._progress(), self._loss(), self._speed()]
+        text = Text("\n".join(line for line in lines if line), no_wrap=True, overflow="ellipsis")
+        return Frame(text, title=Text(self.title), title_align="left")
+
+    def _progress(self) -> str:
+        done = self.step / max(1, self.steps.stop)
+        filled = round(BAR * done)
+        line = f"step {self.step:,}/{self.steps.stop:,} {'━' * filled}{'─' * (BAR - filled)} {done:.0%}"
+        if "speed/step_ms" in self._metrics:
+            left = (self.steps.stop - self.step) * self._metrics["speed/step_ms"] / 1e3
+            line += f", {timedelta(seconds=round(min(left, 1e9)))} left"
+        return line
+
+    def _loss(self) -> str:
+        if not self._losses:
+            return ""
+        line = f"loss {self._losses[-1]:.4f} {sparkline([*self._losses])}"
+        return f"{line} validation {self._metrics['val/loss']:.4f}" if "val/loss" in self._metrics else line
+
+    def _speed(self) -> str:
+        metrics, parts = self._metrics, []
+        if (per_s := metrics.get(f"speed/{self.unit}_per_s")) is not None:
+            parts.append(f"{per_s:,.0f} {self.unit}/s")
+        for tag, name in (("mfu", "MFU"), ("matmul_utilization", "utilization"), ("goodput", "goodput")):
+            if f"speed/{tag}" in metrics and not (tag == "matmul_utilization" and "speed/mfu" in metrics):
+                parts.append(f"{name} {metrics[f'speed/{tag}']:.0%}")
+        if "speed/slowest_rank" in metrics:
+            parts.append(f"slowest rank {metrics['speed/slowest_rank']:.0f} ({metrics['speed/slowest_ratio']:.1f}x)")
+        if self.snapshot_step:
+            parts.append(f"snapshot {self.snapshot_step:,}")
+        return ", ".join(parts)
+
+    def close(self) -> None:
+        """Erase the panel."""
+        if self._display is not None:
+            logs.show(None)
+            self._display.close()
