@@ -108,7 +108,7 @@ def test_lines_of_code():
     total = sum(counts.values())
     names = {name_of(path): count for path, count in counts.items()}
     reading_path = sum(n for name, n in names.items() if name.startswith(READING_PATH) and name not in ELSEWHERE)
-    assert total <= 12_100, total
+    assert total <= 12_150, total
     assert reading_path <= 4_910, reading_path
 
 
