@@ -116,7 +116,8 @@ def training_commands(url: str) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         words = load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)) if storage.local else None
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
-            return [" ".join(["python", "main.py", *(shlex.quote(redact(word)) for word in words)])]
+            last = {word.partition("=")[0]: word for word in words}  # a worker's have run.name twice
+            return [" ".join(["python", "main.py", *(shlex.quote(redact(word)) for word in last.values())])]
     return []
 
 

@@ -167,7 +167,7 @@ def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
     run, target = tmp_path / "run", tmp_path / "out"
     filled(str(run), snapshot(4))
     (run / ".hydra").mkdir()
-    (run / ".hydra" / "overrides.yaml").write_text("- model=gpt_nano\n- data.path=a b.txt\n")
+    (run / ".hydra" / "overrides.yaml").write_text("- model=gpt_micro\n- data.path=a b.txt\n- model=gpt_nano\n")
     for url in (run, run / "snapshots", run / "snapshots" / "step_00000004"):
         assert call("export", url, f"to={target}")[0] == 0
         card = (target / "README.md").read_text()
