@@ -56,7 +56,7 @@ def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
         variables[name] = value
     programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
     known = {"main.py": str(ROOT / "main.py"), "RUN": str(run)}
-    return [*programs[words[0]], *(known.get(word, word) for word in words[1:])], variables
+    return [*programs[words[0]], *(known.get(word, word.replace("=RUN", f"={run}")) for word in words[1:])], variables
 
 
 def main() -> int:

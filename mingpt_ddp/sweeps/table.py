@@ -6,6 +6,7 @@ from datetime import timedelta
 from mingpt_ddp.errors import printable
 from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, number
 
+TOKENIZER_KEYS = {"data.tokenizer", "data.vocab_size"}
 COLUMNS = 8  # for parameters; the page has all
 LONGEST = 60  # characters of a value or a name
 
@@ -18,8 +19,12 @@ def table(jobs: list[Job], keys: list[str]) -> str:
     """
     names, best = short_names(keys), best_of(jobs)
     parameters = [cut(names[key]) for key in keys[:COLUMNS]]
-    head = ["", "val loss", "status", *parameters, "step", f"{jobs[0].unit}/s", "faults", "time", "job"]
-    rows = [head, *(["*" if job is best else "", *cells(job, keys[:COLUMNS]), job.name] for job in jobs)]
+    bits = ["bits_per_byte"] if {*keys} & TOKENIZER_KEYS else []  # the losses are per token of different sizes
+    head = ["", "val loss", "status", *parameters, "step", f"{jobs[0].unit}/s", "faults", "time", *bits, "job"]
+    rows = [head]
+    for job in jobs:
+        measured = [fixed(number(job.result.get(name)), ".4f") for name in bits]
+        rows.append(["*" if job is best else "", *cells(job, keys[:COLUMNS]), *measured, job.name])
     left = (2, len(head) - 1)  # columns of text
     columns = enumerate(zip(*rows, strict=True))
     forms = [f"{'<' if number in left else '>'}{max(map(len, column))}" for number, column in columns]

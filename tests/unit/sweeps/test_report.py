@@ -601,3 +601,13 @@ def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
     )
     output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert json.loads(output) == []
+
+
+def test_tokenizers_are_compared_by_bits_per_byte(tmp_path):
+    for name in ("byte", "bpe"):
+        fake_run(tmp_path / name, {"data.tokenizer": name})
+        path = tmp_path / name / "result.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "bits_per_byte": {"byte": 2.5, "bpe": 2.25}[name]}))
+    head, *rows = report([tmp_path], tmp_path / "page.html").splitlines()
+    assert "bits_per_byte" in head
+    assert {number for row in rows for number in ("2.5000", "2.2500") if number in row} == {"2.5000", "2.2500"}
