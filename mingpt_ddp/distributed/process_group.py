@@ -22,7 +22,7 @@ from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
-from mingpt_ddp.errors import UserError
+from mingpt_ddp.errors import ConfigError, UserError
 
 T = TypeVar("T")
 WAITING = "waiting for other ranks"  # name of the profiler's events
@@ -38,6 +38,16 @@ def _serialize_error(error: Exception) -> tuple[str, str]:
     return "OSError", " ".join(message.split())
 
 
+def check_ranks(ddp: DDPConfig, world_size: int) -> None:
+    """Refuse ranks that cannot share copies of a model.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if world_size % ddp.tensor_parallel:
+        raise ConfigError(f"ddp.tensor_parallel={ddp.tensor_parallel} must divide the number of ranks, {world_size}")
+
+
 class ProcessGroup:
     """This rank's handle on all ranks of the job."""
 
@@ -50,12 +60,13 @@ class ProcessGroup:
 
         Raises:
             RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt failed with a fatal error.
-            ConfigError: two ranks use the same GPU.
+            ConfigError: two ranks use the same GPU, or they cannot share copies of the model.
         """
         self.env, self.timeout_s = env, ddp.timeout_s
         self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
         # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch of that copy.
         self.tensor_size = ddp.tensor_parallel
+        check_ranks(ddp, self.world_size)
         self.data_rank, self.data_size = self.rank // self.tensor_size, self.world_size // self.tensor_size
         self.mesh: DeviceMesh | None = None  # data x tensor, with tensor parallelism
         self._copy_group: dist.ProcessGroup | None = None  # the ranks of this copy, for CPU tensors

@@ -28,7 +28,7 @@ class Runtime:
             job: index of the job in a sweep; every job has its own process group.
         """
         check_strategy(config, env.world_size)
-        check_tensor_parallel(config, env.world_size)
+        check_tensor_parallel(config)
         self.device = choose_device(config.trainer, config.ddp, env, config.model.devices)  # of the batch
         self.devices = devices_of_rank(self.device, config.model.devices)  # of the model
         self.precision = choose_precision(config.trainer.precision, self.device)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FUSED_PARTS = {"qkv": 3}  # matrices that the weight of a layer of this name concatenates; each of them is split
 
 
-def check_tensor_parallel(config: Config, world_size: int) -> None:
+def check_tensor_parallel(config: Config) -> None:
     """Refuse what tensor parallelism cannot train with the numbers of a single rank.
 
     Raises:
@@ -50,8 +50,6 @@ def check_tensor_parallel(config: Config, world_size: int) -> None:
         if not is_met:
             raise ConfigError(f"ddp.tensor_parallel={size} needs {needed}; or set it to 1")
     assert isinstance(model, GPTConfig)
-    if world_size % size:
-        raise ConfigError(f"ddp.tensor_parallel={size} must divide the number of ranks, {world_size}")
     if model.n_head % size:
         raise ConfigError(f"ddp.tensor_parallel={size} must divide model.n_head={model.n_head}; change one of them")
 

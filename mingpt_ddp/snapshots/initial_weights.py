@@ -1,12 +1,10 @@
 """Read the weights that `run.init_from` names: of a run, a snapshot, an export, or a GPT-2 in Hugging Face's format.
 
-All of it is untrusted: tensors are safetensors, or files that torch.load(weights_only=True) reads; the rest is JSON.
+All of it is untrusted: tensors are safetensors, the rest is JSON.
 """
 
 import contextlib
 import hashlib
-import io
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +23,7 @@ from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
-TORCH_FILES = ("model.pt", "pytorch_model.bin")  # of an export, of Hugging Face
+PICKLES = ("model.pt", "pytorch_model.bin")  # of an export, of Hugging Face; never read
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,14 @@ def read_initial_weights(url: str) -> InitialWeights:
     storage = open_storage(url, "run.init_from")
     with _one_line(url):
         names = storage.list()
-        file = next((name for name in (MODEL, *TORCH_FILES) if name in names), None)
-        if file == "model.pt":
-            values = _read_tensors(storage, file)
-            return _of_export(values, values.pop("state_dict"))
-        if file is None or "config.json" not in names:
+        pickles = [name for name in PICKLES if name in names and MODEL not in names]
+        if pickles:
+            raise ValueError(f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}")
+        if MODEL not in names or "config.json" not in names:
             snapshot = load(url, ("model",))
             return of_state(snapshot.state, snapshot.model)
         values = load_json(storage.read("config.json", MAX_STATE_BYTES))
-        tensors = _read_tensors(storage, file)
+        tensors = _read_tensors(storage)
         if "model_type" not in values:
             return _of_export(values, tensors)
         model, sizes = transformers_import.model_values(values)
@@ -93,7 +90,7 @@ def _of_text(
 
 
 def _of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
-    """Return the weights of a format=safetensors or format=torch export.
+    """Return the weights of a format=safetensors export.
 
     Args:
         values: its description.
@@ -112,22 +109,11 @@ def _one_line(url: str) -> Iterator[None]:
         raise SnapshotError(f"run.init_from={url} cannot be used: {reason}") from error
 
 
-def _read_tensors(storage: Storage, name: str) -> dict[str, Any]:
-    """Read a file of tensors: nothing in it is executed, and it takes no more memory than its size suggests."""
-    size = storage.size(name) or 0
+def _read_tensors(storage: Storage) -> dict[str, Tensor]:
+    size = storage.size(MODEL) or 0
     if 2 * size > installed_memory():  # as bytes and as tensors
-        raise MemoryError(f"{name} is larger than the memory")
-    content = storage.read(name)
-    if name == MODEL:
-        return decode(content)
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if sum(entry.file_size for entry in archive.infolist()) > 2 * size:
-                raise ValueError("it is compressed")
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception as error:  # UnpicklingError names what it refuses to execute
-        raise ValueError(f"{name} is not a file of tensors: {str(error).partition(chr(10))[0]}") from error
-    return dict(found)
+        raise MemoryError(f"{MODEL} is larger than the memory")
+    return decode(storage.read(MODEL))
 
 
 def check_initial_weights(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]) -> None:

@@ -24,6 +24,7 @@ from mingpt_ddp.distributed.device import device_name, total_memory
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launcher import threads_per_worker
 from mingpt_ddp.distributed.logs import progress_bar
+from mingpt_ddp.distributed.process_group import check_ranks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
@@ -120,7 +121,8 @@ def _at(config: Config, ranks: int) -> tuple[Config, dict[str, Any]]:
         ConfigError: it does not work there.
     """
     check_strategy(config, ranks)
-    check_tensor_parallel(config, ranks)
+    check_tensor_parallel(config)
+    check_ranks(config.ddp, ranks)
     copies = ranks // config.ddp.tensor_parallel
     config = with_batch_size(config, copies, None)
     plan = plan_batches(config, copies)

@@ -81,7 +81,9 @@ def test_a_changed_key_is_named_with_both_values(key, value, config):
     assert f" {key} ({old} there, {value} now);" in message
     assert message.endswith("restore them, or choose another run.name, or run.resume=never")
     elsewhere = with_value(with_value(config, key, value), "run.resume", "outputs/other")
-    with pytest.raises(SnapshotError, match=r"restore them, or leave run.resume out to start from step 0$"):
+    with pytest.raises(
+        SnapshotError, match=r"restore them, or write run.init_from=outputs/other to start from its weights alone$"
+    ):
         check_state(8, state_of(config), text_task(elsewhere))
 
 
