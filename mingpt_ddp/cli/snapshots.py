@@ -8,7 +8,8 @@
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss
+prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
+           also keep those of every keep_every steps, if it is given
 follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
 export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
@@ -51,6 +52,7 @@ class ListConfig:
 class PruneConfig(ListConfig):
     keep_last: PositiveInt
     keep_best: bool = True
+    keep_every: PositiveInt | None = None
 
 
 def main() -> None:
@@ -157,7 +159,8 @@ def prune(config: PruneConfig) -> int:
             if not whole:
                 raise SnapshotError(f"there is no whole snapshot at {store.url}; nothing is deleted")
             best = inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
-            expired = store.expired_steps(config.keep_last, best if isinstance(best, int) else None, whole[0])
+            best = best if isinstance(best, int) else None
+            expired = store.expired_steps(config.keep_last, best, whole[0], config.keep_every)
             for step in expired:
                 echo(f"deleting {store.url}/{directory_name(step)}")
                 store.clear(step)

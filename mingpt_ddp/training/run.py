@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
@@ -115,12 +117,7 @@ def run(
             if previous:
                 warn_of_unused_changes(previous, config)
             with average.applied():
-                if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
-                    state.val_metrics = evaluator.run(model, "val") or {}
-                    state.val_loss = state.val_metrics["loss"]
-                if text := sample(runtime, task, model, state.step):
-                    log.info("a sample:\n%s\n", text)
-                test_metrics = evaluator.run(model, "test") or {}
+                test_metrics = _measure(runtime, task, model, state, evaluator)
         else:
             if owner and snapshot:
                 log_changes(snapshot, config, runtime, loader.steps_per_epoch)
@@ -154,6 +151,18 @@ def run(
             if status is RunStatus.COMPLETE:
                 _log_end(state, task, directory, test_metrics)
     return None if status is RunStatus.PREEMPTED else state.val_loss
+
+
+def _measure(
+    runtime: Runtime, task: Task, model: nn.Module, state: TrainState, evaluator: Evaluator
+) -> dict[str, float]:
+    """Evaluate a complete run where that is missing, and log a sample; return the metrics of the test split."""
+    if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
+        state.val_metrics = evaluator.run(model, "val") or {}
+        state.val_loss = state.val_metrics["loss"]
+    if text := sample(runtime, task, model, state.step):
+        log.info("a sample:\n%s\n", text)
+    return evaluator.run(model, "test") or {}
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:

@@ -185,6 +185,12 @@ def test_prune_keeps_the_last_and_the_best(run, config, call):
     assert store.steps() == [8]
 
 
+def test_prune_keeps_milestones(run, config, call):
+    store = filled(run, config, 2, 3, 6, 8)
+    assert call("prune", run, "keep_last=1", "keep_best=false", "keep_every=3")[0] == 0
+    assert store.steps() == [3, 6, 8]
+
+
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 @pytest.mark.parametrize("kind", ["path", "link"])
 def test_other_directories_are_untouched_unless_named(kind, run, config, call, tmp_path):
