@@ -88,7 +88,7 @@ def start(cwd: Path, *words: str) -> tuple[Job, int]:
     return job, training
 
 
-def test_interrupted_then_killed_then_finished_in_a_thread(tmp_path):
+def test_interrupted_then_killed_in_a_thread(tmp_path):
     long = ["trainer.max_steps=100000", "snapshot.every_steps=null", "trainer.eval_every=null"]
     job, training = start(tmp_path, *long)
     ranks = workers(training, False)
@@ -99,7 +99,7 @@ def test_interrupted_then_killed_then_finished_in_a_thread(tmp_path):
     assert len(list((tmp_path / "outputs" / "a" / "snapshots").iterdir())) == 1
     assert not any(read(pid, "comm").startswith("rank ") for pid in ranks)
 
-    job, training = start(tmp_path, *long)
+    job, training = start(tmp_path, *long, "in-a-thread")
     ranks = [training, *workers(training, False)]
     assert len(ranks) == 3
     job.process.kill()
@@ -107,11 +107,3 @@ def test_interrupted_then_killed_then_finished_in_a_thread(tmp_path):
     while any(Path(f"/proc/{pid}").exists() and "python" in read(pid, "cmdline") for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    step = max(int(path.name[5:]) for path in (tmp_path / "outputs" / "a" / "snapshots").iterdir())
-    job = Job(
-        [sys.executable, "script.py", *TINY, "run.name=a", *long, f"trainer.max_steps={step + 2}", "in-a-thread"],
-        tmp_path,
-        PYTHONPATH=str(ROOT),
-    )
-    assert job.wait() == 0
-    assert f"'status': 'complete', 'step': {step + 2}," in job.text(), job.text()

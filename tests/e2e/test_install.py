@@ -31,11 +31,15 @@ USES = {
     "report": ["-c", "from mingpt_ddp.sweeps.page import get_plotlyjs; get_plotlyjs()"],
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
+    "tokenizers": [*TRAIN, "data.tokenizer=bpe", "data.vocab_size=300", "run.name=bpe"],
     "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "hydra.sweeper.n_trials=1"],
 }
 NOT_INSTALLED = {
     "ray": "1.9 GB; what pip would install is looked at",
-    "export": "60 MB, used by no module of the package",
+    "export": "60 MB, which only the exported modelling file imports",
+    "wandb": "large; tests/e2e/test_trackers.py uses it",
+    "mlflow": "large; tests/e2e/test_trackers.py uses it",
+    "trackio": "large; tests/e2e/test_trackers.py uses it",
     "kubernetes": "models for a test of a manifest",
     "integrations": "the environment of make test-integrations",
     "test": "the environment that runs the tests",

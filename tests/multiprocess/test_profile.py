@@ -62,7 +62,7 @@ def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
     assert float(data) < 1e4
     memory = re.search(r"peak memory (\S+) MiB: parameters (\S+), gradients (\S+), optimizer (\S+), activ", text)
     assert float(memory[1]) > 0.1  # of the whole process
-    assert "aten::" in text
+    assert re.search("aten::|c10d::|gloo:|FSDP", text), "the top operators"
     assert {path.name for path in (root / name / "profile").iterdir()} == {"rank0.json.gz", "rank1.json.gz"}
 
 
