@@ -9,7 +9,7 @@ LOWEST := .venv-lowest
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-integrations check coverage mutation lowest lines clean
+.PHONY: help train test test-integrations test-slow check coverage mutation lowest lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -22,6 +22,9 @@ test: $(VENV)/.test  ## set up .venv, run all tests, LANES=6 files at a time; AR
 
 test-integrations: $(VENV)/.integrations  ## the tests with transformers, Chromium, SLURM, Ray and Kubeflow's models
 	@$(BIN)/python -m pytest -m integration -n $(LANES) --dist loadfile $(ARGS)
+
+test-slow: $(VENV)/.test  ## random faults for minutes, and the longest cases; each path has a faster test in make test
+	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(BIN)/ruff format --check .

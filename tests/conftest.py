@@ -19,12 +19,11 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs heavy third-party tools, unless `-m integration` asks for it."""
-    if "integration" in config.getoption("markexpr"):
-        return
-    for item in items:
-        if item.get_closest_marker("integration"):
-            item.add_marker(pytest.mark.skip(reason="make test-integrations runs it"))
+    """Skip what needs heavy third-party tools or much time, unless `-m integration` or `-m slow` asks for it."""
+    for marker, target in (("integration", "test-integrations"), ("slow", "test-slow")):
+        for item in items if marker not in config.getoption("markexpr") else ():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"make {target} runs it"))
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,9 @@ def start(cwd: Path, *words: str) -> tuple[Job, int]:
         assert time.monotonic() < deadline, job.text()
         time.sleep(0.05)
     [training] = [
-        int(pid) for pid in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+        int(pid)
+        for thread in Path(f"/proc/{job.process.pid}/task").iterdir()
+        for pid in (thread / "children").read_text().split()
     ]
     return job, training
 

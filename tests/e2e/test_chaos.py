@@ -9,6 +9,8 @@ from chaos import Chaos, logged_steps, undisturbed
 
 from mingpt_ddp.storage.urls import open_storage
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 40.0  # of faults; `benchmarks/chaos.py` runs longer
 
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 from launching import ROOT, call
 
+pytestmark = pytest.mark.slow
+
 ROWS = {
     1: ["skipped"],
     2: ["modern: the same bytes after kill -9", "gpt, eager, tokens/s"],

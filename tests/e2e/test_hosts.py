@@ -138,6 +138,7 @@ def test_host_then_agent_killed_and_started_again(hosts, tmp_path, uninterrupted
     assert weights(cluster.run) == uninterrupted
 
 
+@pytest.mark.slow
 def test_host_dies_and_comes_back_under_elastic_nodes(hosts, tmp_path):
     cluster = Cluster(hosts, tmp_path, LONG, nodes="1:2", **REPLACEABLE)
     cluster.reach(10)

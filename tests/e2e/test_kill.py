@@ -61,8 +61,18 @@ def reached(run: Path, step: int, attempt: int):
     return is_reached
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("path", "ranks"), [("plain", 2), ("fast", 3), ("zero1", 2), ("fsdp", 3), ("tensor_parallel", 2)]
+    ("path", "ranks"),
+    [
+        ("plain", 2),
+        pytest.param("fast", 3, marks=SLOW),
+        ("zero1", 2),
+        pytest.param("fsdp", 3, marks=SLOW),
+        ("tensor_parallel", 2),
+    ],
 )
 def test_killed_in_every_way(path, ranks, tmp_path):
     """A worker, which its parent restarts, twice; then the parent alone; then all processes."""

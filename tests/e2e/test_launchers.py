@@ -234,8 +234,8 @@ def test_odd_values_in_the_environment(tmp_path):
     """The address of a socket in TMPDIR has at most 107 bytes; OpenMP ignores a number of threads below 1."""
     directory = tmp_path / ("t" * 100)
     directory.mkdir()
-    done = call([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path, TMPDIR=str(directory), OMP_NUM_THREADS="0")
-    assert done.returncode == 0, done.stdout
+    job = UnforkedJob([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path, TMPDIR=str(directory), OMP_NUM_THREADS="0")
+    assert job.wait() == 0, job.text()
     assert result(tmp_path / "outputs" / "run")["step"] == STEPS
 
 

@@ -75,11 +75,12 @@ def watch(job: Job, cwd: Path) -> None:
     assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, "gloo was not listening"
 
 
-@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
+@pytest.mark.parametrize("launcher", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_local_workers(launcher, tmp_path):
     watch(Job([*python_main(), "ddp.nproc_per_node=2", f"ddp.launcher={launcher}", *LONG], tmp_path), tmp_path)
 
 
+@pytest.mark.slow
 def test_local_workers_where_the_host_name_is_an_address(tmp_path):
     """Gloo listens on the address of the host name, which on many machines is not loopback."""
     try:

@@ -174,7 +174,7 @@ PATCHES["mingpt_ddp.training.evaluate"] = patch
 """
 
 
-@pytest.mark.parametrize(("evaluation", "step"), [(1, 10), (3, STEPS)])
+@pytest.mark.parametrize(("evaluation", "step"), [(1, 10), pytest.param(3, STEPS, marks=pytest.mark.slow)])
 def test_an_interrupted_evaluation_runs_again(evaluation, step, tmp_path, uninterrupted):
     run = tmp_path / "outputs" / "run"
     paused = PausedJob(python_main(), tmp_path, patches(PAUSE_IN_EVALUATION, evaluation=evaluation))

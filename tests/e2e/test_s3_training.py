@@ -286,6 +286,7 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
     assert "waiting" not in third.text()
 
 
+@pytest.mark.slow
 def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
     limits = {"PYTHONPATH": with_limits(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 0.5, "LEASE_TTL_S": 1.5})}
@@ -310,7 +311,7 @@ def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
                 job.kill_tree()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_ranks_read_and_write_their_own_parts(strategy, aws, path, tmp_path):
     """Two ranks, then three, whose rows are others; the end is that of one rank."""
     settings = [*TINY, "snapshot.keep_last=9", f"snapshot.path={path}", "run.name=run", "optimizer.schedule_steps=12"]

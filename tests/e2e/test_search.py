@@ -110,6 +110,7 @@ def test_pruned_jobs_resume_without_pruning(uninterrupted, tmp_path):
 
 
 @needs_optuna
+@pytest.mark.slow
 def test_two_ranks_in_lockstep_or_below_one_parent(tmp_path):
     """Killed, or preempted, while the second of two jobs trains; both launches give the same study."""
     overrides = ["hydra.sweeper.n_trials=2", "trainer.max_steps=40", "trainer.eval_every=20"]

@@ -238,6 +238,7 @@ def test_nothing_leaks_into_the_next_job(launch, tmp_path):
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
 def test_a_compiled_job_after_an_eager_one_equals_a_single_run(tmp_path):
     """What torch caches in the first job of a process, without its compiler, does not affect the second."""
     overrides = [*TINY, "model.n_layer=1", "trainer.device=cpu", "trainer.max_steps=4"]

@@ -117,8 +117,9 @@ def tokenizer_json(vocabulary: str) -> str:
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        *(("source", kind) for kind in ("run", "snapshot", "safetensors", "hf")),
-        ("modern", "run"),
+        *(("source", kind) for kind in ("run", "safetensors", "hf")),
+        pytest.param("source", "snapshot", marks=pytest.mark.slow),
+        pytest.param("modern", "run", marks=pytest.mark.slow),
         ("modern", "hf"),
     ],
 )
