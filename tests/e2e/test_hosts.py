@@ -124,6 +124,7 @@ def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_host_then_agent_killed_and_started_again(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path, **REPLACEABLE)
     cluster.reach(20)

@@ -128,6 +128,7 @@ class Machines:
         wait_for(is_reached, what=f"attempt {attempt}")
 
 
+@pytest.mark.slow
 def test_two_machines_by_hand(tmp_path, uninterrupted):
     """The second machine waits for the first. A worker is killed, then the parent that hosts the store."""
     machines = Machines(tmp_path, *SETTINGS, "snapshot.every_steps=1", "snapshot.keep_last=1")

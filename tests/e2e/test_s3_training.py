@@ -146,6 +146,7 @@ def test_faulty_network(proxy, path, tmp_path, local_weights):
     assert remote_weights(path) == local_weights
 
 
+@pytest.mark.slow
 def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
     """Training does not wait for the store, and a partially written snapshot is never taken for a whole one."""
     job = Job(
@@ -256,6 +257,7 @@ def test_store_unavailable_at_resume(proxy, path, tmp_path):
     assert "resuming from the snapshot of step 12 of 24" in done.stdout
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_name(aws, path, tmp_path):
     """The run directories differ, perhaps on different machines: the runs share only the object store."""
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
