@@ -230,7 +230,8 @@ class Trainer:
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has its averaged weights, if trainer.ema is set."""
-        self.saves.manager.wait_for_staging()  # it would copy them as the weights
+        if self.context.average.decay is not None:
+            self.saves.wait_for_staging()  # it would copy them as the weights
         return self.context.average.applied()
 
     def _maybe_prune(self) -> None:
