@@ -1,11 +1,12 @@
 """Run the program's commands in forks of a process that has imported torch, which takes most of a short command's time.
 
 All else is as in a new process: arguments, directory, environment, output, exit code, signals. torchrun's agent is
-forked too, but its workers are new processes. The tests of `contract/` start new processes only.
+forked too, and so are its workers that run `main.py`. The tests of `contract/` start new processes only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -21,10 +22,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
@@ -35,15 +36,16 @@ COMMANDS += ["torch.distributed.run"]
 PRELOADED = ["mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo", "torch._inductor.config"]
 PRELOADED += ["torch.utils.tensorboard", "torch.distributed.run"]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+TEMPLATE = "template"  # the name of the process that an agent's workers are forked from
+IGNORED = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]  # by the template, as they are sent to the agent's group
+DISPOSITIONS: dict[signal.Signals, Any] = {}  # of these, in the template
 
 
 class ForkServer:
     """A process that forks one command at a time; it ends with this one."""
 
-    def __init__(self, env: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
-        )
+    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
+        self._requests, self._answers = requests, answers
 
     def run(
         self, command: list[str], cwd: Path, env: dict[str, str], timeout: float, separate: bool
@@ -73,28 +75,21 @@ class ForkServer:
             raise subprocess.TimeoutExpired(command, timeout, *texts)
         return subprocess.CompletedProcess(command, code, *texts)
 
-    def start(self, command: list[str], cwd: Path, env: dict[str, str], output: Path) -> Child:
-        """Start `python ...` as a child of this process."""
-        prctl = ctypes.CDLL(None).prctl
-        prctl(SUBREAPER, 1)
-        try:
-            child = self._fork(command, cwd, env, [str(output)] * 2, orphan=True)
+    def start(self, command: list[str], cwd: Path, env: dict[str, str], files: list[str]) -> Child:
+        """Start `python ...` as a child of this process; its two outputs are appended to `files`."""
+        with adopting_orphans():
+            child = self._fork(command, cwd, env, files, orphan=True)
             self._answer()  # its parent has exited: now this process is
-        finally:
-            prctl(SUBREAPER, 0)
         return Child(command, child)
 
     def _fork(self, command: list[str], cwd: Path, env: dict[str, str], files: list[str], orphan: bool = False) -> int:
         """Return the process id of the command."""
         request = {"argv": command[1:], "cwd": str(cwd), "env": env, "files": files, "orphan": orphan}
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(request), file=self._requests, flush=True)
         return self._answer()
 
     def _answer(self) -> int:
-        assert self._process.stdout
-        return int(self._process.stdout.readline())
+        return int(self._answers.readline())
 
 
 class Child(subprocess.Popen[str]):
@@ -106,6 +101,17 @@ class Child(subprocess.Popen[str]):
         self._child_created, self._waitpid_lock = True, threading.Lock()
 
 
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Become the parent of the processes below this one whose parent exits meanwhile."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(SUBREAPER, 0)
+
+
 @functools.cache
 def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
     """Return the server of this test process for an environment.
@@ -113,7 +119,11 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
     Args:
         imported: the variables that Python or torch read when they are loaded.
     """
-    return ForkServer({**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **dict(imported)})
+    env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **dict(imported)}
+    command = [sys.executable, __file__]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    assert process.stdin and process.stdout
+    return ForkServer(process.stdin, process.stdout)
 
 
 def directories_of(env: dict[str, str]) -> list[str]:
@@ -153,7 +163,7 @@ def start_command(command: list[str], cwd: Path, env: dict[str, str], output: Pa
     """Start a command in a session of its own, forked if it is one of the program's."""
     output.touch()
     if server := server_of(command, env):
-        return server.start(command, cwd, env, output)
+        return server.start(command, cwd, env, [str(output)] * 2)
     return start_new_process(command, cwd, env, output)
 
 
@@ -166,21 +176,25 @@ def start_new_process(command: list[str], cwd: Path, env: dict[str, str], output
 
 
 def main() -> None:
-    """Serve: read a request a line, fork, print the child's process id, then its exit code.
-
-    An orphan's parent exits at once, and the exit code is the parent's.
-    """
     sys.path[0] = str(ROOT)
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # the forks share this memory
+    serve()
+
+
+def serve() -> None:
+    """Read a request a line, fork, print the child's process id, then its exit code.
+
+    An orphan's parent exits at once, and the exit code is the parent's.
+    """
     for line in sys.stdin:
         request = json.loads(line)
         if (pid := os.fork()) == 0:
             if request["orphan"]:
                 make_orphan()
             run(request)
-            return  # like a new process, through the end of the interpreter
+            sys.exit()  # like a new process, through the end of the interpreter
         if not request["orphan"]:
             print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -199,6 +213,10 @@ def make_orphan() -> None:
 def run(request: dict[str, Any]) -> None:
     """Become the command."""
     os.setsid()
+    Path("/proc/self/comm").write_text("python")
+    for number, disposition in DISPOSITIONS.items():
+        signal.signal(number, disposition)
+    sys.stdin = sys.__stdin__
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
@@ -210,6 +228,8 @@ def run(request: dict[str, Any]) -> None:
     sys.orig_argv = [sys.executable, *argv]
     tempfile.tempdir = None
     util.spawnv_passfds = spawn
+    if argv[:2] == ["-m", "torch.distributed.run"]:
+        fork_workers()
     for directory in directories_of(request["env"]):
         sys.path.insert(0, directory)
         importlib.import_module("sitecustomize")
@@ -221,6 +241,40 @@ def run(request: dict[str, Any]) -> None:
         sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def fork_workers() -> None:
+    """Make torchrun's agent, which this process becomes, fork its workers from a process that has no threads."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    template, agent, in_new_process = fork_template(), os.getpid(), SubprocessHandler._popen
+    files = [f"/proc/{agent}/fd/{descriptor}" for descriptor in (1, 2)]
+
+    def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        name = args[3] if args[2] == "-m" else args[2]
+        if args[:2] != (sys.executable, "-u") or name not in COMMANDS or handler._stdout or handler._stderr:
+            return in_new_process(handler, args, env)
+        return template.start([*args[1:]], Path.cwd(), env, files)
+
+    SubprocessHandler._popen = popen
+
+
+def fork_template() -> ForkServer:
+    """Fork a process like this one, which serves it and ends with it."""
+    requests, answers = os.pipe(), os.pipe()
+    if os.fork():
+        os.close(requests[0])
+        os.close(answers[1])
+        return ForkServer(open(requests[1], "w"), open(answers[0]))
+    os.close(requests[1])  # the template reads to the end of the file, which is that of the agent
+    os.close(answers[0])
+    os.dup2(answers[1], 1)
+    sys.stdin = os.fdopen(requests[0])
+    Path("/proc/self/comm").write_text(TEMPLATE)
+    for number in IGNORED:
+        DISPOSITIONS[number] = signal.signal(number, signal.SIG_IGN)
+    serve()
+    os._exit(0)
 
 
 exec_passing = util.spawnv_passfds

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import ClassVar
 
-from forked import ROOT, run_command, start_command, start_new_process
+from forked import ROOT, TEMPLATE, run_command, start_command, start_new_process
 
 # fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third digit of a loss.
 TINY = [
@@ -110,7 +110,7 @@ def children(pid: int) -> list[int]:
 def workers(launcher: int, is_torchrun: bool) -> list[int]:
     """Return the workers by local rank: those of torchrun, or of `ddp.nproc_per_node`, perhaps below a fork server."""
     if is_torchrun:
-        return children(launcher)
+        return [pid for pid in children(launcher) if read(pid, "comm").strip() != TEMPLATE]
     descendants = [child for parent in [launcher, *children(launcher)] for child in children(parent)]
     return [pid for pid in descendants if read(pid, "comm").startswith("rank ")]
 
