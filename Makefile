@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
-LANES ?= 6
+LANES ?= 4
 LOWEST := .venv-lowest
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -17,7 +17,7 @@ help:  ## show this list
 train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processes, show its loss and a sample
 	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
 
-test: $(VENV)/.test  ## set up .venv, run all tests, LANES=6 files at a time; ARGS go to pytest
+test: $(VENV)/.test  ## set up .venv, run all tests, LANES=4 files at a time; ARGS go to pytest
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-integrations: $(VENV)/.integrations  ## the tests with transformers, Chromium, SLURM, Ray and Kubeflow's models
@@ -38,7 +38,7 @@ coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worke
 	@$(BIN)/python -m coverage combine -q 2>/dev/null || true  # the files of killed processes are broken
 	@$(BIN)/python -m coverage report
 
-mutation: $(VENV)/.dev  ## mutation tests, LANES=6 at a time, for an hour; run it again to continue
+mutation: $(VENV)/.dev  ## mutation tests, LANES=4 at a time, for an hour; run it again to continue
 	@LANES=$(LANES) $(BIN)/python scripts/mutation.py
 
 lowest:  ## run the unit tests with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0

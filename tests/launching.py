@@ -140,7 +140,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, timeout: float = 60, what: str = "the condition") -> None:
+def wait_for(condition, timeout: float = 120, what: str = "the condition") -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+from forked import start_command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -105,29 +105,20 @@ def succeed(command: list[str], cwd: Path, **extra: str) -> str:
 
 
 class Job:
-    """A command in the background, whose processes are found by a variable in their environment."""
+    """A command in the background, whose processes are found by the file that they write their output to."""
 
     def __init__(self, command: list[str], cwd: Path, **extra: str) -> None:
-        marker = uuid.uuid4().hex
-        self.marker = f"CONTRACT_JOB={marker}".encode()
         self.output = tempfile.TemporaryFile()  # noqa: SIM115  # not in the working directory, where nothing may be written
-        self.process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment(**extra, CONTRACT_JOB=marker),
-            stdout=self.output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        path = Path(f"/proc/{os.getpid()}/fd/{self.output.fileno()}")
+        self.process = start_command(command, cwd, environment(**extra), path)
 
     def processes(self) -> list[int]:
         """Return the ids of all processes that are alive, the launched one included."""
-        alive = []
+        output, alive = os.fstat(self.output.fileno()), []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):  # ended, or of another user
-                    if self.marker in (entry / "environ").read_bytes().split(b"\0"):
+                    if any(os.path.samestat(os.stat(entry / "fd" / stream), output) for stream in "12"):
                         alive.append(int(entry.name))
         return alive
 

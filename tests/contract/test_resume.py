@@ -70,7 +70,9 @@ def reach(job: Job, run: Path, step: int, after: int = 0) -> int:
     return committed(run)[-1]
 
 
-@pytest.mark.parametrize("launch", ["torchrun 2", "nproc_per_node 2", "torchrun 3"])
+@pytest.mark.parametrize(
+    "launch", ["torchrun 2", "nproc_per_node 2", pytest.param("torchrun 3", marks=pytest.mark.slow)]
+)
 def test_killed_twice(launch: str, uninterrupted: Callable[[int], Path], text: Path, tmp_path: Path) -> None:
     """Kill a worker, which the agent restarts, then the agent alone or all processes; run the same command again."""
     ranks, command = LAUNCHES[launch]

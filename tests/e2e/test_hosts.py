@@ -102,6 +102,7 @@ def uninterrupted(tmp_path_factory):
     return weights(cluster.run)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # four rendezvous
 def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     cluster = Cluster(hosts, tmp_path)

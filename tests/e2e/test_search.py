@@ -64,6 +64,7 @@ def uninterrupted(tmp_path_factory):
     return cwd / DIRECTORY
 
 
+@pytest.mark.slow
 @needs_optuna
 @pytest.mark.timeout(600)
 def test_a_search_killed_at_a_random_moment_equals_the_uninterrupted_one(uninterrupted, tmp_path):

@@ -84,6 +84,7 @@ def kill_at_random(command: list[str], cwd: Path, generator: random.Random, n_jo
     job.kill_tree()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S * 2)
 def test_twelve_jobs_killed_three_times(uninterrupted, tmp_path):
     """From one parent, against a sweep of ranks in lock-step; contract/test_sweeps.py kills both."""

@@ -103,7 +103,7 @@ class Ranks:
     def printed(self) -> str:
         return "\n".join(f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items())
 
-    def results(self, timeout: float = 60) -> list[Any]:
+    def results(self, timeout: float = 120) -> list[Any]:
         """Return the results of all ranks, once all have exited with 0."""
         deadline = time.monotonic() + timeout
         while any(process.is_alive() for process in self.processes.values()):
