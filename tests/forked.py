@@ -129,7 +129,7 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
 def directories_of(env: dict[str, str]) -> list[str]:
     """Return the directories on PYTHONPATH besides the checkout."""
     directories = env.get("PYTHONPATH", str(ROOT)).split(os.pathsep)
-    return [directory for directory in directories if directory != str(ROOT)]
+    return [directory for directory in directories if directory not in ("", str(ROOT))]
 
 
 def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
