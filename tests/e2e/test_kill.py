@@ -69,7 +69,7 @@ SLOW = pytest.mark.slow
     [
         ("plain", 2),
         pytest.param("fast", 3, marks=SLOW),
-        ("zero1", 2),
+        pytest.param("zero1", 2, marks=SLOW),
         pytest.param("fsdp", 3, marks=SLOW),
         ("tensor_parallel", 2),
     ],

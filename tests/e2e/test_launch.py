@@ -189,6 +189,7 @@ def test_second_run_of_the_same_directory_is_refused(tmp_path):
         job.kill_tree()
 
 
+@pytest.mark.slow
 def test_the_failing_rank_is_named_last(tmp_path):
     """The disk of rank 1 fails in step 5: the last line of every rank says so, and the traceback is logged."""
     script = tmp_path / "failing.py"
@@ -256,6 +257,7 @@ def test_reduced_precision_resumes_exactly(precision, tmp_path):
     assert ("scale" in state["scaler"]) == (precision == "fp16")
 
 
+@pytest.mark.slow
 def test_four_ranks_under_plain_torchrun_killed_and_run_again(tmp_path):
     """torchrun --nproc_per_node=4 main.py trainer.max_epochs=... is all that is needed."""
     command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node=4", "main.py"]
@@ -281,6 +283,7 @@ def make_clone(tmp_path: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_installed_wheel_contains_its_configuration(tmp_path):
     """`pip install .`, then `torchrun -m mingpt_ddp` in any directory."""
     source, site = tmp_path / "source", tmp_path / "site"

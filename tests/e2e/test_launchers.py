@@ -67,7 +67,9 @@ ONE_MACHINE = {
 }
 
 
-@pytest.mark.parametrize("launcher", ONE_MACHINE)
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", "forkserver", "launch", pytest.param("spawn", marks=pytest.mark.slow)]
+)
 def test_one_machine(launcher, tmp_path, uninterrupted):
     if launcher == "launch" and importlib.util.find_spec("torch.distributed.launch") is None:
         pytest.skip("this torch has no torch.distributed.launch")
@@ -202,6 +204,7 @@ def test_the_server_that_forks_the_workers_is_killed(slow_run):
     assert slow_run.wait() == 0, slow_run.text()
 
 
+@pytest.mark.slow
 def test_the_server_is_killed_before_it_forks(tmp_path):
     job = UnforkedJob([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
     wait_for(lambda: server_of(job) is not None, what="the fork server")
@@ -231,6 +234,7 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
     assert not [path for path in slow_run.tmpdir.iterdir() if path.name.startswith(("pymp", "torchelastic"))]
 
 
+@pytest.mark.slow
 def test_odd_values_in_the_environment(tmp_path):
     """The address of a socket in TMPDIR has at most 107 bytes; OpenMP ignores a number of threads below 1."""
     directory = tmp_path / ("t" * 100)

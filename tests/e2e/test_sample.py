@@ -36,7 +36,9 @@ def test_a_seed_reproduces_the_text(trained):
     assert first.stdout != other.stdout
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["auto", "bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp16"))]
+)
 def test_every_precision_on_a_cpu_without_avx512(trained, precision):
     """Without AVX-512, oneDNN cannot pack matrices in bf16."""
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

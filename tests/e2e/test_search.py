@@ -95,6 +95,7 @@ def test_a_search_killed_at_a_random_moment_equals_the_uninterrupted_one(uninter
     assert not optuna_lines
 
 
+@pytest.mark.slow
 @needs_optuna
 def test_pruned_jobs_resume_without_pruning(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / DIRECTORY)

@@ -53,6 +53,7 @@ def test_killed_with_augmentation_and_loader_processes(tmp_path):
     assert (history.starts, [step for step, _ in history.series("train_loss")]) == (3, list(range(1, STEPS + 1)))
 
 
+@pytest.mark.slow
 def test_a_killed_loader_process(tmp_path):
     """The run restarts; the console names the loader process, without a traceback from wherever the rank was."""
     train(tmp_path / "uninterrupted", ranks=2)
@@ -121,6 +122,7 @@ def test_unequal_micro_batches_are_refused(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_the_convnet_recipe(tmp_path):
     """Its metrics reach the log, TensorBoard, metrics.jsonl and result.json."""
     done = call([*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"], tmp_path)
