@@ -7,6 +7,7 @@ import shutil
 import tempfile
 
 import pytest
+from forked import shorten_samples
 from launching import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,11 @@ def pytest_collection_modifyitems(config, items):
         for item in items if marker not in config.getoption("markexpr") else ():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"make {target} runs it"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_samples():
+    shorten_samples()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from forked import shorten_samples
 from hydra import compose, initialize_config_dir
 from ports import free_port
 
@@ -133,6 +134,7 @@ def _run_rank(environment: dict[str, str], output: Path, file: str, name: str, a
         os.dup2(printed.fileno(), 2)
     os.environ.update(environment, LOCAL_RANK=environment["RANK"])
     torch.set_num_threads(1)
+    shorten_samples()
     spec = importlib.util.spec_from_file_location("work", file)
     assert spec is not None
     assert spec.loader is not None
