@@ -46,6 +46,7 @@ REMOTE = {
 }
 LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.3}
 PATIENCE_S = 120.0  # seconds for an attempt to make progress
+LEAST_FAULTS = 3
 # The kernel kills the server when the thread that started it ends: this one does not end.
 server_thread = ThreadPoolExecutor(1, "starter")
 UNAVAILABLE = r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
@@ -295,7 +296,7 @@ class Chaos:
     # The whole run
 
     def go(self, seconds: float) -> Report:
-        """Inject faults for this time, let the run finish, and check its log.
+        """Inject faults for this time, and at least LEAST_FAULTS that end an attempt; let the run finish, check its log.
 
         Raises:
             InvariantError: a guarantee was violated.
@@ -319,7 +320,7 @@ class Chaos:
                     "worker stopped for good": 1,
                 },
             )
-            while time.monotonic() < begin + seconds:
+            while time.monotonic() < begin + seconds or len(self.ended) < LEAST_FAULTS:
                 self.inject_process_fault(next(kinds))
                 pause = time.monotonic() + self.process_rng.uniform(0, 1.5)
                 self.until(lambda: time.monotonic() > pause, "a pause")  # noqa: B023
