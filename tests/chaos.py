@@ -296,7 +296,7 @@ class Chaos:
     # The whole run
 
     def go(self, seconds: float) -> Report:
-        """Inject faults for this time, and at least LEAST_FAULTS that end an attempt; let the run finish, check its log.
+        """Inject faults for this time, at least LEAST_FAULTS that end an attempt; let the run finish; check its log.
 
         Raises:
             InvariantError: a guarantee was violated.
