@@ -80,7 +80,7 @@ def run(
     directory = run_directory(config)
     stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
     recorded = runtime.group.run_on_rank_zero(partial(recorded_batch, config, stores))
-    warm = warm_start(config, stores, typed, runtime.group)
+    warm = warm_start(config, recorded[-1], typed, runtime.group)
     config = with_batch_size(warm.config if warm else config, runtime.group.data_size, recorded[0])
     task = build_task(config, runtime.group, warm.state if warm else {}, kept=recorded[-1])
     loader = task.train_loader(runtime.device)
