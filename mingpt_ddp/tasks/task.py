@@ -28,6 +28,7 @@ class Task:
     """
 
     unit = "samples"  # what a step consumes; metrics count them per second
+    comparable: tuple[str, ...] = ()  # metrics that result.json repeats without `val_`
 
     def __init__(self, config: Config, group: ProcessGroup) -> None:
         """Load the data, first on one rank of every node, which may download it. A collective.
@@ -130,10 +131,6 @@ class Task:
         """
         losses, n = self.loss(model, batch), batch_length(batch)
         return {name: (loss.detach() * n, n) for name, loss in named_losses(losses).items()}
-
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return metrics that follow from the means of the others."""
-        return {}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """Return metrics as text for the log."""

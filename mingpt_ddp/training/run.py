@@ -272,7 +272,7 @@ def _result(
         "val_loss": state.val_loss,
         **{f"val_{name}": value for name, value in state.val_metrics.items()},
         **{f"test_{name}": value for name, value in test_metrics.items()},
-        **(task.derive(state.val_metrics) if state.val_metrics else {}),
+        **{name: state.val_metrics[name] for name in task.comparable if name in state.val_metrics},
         "best_val_loss": state.best_val_loss,
         task.unit: state.step * loader.items_per_step,
         "wall_seconds": state.wall_seconds,

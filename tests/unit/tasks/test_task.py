@@ -93,8 +93,9 @@ def test_text(one_thread):
     assert float(metrics["accuracy"][0]) / metrics["accuracy"][1] == 0.75
     assert float(metrics["loss"][0]) / 4 == pytest.approx(float(task.loss(Model(), (x, y))))
     means = {name: float(total) / n for name, (total, n) in metrics.items()}
-    bits = task.derive(means)["bits_per_char"]
+    bits = means["bits_per_char"]
     assert bits == pytest.approx(means["loss"] / 0.6931471805599453)
+    assert {*task.comparable} < means.keys()
     expected = f"({bits:.4f} bits) per character, {bits:.4f} bits per byte, accuracy 0.7500, wiki_loss 2.5000"
     assert task.describe(means | {"wiki_loss": 2.5}).endswith(expected)
     task.dataset.tokenizer = CharTokenizer("abcdefgß")
