@@ -70,6 +70,11 @@ class LanguageModel(Task):
         self.val_texts = {f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()}
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
 
+    @classmethod
+    def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
+        """Keep a tokenizer that was trained or given: the source may be gone."""
+        return cls(config, group, kept) if "tokenizer" in kept else cls(config, group)
+
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
         self.dataset.check_lengths(data.block_size)

@@ -53,6 +53,15 @@ class Task:
         first = sample[0] if isinstance(sample, (tuple, list)) else sample
         self.shape: tuple[int, Any] = self.datasets.outputs, tuple(getattr(first, "shape", ()))
 
+    @classmethod
+    def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> "Task":
+        """Build the task. A collective.
+
+        Args:
+            kept: of the snapshot whose weights the model will get, untrusted; {} if there is none.
+        """
+        return cls(config, group)
+
     # Data.
 
     def train_loader(self, device: torch.device) -> Loader:
