@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from typing import Any
 
 import torch
+from hydra import compose, initialize_config_dir
 
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
+from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
 from mingpt_ddp.snapshots.staging_buffer import encode
+from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+
+VOCABULARY = "\n abc"
+SHA256 = "5e" * 32  # of the text
 
 
 def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
@@ -37,3 +47,30 @@ def small_snapshot(step: int) -> Snapshot:
         optimizer={"weight:exp_avg": weights / 2, "weight:step": torch.tensor(float(step))},
         state={"train_state": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
     )
+
+
+@functools.cache
+def _small_config() -> Config:
+    small = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        return from_mapping(to_plain(compose("config", small)))
+
+
+def model_snapshot(step: int, **state: Any) -> Snapshot:
+    """Make a snapshot of a small model, of a run of 3 ranks; `state` replaces parts of its state.json."""
+    config = _small_config()
+    torch.manual_seed(step)
+    model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
+    train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "val_metrics": {"accuracy": 0.5}}
+    train_state |= {"world_size": 3, "saved_at": 1e9}
+    text = {"sha256": SHA256, "length": 100}
+    written = {"config": config.to_dict(), "vocabulary": VOCABULARY, "text": text, "train_state": train_state}
+    return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, {**written, **state})
+
+
+def filled(run: str, *snapshots: Snapshot | int) -> SnapshotStore:
+    """Commit snapshots, or those of `model_snapshot` for steps, to the run directory at a URL."""
+    store = SnapshotStore(f"{run}/snapshots")
+    for each in snapshots:
+        commit(store, model_snapshot(each) if isinstance(each, int) else each)
+    return store

@@ -3,7 +3,6 @@
 Nothing else in the package knows what a run learns. docs/your-own-model.md shows how to write one.
 """
 
-from functools import partial
 from typing import Any
 
 from mingpt_ddp.config.config import Config
@@ -32,15 +31,12 @@ def build_task(
         kept: of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained or given is kept.
 
     Raises:
-        CodeError: the user's builder returned something other than a Task.
+        CodeError: the user has registered something other than a Task.
     """
-    builder = BUILDERS["task"][config.task.name]
-    known = state or kept or {}
-    if "tokenizer" in known and isinstance(builder, type) and issubclass(builder, LanguageModel):
-        builder = partial(builder, state=known)
-    task = builder(config, group)
-    if not isinstance(task, Task):
-        raise CodeError(f"the task {config.task.name} must be a mingpt_ddp.tasks.Task, not {type(task).__name__}")
+    kind = BUILDERS["task"][config.task.name]
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise CodeError(f"the task {config.task.name} must be a subclass of mingpt_ddp.tasks.Task")
+    task = kind.build(config, group, state or kept or {})
     if state:
         task.extend(state)
     return task

@@ -28,7 +28,6 @@ from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes
 from mingpt_ddp.tasks.task import Mean, Task
 
 NATS_PER_BIT = math.log(2)
-BITS = ("bits_per_byte", "bits_per_char")
 UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
 SAMPLE_CHARACTERS = 400
 TRIAL_ROWS, TRIAL_LENGTH = 2, 64  # sequences, and tokens of each
@@ -38,6 +37,7 @@ class LanguageModel(Task):
     """Cross-entropy in nats per token; the model has the interface of `mingpt_ddp.models.LanguageModel`."""
 
     unit = "tokens"
+    comparable = ("bits_per_byte", "bits_per_char")  # between tokenizers
     _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
 
     def __init__(self, config: Config, group: ProcessGroup, state: Any = None) -> None:
@@ -69,6 +69,11 @@ class LanguageModel(Task):
         self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
         self.val_texts = {f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()}
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
+
+    @classmethod
+    def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
+        """Keep a tokenizer that was trained or given: the source may be gone."""
+        return cls(config, group, kept) if "tokenizer" in kept else cls(config, group)
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size
@@ -155,9 +160,6 @@ class LanguageModel(Task):
         sizes = {name: torch.from_numpy(table).to(targets.device)[targets].sum() for name, table in tables.items()}
         bits = {name: (nats / NATS_PER_BIT, size) for name, size in sizes.items()}
         return {"loss": (nats, n), "accuracy": (correct, n), **bits}
-
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
-        return {name: metrics[name] for name in BITS if name in metrics}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         unit, nats = UNITS[self.dataset.tokenizer.name], metrics["loss"]

@@ -28,6 +28,7 @@ class Task:
     """
 
     unit = "samples"  # what a step consumes; metrics count them per second
+    comparable: tuple[str, ...] = ()  # metrics that result.json repeats without `val_`
 
     def __init__(self, config: Config, group: ProcessGroup) -> None:
         """Load the data, first on one rank of every node, which may download it. A collective.
@@ -51,6 +52,15 @@ class Task:
         sample = self.datasets.val[0]  # without augmentation
         first = sample[0] if isinstance(sample, (tuple, list)) else sample
         self.shape: tuple[int, Any] = self.datasets.outputs, tuple(getattr(first, "shape", ()))
+
+    @classmethod
+    def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> "Task":
+        """Build the task. A collective.
+
+        Args:
+            kept: of the snapshot whose weights the model will get, untrusted; {} if there is none.
+        """
+        return cls(config, group)
 
     # Data.
 
@@ -130,10 +140,6 @@ class Task:
         """
         losses, n = self.loss(model, batch), batch_length(batch)
         return {name: (loss.detach() * n, n) for name, loss in named_losses(losses).items()}
-
-    def derive(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return metrics that follow from the means of the others."""
-        return {}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """Return metrics as text for the log."""

@@ -65,8 +65,7 @@ class Evaluator:
             name: [sum(column) for column in zip(*(p[name] for _, p in parts if name in p), strict=True)]
             for name in names
         }
-        means = {name: total / n for name, (total, n) in totals.items()}
-        return means | self.task.derive(means)
+        return {name: total / n for name, (total, n) in totals.items()}
 
     def _passes(self, split: Split) -> Iterator[tuple[Any, bool]]:
         """Yield the batches of this rank, and whether they count: the others make up for a rank that has more."""

@@ -37,7 +37,7 @@ from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.doubts import find_doubts
-from mingpt_ddp.training.preflight import check_fits, with_batch_size
+from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
 from mingpt_ddp.training.save_schedule import best_interval
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps
 from mingpt_ddp.training.warm_start import warm_start
@@ -81,7 +81,8 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_worker(ranks))
     runtime = Runtime(_alone(config), DistEnv())
-    warm = warm_start(config, [], typed, runtime.group)
+    newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
+    warm = warm_start(config, newest and newest.state, typed, runtime.group)
     given = warm.config if warm else config
     config, batch = _at(given, ranks)
     task = build_task(_alone(config), runtime.group, warm.state if warm else {})

@@ -22,9 +22,7 @@ from mingpt_ddp.snapshots.initial_weights import (
     of_state,
     read_initial_weights,
 )
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.preflight import newest_snapshot
 
 FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model: may differ from those of the weights
 
@@ -53,12 +51,11 @@ class WarmStart:
         self.tensors.clear()
 
 
-def warm_start(
-    config: Config, stores: list[SnapshotStore], typed: Container[str], group: ProcessGroup
-) -> WarmStart | None:
+def warm_start(config: Config, recorded: Any, typed: Container[str], group: ProcessGroup) -> WarmStart | None:
     """Find what the run starts from; None if it starts from random weights. A collective.
 
     Args:
+        recorded: the state of the snapshot that the run resumes from; None if there is none.
         typed: keys that the command line sets. The weights determine all other sizes.
 
     Raises:
@@ -70,13 +67,13 @@ def warm_start(
     tensors: dict[str, Tensor] = {}
 
     def find() -> dict[str, Any]:
-        url, recorded = str(config.run.init_from), newest_snapshot(config, stores)[0]
+        url = str(config.run.init_from)
         if recorded is None:
             weights = read_initial_weights(url)
             tensors.update(weights.tensors)
             sha256 = weights.sha256()
         else:
-            weights, before = of_state(recorded.state), recorded.state["config"]["run"]
+            weights, before = of_state(recorded), recorded["config"]["run"]
             sha256 = before.get("init_sha256")
             if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
                 raise SnapshotError(f"the run has not started from run.init_from={url}; choose another run.name")

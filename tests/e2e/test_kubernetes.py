@@ -129,11 +129,12 @@ def pod(cwd: Path, index: int, pods: int, port: int, *overrides: str) -> Job:
     return Job([sys.executable, str(ROOT / "main.py"), *TINY, *options, *overrides], cwd, **variables)
 
 
-def test_an_evicted_pod_stops_both_pods_which_resume(tmp_path):
+@pytest.mark.parametrize("evicted", [0, 1])
+def test_an_evicted_pod_stops_both_pods_which_resume(evicted, tmp_path):
     run, port = tmp_path / "outputs" / "pods", free_port()
     pods = [pod(tmp_path, index, 2, port, "trainer.max_steps=100000") for index in (0, 1)]
     wait_for(lambda: committed(run), what="a snapshot")
-    pods[1].process.terminate()
+    pods[evicted].process.terminate()
     assert [job.wait() for job in pods] == [PREEMPTED, PREEMPTED], pods[0].text()
     preempted = json.loads((run / "result.json").read_text())
     assert (preempted["status"], preempted["world_size"]) == ("preempted", 2)

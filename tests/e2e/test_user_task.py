@@ -187,7 +187,7 @@ def other(config, group):
             "code error: the task nameless: metrics(model, batch) must return pairs (sum, number), among them",
         ),
         ("raises", "code error: own/wrong.py:23: AttributeError: 'list' object has no attribute 'nothing'"),
-        ("other", "code error: the task other must be a mingpt_ddp.tasks.Task, not int"),
+        ("other", "code error: the task other must be a subclass of mingpt_ddp.tasks.Task"),
     ],
 )
 def test_a_wrong_task_is_one_line(name, message, tmp_path):

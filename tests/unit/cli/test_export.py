@@ -2,74 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import uuid
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
-from snapshot_helpers import commit
-from tools import call_tool
+from snapshot_helpers import SHA256, VOCABULARY, commit, filled, model_snapshot
 
 from mingpt_ddp.cli import export as export_module
-from mingpt_ddp.cli import snapshots as tool
-from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
-from mingpt_ddp.snapshots.format import MODEL, Snapshot, directory_name
+from mingpt_ddp.snapshots.format import MODEL, directory_name
 from mingpt_ddp.snapshots.staging_buffer import decode
-from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-
-VOCABULARY = "\n abc"
-SHA256 = "5e" * 32
-
-
-@pytest.fixture(params=["file", "memory"])
-def run(request, tmp_path):
-    """The URL of a run directory."""
-    return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    return call_tool(tool, monkeypatch, capsys)
-
-
-@functools.cache
-def small_config() -> Config:
-    small = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_mapping(to_plain(compose("config", small)))
-
-
-def snapshot(step: int, **state: Any) -> Snapshot:
-    """Make a snapshot of a small model; `state` replaces parts of its state.json."""
-    config = small_config()
-    torch.manual_seed(step)
-    model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
-    train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "val_metrics": {"accuracy": 0.5}}
-    text = {"sha256": SHA256, "length": 100}
-    written = {"config": config.to_dict(), "vocabulary": VOCABULARY, "text": text, "train_state": train_state}
-    return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, {**written, **state})
-
-
-def filled(run: str, *snapshots: Snapshot) -> SnapshotStore:
-    store = SnapshotStore(f"{run}/snapshots")
-    for each in snapshots:
-        commit(store, each)
-    return store
 
 
 def test_shards_are_joined(run, call, tmp_path, monkeypatch):
     monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
-    store, whole = SnapshotStore(f"{run}/snapshots"), snapshot(4)
+    store, whole = SnapshotStore(f"{run}/snapshots"), model_snapshot(4)
     commit(store, whole, writers=2)
     code, out, err = call("export", run, f"to={tmp_path}/out")
     assert (code, err) == (0, "") and out.startswith("step 4 is in")
@@ -83,7 +35,7 @@ def test_shards_are_joined(run, call, tmp_path, monkeypatch):
 
 
 def test_torch_reads_it_without_running_code(tmp_path, call):
-    whole = snapshot(4)
+    whole = model_snapshot(4)
     filled(str(tmp_path / "run"), whole)
     assert call("export", tmp_path / "run", f"to={tmp_path}/out", "format=torch")[0] == 0
     saved = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
@@ -95,7 +47,7 @@ def test_torch_reads_it_without_running_code(tmp_path, call):
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "hf"])
 def test_averaged_weights_are_preferred(form, tmp_path, call):
-    whole = snapshot(4)
+    whole = model_snapshot(4)
     ema = {name: tensor + 1 for name, tensor in whole.model.items()}
     filled(str(tmp_path / "run"), replace(whole, ema=ema))
     assert call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}")[0] == 0
@@ -108,7 +60,7 @@ def test_averaged_weights_are_preferred(form, tmp_path, call):
 
 
 def test_a_step(run, call, tmp_path):
-    store = filled(run, snapshot(4), snapshot(8))
+    store = filled(run, 4, 8)
     assert call("export", run, f"to={tmp_path}/a", "step=4")[0] == 0
     assert call("export", f"{run}/snapshots/step_00000004", f"to={tmp_path}/b")[0] == 0
     assert call("export", run, f"to={tmp_path}/c")[0] == 0
@@ -125,7 +77,7 @@ def test_a_step(run, call, tmp_path):
 
 def test_the_best(run, call, tmp_path):
     """It is step 4 in all of them."""
-    store = filled(run, *map(snapshot, (2, 4, 8)))
+    store = filled(run, 2, 4, 8)
     assert call("export", run, f"to={tmp_path}/a", "step=best")[1].startswith("step 4 is in")
     assert call("export", run, f"to={tmp_path}/b", "--step", "newest")[1].startswith("step 8 is in")
     store.clear(4)
@@ -135,7 +87,7 @@ def test_the_best(run, call, tmp_path):
 
 
 def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, monkeypatch):
-    filled(run, snapshot(4))
+    filled(run, 4)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("there", "link"):
@@ -165,7 +117,7 @@ def blocks(card: str) -> list[list[str]]:
 
 def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
     run, target = tmp_path / "run", tmp_path / "out"
-    filled(str(run), snapshot(4))
+    filled(str(run), 4)
     (run / ".hydra").mkdir()
     (run / ".hydra" / "overrides.yaml").write_text("- model=gpt_micro\n- data.path=a b.txt\n- model=gpt_nano\n")
     for url in (run, run / "snapshots", run / "snapshots" / "step_00000004"):
@@ -190,11 +142,11 @@ def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
 @pytest.mark.parametrize("form", ["safetensors", "torch", "hf"])
 def test_text_of_a_snapshot_stays_text_in_the_card(form, tmp_path, call):
     """Neither Markdown nor the front matter reads it, and no password is shown."""
-    honest = snapshot(4)
+    honest = model_snapshot(4)
     hostile = "x\n---\nlicense: evil\n# Heading\n```\n[a](javascript:b)\u2028| c | \x1b[2J"
     config = {**honest.state["config"], "run": {"name": hostile, hostile: "s3://me:secret@b/c?token=secret"}}
     metrics = {"| x |": 1, "loss": 10**400, "y": [1], "z": True}
-    forged = snapshot(
+    forged = model_snapshot(
         4, config=config, train_state={"val_loss": "| 1 |", "val_metrics": metrics}, text={"sha256": hostile}
     )
     filled(str(tmp_path / "run"), forged)
@@ -217,7 +169,7 @@ def test_text_of_a_snapshot_stays_text_in_the_card(form, tmp_path, call):
 
 
 def test_a_run_directory_without_a_readable_command(tmp_path, call):
-    filled(str(tmp_path / "run"), snapshot(4))
+    filled(str(tmp_path / "run"), 4)
     (tmp_path / "run" / ".hydra").mkdir()
     for number, content in enumerate(("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x" * 40_000)):
         (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(content)

@@ -6,62 +6,20 @@ import fcntl
 import itertools
 import json
 import tracemalloc
-import uuid
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from snapshot_helpers import commit
-from tools import call_tool
+from snapshot_helpers import commit, filled, model_snapshot
 
 from mingpt_ddp.cli import snapshots as tool
-from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
-from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease
 from mingpt_ddp.storage.lease import OWNER, Lease
 from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
-
-VOCABULARY = "\n abc"
-
-
-@pytest.fixture(scope="module")
-def config() -> Config:
-    overrides = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_mapping(to_plain(compose("config", overrides)))
-
-
-@pytest.fixture(params=["file", "memory"])
-def run(request, tmp_path):
-    """The URL of a run directory."""
-    return str(tmp_path / "run") if request.param == "file" else f"memory://{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def call(monkeypatch, capsys):
-    return call_tool(tool, monkeypatch, capsys)
-
-
-def snapshot(config: Config, step: int) -> Snapshot:
-    torch.manual_seed(step)
-    model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
-    train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "world_size": 3, "saved_at": 1e9}
-    state = {"config": config.to_dict(), "vocabulary": VOCABULARY, "train_state": train_state}
-    return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, state)
-
-
-def filled(run: str, config: Config, *steps: int) -> SnapshotStore:
-    store = SnapshotStore(f"{run}/snapshots")
-    for step in steps:
-        commit(store, snapshot(config, step))
-    return store
 
 
 def flip_bit(store: SnapshotStore, step: int, name: str = MODEL) -> None:
@@ -79,8 +37,8 @@ def cells(out: str) -> dict[int, list[str]]:
 # list
 
 
-def test_list_shows_all_snapshots(run, config, call):
-    store = filled(run, config, 4, 8, 12, 16)
+def test_list_shows_all_snapshots(run, call):
+    store = filled(run, 4, 8, 12, 16)
     store.storage.delete(f"{directory_name(8)}/{MANIFEST}")
     store.storage.delete(f"{directory_name(12)}/{MODEL}")
     for url in (run, f"{run}/", f"{run}/snapshots"):
@@ -94,8 +52,8 @@ def test_list_shows_all_snapshots(run, config, call):
     assert list(cells(call("list", f"{run}/snapshots/step_00000016")[1])) == [16]
 
 
-def test_list_reads_no_tensors(run, config, call, monkeypatch):
-    filled(run, config, 4)
+def test_list_reads_no_tensors(run, call, monkeypatch):
+    filled(run, 4)
     read = []
     for kind, method in itertools.product((Storage, RemoteStorage), ("read", "chunks")):
         original = getattr(kind, method)
@@ -109,9 +67,9 @@ def test_list_reads_no_tensors(run, config, call, monkeypatch):
     assert {name.rsplit("/")[-1] for name in read} == {MANIFEST, STATE, "config.yaml"}
 
 
-def test_control_characters_are_not_printed(run, config, call):
+def test_control_characters_are_not_printed(run, call):
     store = SnapshotStore(f"{run}/snapshots")
-    honest = snapshot(config, 4)
+    honest = model_snapshot(4)
     forged = {"train_loss": "\x1b[2J", "val_loss": 10**400, "best_step": [4], "world_size": {}, "saved_at": 1e14}
     commit(store, Snapshot(4, honest.model, honest.optimizer, {"train_state": forged}))
     code, out, _ = call("list", run)
@@ -133,8 +91,8 @@ def test_no_snapshots(command, run, call, tmp_path, monkeypatch):
 # verify
 
 
-def test_verify_reads_every_byte(run, config, call):
-    store = filled(run, config, 4, 8)
+def test_verify_reads_every_byte(run, call):
+    store = filled(run, 4, 8)
     store.storage.write("step_00000009/state.json", b"{}")
     code, out, err = call("verify", run)
     assert (code, err) == (0, "")
@@ -148,17 +106,17 @@ def test_verify_reads_every_byte(run, config, call):
     assert call("verify", f"{run}/snapshots/step_00000008")[0] == 1
 
 
-def test_verify_of_a_sharded_snapshot(run, config, call, monkeypatch):
+def test_verify_of_a_sharded_snapshot(run, call, monkeypatch):
     monkeypatch.setattr(format_module, "MIN_SHARD_BYTES", 1)
     store = SnapshotStore(f"{run}/snapshots")
-    commit(store, snapshot(config, 4), writers=3)
+    commit(store, model_snapshot(4), writers=3)
     assert call("verify", run)[0] == 0
     assert cells(call("list", run)[1])[4][3] == "8"
     flip_bit(store, 4, "model-00002-of-00003.safetensors")
     assert call("verify", run)[0] == 1
 
 
-def test_verify_takes_little_memory(tmp_path, config, call):
+def test_verify_takes_little_memory(tmp_path, call):
     size = 1 << 26
     store = SnapshotStore(str(tmp_path))
     commit(store, Snapshot(4, {"w": torch.zeros(size, dtype=torch.uint8)}, {}, {}))
@@ -173,8 +131,8 @@ def test_verify_takes_little_memory(tmp_path, config, call):
 # prune
 
 
-def test_prune_keeps_the_last_and_the_best(run, config, call):
-    store = filled(run, config, 2, 4, 6, 8)
+def test_prune_keeps_the_last_and_the_best(run, call):
+    store = filled(run, 2, 4, 6, 8)
     code, out, err = call("prune", run, "keep_last=1")
     assert (code, err) == (0, "")
     assert store.steps() == [4, 8]
@@ -185,19 +143,19 @@ def test_prune_keeps_the_last_and_the_best(run, config, call):
     assert store.steps() == [8]
 
 
-def test_prune_keeps_milestones(run, config, call):
-    store = filled(run, config, 2, 3, 6, 8)
+def test_prune_keeps_milestones(run, call):
+    store = filled(run, 2, 3, 6, 8)
     assert call("prune", run, "keep_last=1", "keep_best=false", "keep_every=3")[0] == 0
     assert store.steps() == [3, 6, 8]
 
 
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 @pytest.mark.parametrize("kind", ["path", "link"])
-def test_other_directories_are_untouched_unless_named(kind, run, config, call, tmp_path):
+def test_other_directories_are_untouched_unless_named(kind, run, call, tmp_path):
     """A run directory may be untrusted, and so may the paths in its config.yaml and the targets of its links."""
     victim = SnapshotStore(f"{tmp_path}/victim/run" if kind == "path" else f"{tmp_path}/victim")
     for step in (4, 8):
-        commit(victim, snapshot(config, step))
+        commit(victim, model_snapshot(step))
     (tmp_path / "run").mkdir()
     if kind == "path":
         recorded = {"run": {"name": "run"}, "snapshot": {"path": f"{tmp_path}/victim"}}
@@ -208,7 +166,7 @@ def test_other_directories_are_untouched_unless_named(kind, run, config, call, t
     commands = [["list"], ["verify"], ["prune", "keep_last=1", "keep_best=false"]]
     for name, *keys in commands:
         assert call(name, run, *keys) == (2, "", f"snapshot error: there are no snapshots at {run}; {hint}")
-    commit(SnapshotStore(run), snapshot(config, 2))
+    commit(SnapshotStore(run), model_snapshot(2))
     for name, *keys in commands:
         code, out, err = call(name, run, *keys)
         assert (code, err) == (0, f"{run}: {hint}") and victim.url not in out
@@ -219,9 +177,9 @@ def test_other_directories_are_untouched_unless_named(kind, run, config, call, t
     assert victim.steps() == [8]
 
 
-def test_prune_never_deletes_the_newest_valid_snapshot(run, config, call):
+def test_prune_never_deletes_the_newest_valid_snapshot(run, call):
     """A damaged snapshot does not count as kept, even if its sizes are right."""
-    store = filled(run, config, 2, 6, 8, 10)
+    store = filled(run, 2, 6, 8, 10)
     for step in (8, 10):
         flip_bit(store, step)
     assert call("prune", run, "keep_last=1", "keep_best=false")[0] == 0
@@ -235,8 +193,8 @@ def test_prune_never_deletes_the_newest_valid_snapshot(run, config, call):
 
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 @pytest.mark.parametrize("below", ["", "/snapshots"])
-def test_prune_refuses_while_the_run_is_running(below, run, config, call, tmp_path):
-    store = filled(run, config, 4, 8)
+def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
+    store = filled(run, 4, 8)
     (tmp_path / "run" / "config.yaml").write_text("{}")
     with open(tmp_path / "run" / ".lock", "a+") as lock:
         lock.write("process 7 on there\n")
@@ -251,7 +209,7 @@ def test_prune_refuses_while_the_run_is_running(below, run, config, call, tmp_pa
 
 
 @pytest.mark.parametrize("run", ["memory"], indirect=True)
-def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
+def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
     for name, seconds in (("HEARTBEAT_INTERVAL_S", 0.2), ("LEASE_TTL_S", 1.0), ("TAKEOVER_GRACE_S", 0.05)):
         monkeypatch.setattr(lease, name, seconds)
     original = Storage.__init__
@@ -260,7 +218,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, config, call, monkeypatch):
         original(self, url, root)
         self.shared = True
 
-    store = filled(run, config, 4, 8)
+    store = filled(run, 4, 8)
     monkeypatch.setattr(Storage, "__init__", shared)
     owner = Lease(open_storage(store.url))
     code, out, err = call("prune", run, "keep_last=1", "keep_best=false")

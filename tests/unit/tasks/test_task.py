@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.tokenizer import CharTokenizer
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.supervised import Classification, Regression
@@ -93,13 +94,32 @@ def test_text(one_thread):
     assert float(metrics["accuracy"][0]) / metrics["accuracy"][1] == 0.75
     assert float(metrics["loss"][0]) / 4 == pytest.approx(float(task.loss(Model(), (x, y))))
     means = {name: float(total) / n for name, (total, n) in metrics.items()}
-    bits = task.derive(means)["bits_per_char"]
+    bits = means["bits_per_char"]
     assert bits == pytest.approx(means["loss"] / 0.6931471805599453)
+    assert {*task.comparable} < means.keys()
     expected = f"({bits:.4f} bits) per character, {bits:.4f} bits per byte, accuracy 0.7500, wiki_loss 2.5000"
     assert task.describe(means | {"wiki_loss": 2.5}).endswith(expected)
     task.dataset.tokenizer = CharTokenizer("abcdefgß")
     metrics = task.metrics(Model(), (x, torch.tensor([[1, 2, 3, 7]])))
     assert [int(metrics[name][1]) for name in ("loss", "bits_per_char", "bits_per_byte")] == [4, 4, 5]
+
+
+def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
+    class Keeping(Regression):
+        @classmethod
+        def build(cls, config, group, kept):
+            return setattr(cls, "kept", kept) or super().build(config, group, kept)
+
+        def extend(self, state):
+            assert state == {"weights": 1}
+
+    monkeypatch.setitem(BUILDERS["task"], "regression", Keeping)
+    config = from_mapping(configure("data=toy", "task=regression"))
+    for given, kept in (((), {}), ((None, {"own": 1}), {"own": 1}), (({"weights": 1}, {"own": 1}), {"weights": 1})):
+        assert build_task(config, GROUP, *given).kept == kept
+    monkeypatch.setitem(BUILDERS["task"], "regression", lambda config, group: Keeping(config, group))
+    with pytest.raises(CodeError, match="the task regression must be a subclass of"):
+        build_task(config, GROUP)
 
 
 @pytest.mark.parametrize(

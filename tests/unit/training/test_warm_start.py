@@ -26,6 +26,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.snapshots.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.transformers_import import NAMES
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training.run import run
@@ -178,14 +179,18 @@ def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
         evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text)))
 
 
-def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, log_lines):
+def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, log_lines, monkeypatch):
     shutil.copytree(source, tmp_path / "source")
     path, other = f"data.path={texts / 'second.txt'}", f"data.path={texts / 'first.txt'}"
     start = [path, f"run.init_from={tmp_path / 'source'}", "trainer.max_steps=4", "optimizer.schedule_steps=8"]
     train(tmp_path, "run", *start)
     train(tmp_path, "whole", *start, "trainer.max_steps=8")
     shutil.rmtree(tmp_path / "source")
+    read, newest_state = [], SnapshotStore.newest_state
+    monkeypatch.setattr(SnapshotStore, "newest_state", lambda store: read.append(store.url) or newest_state(store))
     train(tmp_path, "run", *start, "trainer.max_steps=8")
+    assert len(read) == len({*read}), "each store is asked once"
+    assert str(tmp_path / "run" / "snapshots") in read
     assert any("resuming from the snapshot of step 4" in line for line in log_lines)
     one, whole = weights_of(tmp_path / "run", 8), weights_of(tmp_path / "whole", 8)
     assert all(one[name].equal(tensor) for name, tensor in whole.items())
