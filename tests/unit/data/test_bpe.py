@@ -135,7 +135,7 @@ def test_added_tokens_that_the_library_numbers_otherwise_are_refused(ids, tokeni
     ids = [tokenizer.vocab_size + i for i in ids]
     flags = {"special": True} | dict.fromkeys(FLAGS, False)
     values["added_tokens"] = [{"id": i, "content": f"<{i}>", **flags} for i in ids]
-    with pytest.raises(DataError, match="gives the added token .* another id"):
+    with pytest.raises(DataError, match=r"gives the added token .* another id"):
         BPETokenizer(json.dumps(values)).encode("abc")
 
 
