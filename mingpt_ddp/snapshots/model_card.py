@@ -118,9 +118,8 @@ def training_commands(url: str) -> list[str]:
         words = load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)) if storage.local else None
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
             last = {word.partition("=")[0].lstrip("+"): word for word in words}  # a worker's have run.name twice
-            for key in COMMANDS:
-                last.pop(key, None)
-            return [" ".join(["python", "main.py", *(shlex.quote(redact(word)) for word in last.values())])]
+            shown = (shlex.quote(redact(word)) for key, word in last.items() if key not in COMMANDS)
+            return [" ".join(["python", "main.py", *shown])]
     return []
 
 
