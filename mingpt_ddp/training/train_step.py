@@ -160,11 +160,10 @@ class TrainStep:
     def optimizer_step(self, step: int) -> float:
         """Update the weights; return the learning rate."""
         lr = get_lr(step, self.lr_config, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
         factor = weight_decay_factor(step, self.lr_config, self.steps)
-        for group, decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
-            if decay is not None:  # a rollback has replaced the groups
+        for group, decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):  # new after a rollback
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+            if decay is not None:
                 group["weight_decay"] = decay * factor
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
         self.runtime.strategy.update(self.optimizer, self.runtime.scaler)
