@@ -80,6 +80,9 @@ class BPETokenizer(Tokenizer):
                 raise
             except Exception as error:  # the library raises nothing narrower
                 raise DataError(f"the library tokenizers refuses the tokenizer: {str(error)[:200]}") from error
+            for token in json.loads(self.json).get("added_tokens") or ():  # the library numbers them in their order
+                if self._encoder.token_to_id(token["content"]) != token["id"]:
+                    raise DataError(f"the library tokenizers gives the added token {token['content']!r:.50} another id")
         return self._encoder
 
 
@@ -124,7 +127,7 @@ def read_bpe(path: str) -> BPETokenizer:
             return BPETokenizer(file.read(4 * MAX_JSON_CHARS + 1).decode())
     except FileNotFoundError as error:
         raise DataError(f"data.tokenizer={path}: there is no such file; use char, byte, bpe or a path") from error
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # exceptions differ by protocol
         raise DataError(f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}") from error
 
 
@@ -174,9 +177,9 @@ def _checked(text: str) -> dict[str, Any]:
 def _bytes_of_tokens(values: dict[str, Any]) -> list[bytes]:
     """Return the bytes of each token by id."""
     byte_of = {name: byte for byte, name in enumerate(BYTE_NAMES)}
-    tokens = {int(i): bytes(byte_of[c] for c in token) for token, i in values["model"]["vocab"].items()}
-    tokens |= {int(token["id"]): token["content"].encode() for token in values.get("added_tokens") or ()}
-    if tokens.keys() != {*range(len(tokens))}:
+    tokens = {i: bytes(byte_of[c] for c in token) for token, i in values["model"]["vocab"].items()}
+    tokens |= {token["id"]: token["content"].encode() for token in values.get("added_tokens") or ()}
+    if any(type(i) is not int for i in tokens) or tokens.keys() != {*range(len(tokens))}:
         raise ValueError("its ids are not 0, 1, 2 ...")
     if missing := {bytes([byte]) for byte in range(256)} - {*tokens.values()}:
         raise ValueError(f"it has no token for the byte {min(missing)!r}")

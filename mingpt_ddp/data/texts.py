@@ -235,6 +235,8 @@ def _zip_members(path: str, limit: int) -> Iterator[list[Member]]:
     with zipfile.ZipFile(path) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
         _check_count(len(files))
+        if any(info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in files):
+            raise NotImplementedError("members in bzip2 or LZMA are not read; unpack it yourself")
         yield [(info.filename, partial(archive.open, info)) for info in files]
 
 

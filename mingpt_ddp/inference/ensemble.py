@@ -39,7 +39,7 @@ def check_same_outputs(states: Mapping[str, Any], keys: Iterable[str]) -> None:
     (first, expected), *others = states.items()
     for name, state in others:
         try:
-            differing = [key for key in keys if state[key] != expected[key]]
+            differing = [key for key in keys if state.get(key) != expected[key]]
             contexts = [each["config"]["data"].get("block_size") for each in (expected, state)]
         except (LookupError, TypeError, AttributeError) as error:
             raise SnapshotError(f"the snapshot of {name} has an invalid state") from error

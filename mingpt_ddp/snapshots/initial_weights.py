@@ -5,6 +5,7 @@ All of it is untrusted: tensors are safetensors, the rest is JSON.
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,20 +55,28 @@ def read_initial_weights(url: str) -> InitialWeights:
     """
     storage = open_storage(url, "run.init_from")
     with _one_line(url):
-        names = storage.list()
-        pickles = [name for name in PICKLES if name in names and MODEL not in names]
-        if pickles:
-            raise ValueError(f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}")
-        if MODEL not in names or "config.json" not in names:
-            snapshot = load(url, ("model",))
-            return of_state(snapshot.state, snapshot.model)
-        values = load_json(storage.read("config.json", MAX_STATE_BYTES))
-        tensors = _read_tensors(storage)
-        if "model_type" not in values:
-            return _of_export(values, tensors)
-        model, sizes = transformers_import.model_values(values)
-        tokenizer = transformers_import.read_tokenizer(storage, names)
-        return _of_text(model, sizes, tokenizer, transformers_import.our_tensors(tensors))
+        weights = _read(storage, url)
+        if type(layers := weights.model.get("n_layer")) is int and layers > len(weights.tensors):
+            raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")  # layers take time to build
+        json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
+    return weights
+
+
+def _read(storage: Storage, url: str) -> InitialWeights:
+    names = storage.list()
+    pickles = [name for name in PICKLES if name in names and MODEL not in names]
+    if pickles:
+        raise ValueError(f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}")
+    if MODEL not in names or "config.json" not in names:
+        snapshot = load(url, ("model",))
+        return of_state(snapshot.state, snapshot.model)
+    values = load_json(storage.read("config.json", MAX_STATE_BYTES))
+    tensors = _read_tensors(storage)
+    if "model_type" not in values:
+        return _of_export(values, tensors)
+    model, sizes = transformers_import.model_values(values)
+    tokenizer = transformers_import.read_tokenizer(storage, names)
+    return _of_text(model, sizes, tokenizer, transformers_import.our_tensors(tensors))
 
 
 def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
@@ -77,7 +86,7 @@ def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWei
         state: its state.json, untrusted.
     """
     if "data" in state:  # of samples
-        return InitialWeights(state["config"]["model"], (None, None), {}, {}, tensors or {})
+        return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
     return _of_text(spec.model, (spec.tokenizer.vocab_size, spec.block_size), spec.tokenizer, tensors or {})
 
@@ -85,6 +94,8 @@ def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWei
 def _of_text(
     model: dict[str, Any], sizes: tuple[int, int], tokenizer: Tokenizer | None, tensors: dict[str, Tensor]
 ) -> InitialWeights:
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"its vocabulary size and context length are {str(sizes)[:100]}")
     state, data = (tokenizer.state(), {"tokenizer": tokenizer.name}) if tokenizer else ({}, {})
     return InitialWeights(model, sizes, state, {"block_size": sizes[1], **data}, tensors)
 

@@ -38,6 +38,7 @@ LOADING = {
         "print(write({prompt}, max_new_tokens={new}, do_sample=True)[0]['generated_text'])",
     ),
 }
+COMMANDS = ("run.on_end", "run.on_failure")  # left out: a card is published, and they may have a token for a server
 FRONT_MATTER = {"hf": "library_name: transformers\npipeline_tag: text-generation\n"}
 
 
@@ -71,7 +72,7 @@ def model_card(snapshot: Snapshot, url: str, form: str, directory: str) -> bytes
         "## Commands",
         _block(commands),
         "## Configuration",
-        _block(f"{key}={redact(json.dumps(value))}" for key, value in values.items()),
+        _block(f"{key}={redact(json.dumps(value))}" for key, value in values.items() if key not in COMMANDS),
     ]
     return ("\n\n".join(parts) + "\n").encode()
 
@@ -116,8 +117,9 @@ def training_commands(url: str) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         words = load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)) if storage.local else None
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
-            last = {word.partition("=")[0]: word for word in words}  # a worker's have run.name twice
-            return [" ".join(["python", "main.py", *(shlex.quote(redact(word)) for word in last.values())])]
+            last = {word.partition("=")[0].lstrip("+"): word for word in words}  # a worker's have run.name twice
+            shown = (shlex.quote(redact(word)) for key, word in last.items() if key not in COMMANDS)
+            return [" ".join(["python", "main.py", *shown])]
     return []
 
 

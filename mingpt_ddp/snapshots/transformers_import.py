@@ -45,10 +45,7 @@ def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int
     model = {"name": "gpt2", "architecture": "gpt", "bias": True, "dropout": config.get("resid_pdrop", 0.1)}
     model |= {key: config[key] for key in SIZES}
     model["activation"] = ACTIVATIONS[config.get("activation_function", "gelu_new")]
-    sizes = config["vocab_size"], config.get("n_positions", 1024)
-    if not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"vocab_size and n_positions are {sizes}")
-    return model, sizes
+    return model, (config["vocab_size"], config.get("n_positions", 1024))
 
 
 def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

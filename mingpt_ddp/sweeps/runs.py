@@ -213,10 +213,12 @@ def _read_record(directory: Path, name: str) -> Any:
         return load_yaml(read_regular(directory / ".hydra" / f"{name}.yaml", MAX_RECORD_BYTES))
 
 
-def hydra_value(value: Value) -> str:
+def hydra_value(value: Value | dict[str, Any]) -> str:
     """Format a value so that Hydra's override grammar parses it back."""
     if isinstance(value, list):
         return f"[{','.join(map(hydra_value, value))}]"
+    if isinstance(value, dict) and all(str(key).isidentifier() for key in value):  # Hydra takes no quoted keys
+        return f"{{{','.join(f'{key}:{hydra_value(each)}' for key, each in value.items())}}}"
     if not isinstance(value, str):
         return json.dumps(value)
     without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)

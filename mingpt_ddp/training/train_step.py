@@ -86,8 +86,7 @@ class TrainStep:
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         if isinstance(optimizer, Muon) and not runtime.strategy.is_sharded:
             optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
-        groups = (group for group in optimizer.param_groups if "weight_decay" in group)
-        self._weight_decays = [(group, group["weight_decay"]) for group in groups]  # of the configuration
+        self._weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]  # of the configuration
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
         waits = runtime.strategy.shards_model or self.config.ddp.tensor_parallel > 1 or self.config.ddp.sync_batchnorm
@@ -161,11 +160,11 @@ class TrainStep:
     def optimizer_step(self, step: int) -> float:
         """Update the weights; return the learning rate."""
         lr = get_lr(step, self.lr_config, self.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
         factor = weight_decay_factor(step, self.lr_config, self.steps)
-        for group, decay in self._weight_decays:
-            group["weight_decay"] = decay * factor
+        for group, decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):  # new after a rollback
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+            if decay is not None:
+                group["weight_decay"] = decay * factor
         seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
         self.runtime.strategy.update(self.optimizer, self.runtime.scaler)
         self.clear()

@@ -35,6 +35,12 @@ def test_the_words_compose_to_the_recorded_configuration(experiment, tmp_path):
     assert configure(*command_words(run, [])) == expected
 
 
+def test_a_mapping_is_taken_literally(tmp_path):
+    """Also what Hydra would replace by a variable of the environment."""
+    paths = {"wiki": "my wiki.txt", "odd": "${oc.env:HOME},{a: 'b\"}"}
+    assert composed(recorded(tmp_path, data__val_paths=paths))["data"]["val_paths"] == paths
+
+
 def composed(run: str, *typed: str) -> dict[str, Any]:
     return configure(*command_words(run, list(typed)))
 
@@ -67,6 +73,7 @@ def test_one_limit_and_one_batch_size(tmp_path):
 
 def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, capsys):
     changes = {"snapshot__path": "s3://theirs/x", "run__resume": "http://theirs/y", "model__code": "theirs.py"}
+    changes |= {"tracker__entity": "theirs", "tracker__uri": "/home/theirs"}
     run = recorded(tmp_path, **changes, data__path="/tmp/a::b", data__cache_dir="/home/x", model__code_sha256="0" * 64)
     words = command_words(run, [])
     assert not any(word in " ".join(words) for word in ("theirs", "::", "/home/x", "code"))

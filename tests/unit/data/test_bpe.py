@@ -96,6 +96,8 @@ def change(values, path, value):
         (("added_tokens",), [{"id": 400, "content": "<x>", "lstrip": True}]),
         (("added_tokens",), [{"id": 999, "content": "<x>"}]),
         (("added_tokens",), [{"id": 400, "content": ""}]),
+        (("added_tokens",), [{"id": float("inf"), "content": "<x>"}]),
+        (("added_tokens",), [{"id": 400.0, "content": "<x>"}]),
     ],
 )
 def test_files_that_do_not_invert_are_refused(path, value, tokenizer, tmp_path):
@@ -125,6 +127,22 @@ def test_special_tokens(tokenizer, tmp_path):
     own = read_bpe(str(tmp_path / "tokenizer.json"))
     assert n in own.encode("a<|end|>b") and own.decode(own.encode("a<|end|>b")) == "a<|end|>b"
     assert own.token_sizes[n] == 7
+
+
+@pytest.mark.parametrize("ids", [(1, 0), (-9, 0)])  # in another order; of another token
+def test_added_tokens_that_the_library_numbers_otherwise_are_refused(ids, tokenizer):
+    values = json.loads(tokenizer.json)
+    ids = [tokenizer.vocab_size + i for i in ids]
+    flags = {"special": True} | dict.fromkeys(FLAGS, False)
+    values["added_tokens"] = [{"id": i, "content": f"<{i}>", **flags} for i in ids]
+    with pytest.raises(DataError, match=r"gives the added token .* another id"):
+        BPETokenizer(json.dumps(values)).encode("abc")
+
+
+def test_a_filesystem_whose_library_is_missing(monkeypatch):
+    monkeypatch.setattr(bpe, "open_filesystem", lambda path: __import__("no_such_library"))
+    with pytest.raises(DataError, match="no_such_library"):
+        read_bpe("gs://bucket/tokenizer.json")
 
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")

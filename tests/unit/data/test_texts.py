@@ -117,6 +117,15 @@ def test_bombs_are_bounded(make, settings, tmp_path, monkeypatch):
         prepare(settings(make(tmp_path / "many", {f"{i}.txt": b"ab" for i in range(4)})))
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_zip_methods_that_expand_a_whole_read_at_once_are_refused(method, settings, tmp_path):
+    """A megabyte of them may be gigabytes of memory, before any of it is counted."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
+        archive.writestr("a.txt", "ab" * 100)
+    with pytest.raises(DataError, match=r"cannot be unpacked: .*bzip2"):
+        prepare(settings(tmp_path / "x.zip"))
+
+
 def test_a_tar_header_that_fills_the_memory(settings, tmp_path):
     info = tarfile.TarInfo("a.txt")
     info.pax_headers = {"comment": "x" * (2 << 20)}

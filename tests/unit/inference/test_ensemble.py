@@ -33,6 +33,10 @@ def state(**changes: Any) -> dict[str, Any]:
         (state(vocabulary="abd"), "b cannot be averaged with a: it has another vocabulary; give runs"),
         (state(text={"sha256": "2"}), "b cannot be averaged with a: it has another text; give runs"),
         (state(config={"data": {"block_size": 9}}), "another block_size;"),
+        (
+            {**{key: value for key, value in state().items() if key != "vocabulary"}, "tokenizer": {"type": "byte"}},
+            "b cannot be averaged with a: it has another vocabulary; give runs",
+        ),
         ({"vocabulary": "abc"}, "the snapshot of b has an invalid state"),
         ("no state", "the snapshot of b has an invalid state"),
     ],

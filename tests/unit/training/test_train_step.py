@@ -54,6 +54,19 @@ def test_a_model_without_gradients(limit):
     assert train_step(model, f"trainer.grad_norm_clip={limit}").clip_grad_norm() == 0
 
 
+def test_weight_decay_follows_its_schedule_after_a_rollback():
+    """Which loads the optimizer's state: torch replaces the parameter groups."""
+    model = nn.Linear(1, 1)
+    decays = ["optimizer.weight_decay_schedule=linear", "optimizer.warmup_steps=0", "trainer.max_epochs=null"]
+    step = train_step(model, *decays, "trainer.max_steps=10")
+    step.optimizer.param_groups[0]["weight_decay"] = 1.0
+    step = TrainStep(step.runtime, step.task, step.loader, step.plan, model, step.optimizer)
+    step.optimizer_step(1)
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    step.optimizer_step(5)
+    assert step.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
 def test_the_seed_equals_that_of_torch():
     seed_everything("dropout", 1, 2, 3)
     ours = torch.get_rng_state()

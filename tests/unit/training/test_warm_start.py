@@ -282,6 +282,23 @@ def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"model_type": "mingpt_modern", "block_size": size} for size in ("32", [32], True)),
+        {"model_type": "mingpt_modern", "vocab_size": {"a": 1}},
+        *({"data": 1, "model": model} for model in ([1], 5)),  # a task of samples
+        {"vocabulary": "a\ud800", "model": {"architecture": "gpt"}, "block_size": 8},
+    ],
+)
+def test_values_of_another_type_are_refused(values, tmp_path):
+    write_gpt2(tmp_path, small_gpt2(40))
+    known = {"n_layer": 2, "n_head": 2, "n_embd": 12, "dropout": 0.0, "vocab_size": 40, "block_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**(known if "model_type" in values else {}), **values}))
+    with pytest.raises(SnapshotError, match="cannot be used: "):
+        read_initial_weights(str(tmp_path))
+
+
 def test_a_tokenizer_of_words_is_refused(texts, tmp_path):
     write_gpt2(tmp_path / "gpt2", small_gpt2(40))
     for model in (
@@ -320,7 +337,8 @@ def test_a_gpt2_without_transformers(texts, tmp_path):
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
-        ({"n_positions": -1}, "vocab_size and n_positions are"),
+        ({"n_positions": -1}, "vocabulary size and context length are"),
+        ({"n_layer": 9999}, "n_layer is 9999, with"),
         ({"n_embd": "many"}, "n_inner|vocab_size|can only|n_embd"),
     ],
 )
