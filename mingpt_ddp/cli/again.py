@@ -32,8 +32,8 @@ from mingpt_ddp.storage.run_dir import recorded_config
 from mingpt_ddp.sweeps.runs import hydra_value
 
 # A run that a stranger wrote could send files to itself, or run programs.
-LEFT_OUT = ("run.on_end", "run.on_failure", "run.resume", "snapshot.path", "snapshot.fallback_path", "data.cache_dir")
-LEFT_OUT += ("tracker.entity", "tracker.uri")
+LEFT_OUT = ["run.on_end", "run.on_failure", "run.resume", "snapshot.path", "snapshot.fallback_path", "data.cache_dir"]
+LEFT_OUT += ["tracker.entity", "tracker.uri"]
 NAMES = ("run.root", "run.name")  # from the directory itself
 
 
