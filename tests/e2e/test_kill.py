@@ -71,7 +71,7 @@ SLOW = pytest.mark.slow
         pytest.param("fast", 3, marks=SLOW),
         pytest.param("zero1", 2, marks=SLOW),
         pytest.param("fsdp", 3, marks=SLOW),
-        ("tensor_parallel", 2),
+        pytest.param("tensor_parallel", 2, marks=SLOW),
     ],
 )
 def test_killed_in_every_way(path, ranks, tmp_path):

@@ -68,7 +68,8 @@ ONE_MACHINE = {
 
 
 @pytest.mark.parametrize(
-    "launcher", ["torchrun", "forkserver", "launch", pytest.param("spawn", marks=pytest.mark.slow)]
+    "launcher",
+    ["torchrun", "forkserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "launch"))],
 )
 def test_one_machine(launcher, tmp_path, uninterrupted):
     if launcher == "launch" and importlib.util.find_spec("torch.distributed.launch") is None:

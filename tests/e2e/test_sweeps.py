@@ -221,7 +221,7 @@ class Count(Callback):
 """
 
 
-@pytest.mark.parametrize("launch", [ranks_in_lockstep, single_process])
+@pytest.mark.parametrize("launch", [pytest.param(ranks_in_lockstep, marks=pytest.mark.slow), single_process])
 def test_nothing_leaks_into_the_next_job(launch, tmp_path):
     """Tensors, log handlers, threads and open files do not accumulate, also after a job that fails."""
     (tmp_path / "counting.py").write_text(COUNT)

@@ -88,6 +88,7 @@ def test_killed_between_the_last_snapshot_and_the_test_split(tmp_path):
         assert read_result(run)["test_loss"] == pytest.approx(before["test_loss"])
 
 
+@pytest.mark.slow
 def test_statistics_over_all_ranks(tmp_path):
     """1, 2 and 3 ranks train the same model, and evaluate every one of 200 and 300 samples once."""
     one, two, three = (train(tmp_path / str(n), ranks=n) for n in (1, 2, 3))

@@ -145,7 +145,7 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "_")
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def ranks(request) -> int:
     return request.param
 

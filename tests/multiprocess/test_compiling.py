@@ -53,7 +53,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
     return results
 
 
-@pytest.mark.parametrize(("world_size", "recomputed"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("world_size", "recomputed"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
 def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
     """With dropout, gradient accumulation, evaluation with a short last window, and samples."""
 
