@@ -255,6 +255,7 @@ def run(request: dict[str, Any]) -> None:
     if argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path[:0] = [request["cwd"], str(ROOT)]
+        sys.modules.pop(argv[1], None)  # preloaded, of which runpy would warn
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv

@@ -77,6 +77,6 @@ def test_another_number_of_ranks_at_every_resume(size, elastic, uninterrupted):
         assert f"on {ranks} x cpu" in log
         assert f"resuming from the snapshot of step {step}" in log
     assert result(one)["val_loss"] == pytest.approx(result(other)["val_loss"], abs=1e-5)
-    assert result(one)["val_loss"] < 4, "nothing was trained"
+    assert result(one)["val_loss"] < 4.3, "nothing was trained"  # at the start it is 4.63
     weights = [safetensors.torch.load_file(r / f"snapshots/step_{STEPS:08d}/model.safetensors") for r in (one, other)]
     assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-5
