@@ -20,10 +20,10 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 test: $(VENV)/.test  ## set up .venv, run all tests, LANES=4 files at a time; ARGS go to pytest
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-test-integrations: $(VENV)/.integrations  ## the tests with transformers, Chromium, SLURM, Ray and Kubeflow's models
+test-integrations: $(VENV)/.integrations  ## the tests with transformers, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
 	@$(BIN)/python -m pytest -m integration -n $(LANES) --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.test  ## random faults for minutes, and the longest cases; each path has a faster test in make test
+test-slow: $(VENV)/.test  ## the longest cases: random faults, second cases of a path, installs of the extras
 	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev  ## format, lint, types and the fast tests

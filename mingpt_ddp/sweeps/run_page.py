@@ -104,7 +104,8 @@ def _curves(
             traces.append({"mode": mode, "x": steps, "y": drawn, "line": line, "hovertemplate": hover})
             values += drawn
     axis = loss_axis(values, "") if height > 260 else {}
-    axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": axis, "title": {"text": escape(title, quote=False)}}
+    xaxis = {"title": {"text": "step"}, "ticklabelstandoff": 8}  # below a label of the other axis at its end
+    axes = {"xaxis": xaxis, "yaxis": axis, "title": {"text": escape(title, quote=False)}}
     return draw(figures, traces, {**layout, **axes}, height)
 
 

@@ -121,7 +121,7 @@ def test_no_bound_admits_a_prerelease():
     assert [str(one) for one in of_hydra if one.specifier.contains("1.4.0rc3", prereleases=True)] == []
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_ray_resolves_to_final_releases(wheel, tmp_path):
     """Ray is not installed (1.9 GB): pip only reports what it would install."""
     install("ray", wheel, tmp_path, "--dry-run", "--report", tmp_path / "report.json")
@@ -131,7 +131,7 @@ def test_ray_resolves_to_final_releases(wheel, tmp_path):
     assert {*prereleases(versions)} <= WITHOUT_A_FINAL_RELEASE
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_the_extras_work_without_constraints(wheel, tmp_path):
     site = install(",".join(USES), wheel, tmp_path)
     versions = {found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])}

@@ -1,4 +1,4 @@
-"""docs/parity.md: its tests exist, and its commands run (`make test-integrations` runs all of them)."""
+"""docs/parity.md: its tests exist, and its commands run (`make test-slow` runs all of them)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_row_has_a_command_and_a_test():
         assert tests or "benchmarks/" in command, what
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_commands_run():
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "parity.py")], capture_output=True, text=True)
