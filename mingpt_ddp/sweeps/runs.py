@@ -27,6 +27,7 @@ RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is 
 NO_PARAMETERS = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
 LARGEST = 1e100  # larger numbers are not drawn
+MAX_JSON_CHARS = 1000  # of a value that is not a scalar
 NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
 
 
@@ -165,9 +166,12 @@ def _status(path: Path, result: dict[str, Any]) -> str:
 
 
 def plain(value: Any) -> Value:
-    """Return scalars and lists of scalars unchanged, and the type name of anything else."""
+    """Return scalars and lists of scalars unchanged, mappings as JSON, and the type name of anything else."""
     if isinstance(value, list) and len(value) <= 100 and not any(isinstance(v, (list, dict)) for v in value):
         return [plain(v) for v in value]
+    if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps(value, default=str)[:MAX_JSON_CHARS]
     if value is None or isinstance(value, (bool, str)) or number(value) is not None:
         return value
     return str(value) if isinstance(value, float) else type(value).__name__

@@ -209,8 +209,8 @@ def test_values_are_brief():
     assert [brief(v) for v in (0, 0.0003, 1e-3, 0.25, 1 / 3, 2, 123456, 12345.678, 1e12, -2e-5)] == [
         *("0", "3e-4", "0.001", "0.25", "0.3333", "2", "123456", "1.235e4", "1e12", "-2e-5"),
     ]
-    assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, 10**5000, float("inf"))] == [
-        *([0.9, 0.99], "list", "dict", "int", "inf"),
+    assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, {"a": "b"}, 10**5000, float("inf"))] == [
+        *([0.9, 0.99], "[[1]]", "dict", '{"a": "b"}', "int", "inf"),
     ]
     keys = ["optimizer.lr", "model.name", "a.x", "b.x"]
     assert list(short_names(keys).values()) == ["lr", "model.name", "a.x", "b.x"]
