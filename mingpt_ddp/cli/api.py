@@ -45,6 +45,8 @@ def train(overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = No
     from mingpt_ddp.errors import ConfigError, RunError
     from mingpt_ddp.storage.run_dir import read_result
 
+    if isinstance(overrides, str):
+        raise ConfigError(f"train takes a list of overrides: train([{overrides!r:.100}])")
     words = [*overrides, *([] if nproc is None else [f"ddp.nproc_per_node={nproc}"])]
     if {"-m", "--multirun"} & {*words}:
         raise ConfigError("train runs one job; start a sweep with python main.py -m")

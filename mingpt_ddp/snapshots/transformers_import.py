@@ -62,7 +62,8 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name):  # the causal mask
             continue
         if name == "lm_head.weight":
-            if not tensor.equal(tensors.get("transformer.wte.weight", tensor)):
+            embedding = tensors.get("transformer.wte.weight", tensors.get("wte.weight", tensor))
+            if not tensor.equal(embedding):
                 raise ValueError("lm_head.weight differs from wte.weight; gpt has one matrix for both")
             continue
         match = re.fullmatch(r"(h\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)

@@ -86,6 +86,8 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     given = warm.config if warm else config
     config, batch = _at(given, ranks)
     task = build_task(_alone(config), runtime.group, warm.state if warm else {})
+    if warm:
+        warm.check(task)
     check_fits(task.config, runtime, task)
     loader = task.train_loader(runtime.device)
     loader.close()

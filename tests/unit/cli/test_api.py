@@ -58,6 +58,7 @@ def test_generated_text_depends_on_the_seed_alone():
         (lambda: mingpt_ddp.history(ROOT), RunError, "is not a run directory: it has no metrics.jsonl"),
         (lambda: mingpt_ddp.history(ROOT / "setup.cfg"), RunError, "is not a run directory"),
         (lambda: mingpt_ddp.train(["-m", "run.seed=1,2"]), ConfigError, "train runs one job"),
+        (lambda: mingpt_ddp.train("run.seed=1"), ConfigError, "train takes a list of overrides: train(['run.seed=1'])"),
     ],
 )
 def test_errors_are_one_line(call, kind, message):

@@ -29,6 +29,7 @@ from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.transformers_import import NAMES
 from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.training.plan import make_plan
 from mingpt_ddp.training.run import run
 
 # A step that changes nothing: what a run starts from is in its snapshot.
@@ -355,15 +356,25 @@ def test_a_configuration_of_other_weights_is_refused(changed, texts, tmp_path):
     refused(tmp_path / "gpt2", texts, "do not fit the model|n_layer")
 
 
+def test_a_plan_refuses_them_too(texts, tmp_path):
+    write_gpt2(tmp_path / "gpt2", small_gpt2(40), n_layer=3)
+    words = [*TINY, "trainer.device=cpu", f"data.path={texts / 'first.txt'}", f"run.root={tmp_path}"]
+    config = from_mapping(configure(*words, f"run.init_from={tmp_path / 'gpt2'}"))
+    with pytest.raises(SnapshotError, match="do not fit the model"):
+        make_plan(config)
+
+
 def test_names_that_are_not_of_gpt2_are_refused(tmp_path):
-    write_gpt2(tmp_path, small_gpt2(40))
-    for name, tensor in {
-        "transformer.h.0.attn.c_other.weight": torch.zeros(2),
-        "lm_head.weight": torch.zeros(40, 12),
-    }.items():
-        save_file({**load_file(tmp_path / "model.safetensors"), name: tensor}, tmp_path / "changed")
-        (tmp_path / "changed").rename(tmp_path / "model.safetensors")
-        with pytest.raises(SnapshotError, match=r"is not a tensor of GPT-2|lm_head.weight differs from wte.weight"):
+    tensors = write_gpt2(tmp_path, small_gpt2(40))
+    short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    head, other = {"lm_head.weight": torch.zeros(40, 12)}, {"transformer.h.0.attn.c_other.weight": torch.zeros(2)}
+    for changed, message in (
+        ({**tensors, **other}, "transformer.h.0.attn.c_other.weight is not a tensor of GPT-2"),
+        ({**tensors, **head}, "lm_head.weight differs from wte.weight"),
+        ({**short, **head}, "lm_head.weight differs from wte.weight"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(SnapshotError, match=message):
             read_initial_weights(str(tmp_path))
 
 
