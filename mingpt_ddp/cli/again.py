@@ -22,7 +22,15 @@ from typing import Any
 import yaml
 
 from mingpt_ddp.cli.arguments import parse_value
-from mingpt_ddp.config.config import CODE_LOCATION_KEYS, DEFAULT_CHOICE, LIMITS, default_values, flatten, numeric_keys
+from mingpt_ddp.config.config import (
+    CODE_LOCATION_KEYS,
+    COMMAND_KEYS,
+    DEFAULT_CHOICE,
+    LIMITS,
+    default_values,
+    flatten,
+    numeric_keys,
+)
 from mingpt_ddp.config.hydra_utils import config_directory, key_of
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
@@ -32,8 +40,8 @@ from mingpt_ddp.storage.run_dir import recorded_config
 from mingpt_ddp.sweeps.runs import hydra_value
 
 # A run that a stranger wrote could send files to itself, or run programs.
-LEFT_OUT = ["run.on_end", "run.on_failure", "run.resume", "snapshot.path", "snapshot.fallback_path", "data.cache_dir"]
-LEFT_OUT += ["tracker.entity", "tracker.uri"]
+STORAGE = ("run.resume", "snapshot.path", "snapshot.fallback_path", "data.cache_dir")
+LEFT_OUT = (*COMMAND_KEYS, *STORAGE, "tracker.entity", "tracker.uri")
 NAMES = ("run.root", "run.name")  # from the directory itself
 
 

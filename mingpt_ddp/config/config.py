@@ -21,6 +21,7 @@ from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
+COMMAND_KEYS = ("run.on_end", "run.on_failure")
 DEFAULT_CHOICE = {"task": "language_model"}
 OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
 

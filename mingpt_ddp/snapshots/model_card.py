@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.config import COMMAND_KEYS, flatten
+from mingpt_ddp.config.hydra_utils import key_of
 from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS, Snapshot, step_of
 from mingpt_ddp.snapshots.load import recorded_train_state
 from mingpt_ddp.storage.remote import redact
@@ -38,7 +39,6 @@ LOADING = {
         "print(write({prompt}, max_new_tokens={new}, do_sample=True)[0]['generated_text'])",
     ),
 }
-COMMANDS = ("run.on_end", "run.on_failure")  # left out: a card is published, and they may have a token for a server
 FRONT_MATTER = {"hf": "library_name: transformers\npipeline_tag: text-generation\n"}
 
 
@@ -72,7 +72,8 @@ def model_card(snapshot: Snapshot, url: str, form: str, directory: str) -> bytes
         "## Commands",
         _block(commands),
         "## Configuration",
-        _block(f"{key}={redact(json.dumps(value))}" for key, value in values.items() if key not in COMMANDS),
+        # A card is published, and a command may have a token for a server.
+        _block(f"{key}={redact(json.dumps(value))}" for key, value in values.items() if key not in COMMAND_KEYS),
     ]
     return ("\n\n".join(parts) + "\n").encode()
 
@@ -117,8 +118,8 @@ def training_commands(url: str) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         words = load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)) if storage.local else None
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
-            last = {word.partition("=")[0].lstrip("+"): word for word in words}  # a worker's have run.name twice
-            shown = (shlex.quote(redact(word)) for key, word in last.items() if key not in COMMANDS)
+            last = {key_of(word): word for word in words}  # a worker's have run.name twice
+            shown = (shlex.quote(redact(word)) for key, word in last.items() if key not in COMMAND_KEYS)
             return [" ".join(["python", "main.py", *shown])]
     return []
 
