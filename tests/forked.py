@@ -1,7 +1,7 @@
 """Run the program's commands in forks of a process that has imported torch, which takes most of a short command's time.
 
 All else is as in a new process: arguments, directory, environment, output, exit code, signals. torchrun's agent is
-forked too, and so are its workers that run `main.py`. The tests of `contract/` start new processes only.
+forked too, and so are its workers that run one of these commands. `launching.UnforkedJob` starts new processes only.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _status(path: Path, result: dict[str, Any]) -> str:
 
 
 def plain(value: Any) -> Value:
-    """Return scalars and lists of scalars unchanged, mappings as JSON, and the type name of anything else."""
+    """Return scalars and lists of scalars unchanged, other lists and mappings as JSON, else the type name."""
     if isinstance(value, list) and len(value) <= 100 and not any(isinstance(v, (list, dict)) for v in value):
         return [plain(v) for v in value]
     if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
