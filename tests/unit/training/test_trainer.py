@@ -1,8 +1,10 @@
-"""How a run ends and what it keeps: early stopping, milestones."""
+"""How a run ends, when it saves and what it keeps: early stopping, preemption, intervals, milestones."""
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +15,51 @@ from multiprocess.ranks import configure
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.jsonl import read_history
+from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.training import save_schedule
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
+from mingpt_ddp.training.train_step import TrainStep
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [*TINY, "trainer.device=cpu", "trainer.eval_every=2", "trainer.min_delta=100", "optimizer.schedule_steps=12"]
 
 
-def train(root: Path, *overrides: str) -> dict[str, Any]:
+def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -> dict[str, Any]:
     """Train in this process; return result.json."""
     config = from_mapping(configure(*SETTINGS, f"run.root={root}", "run.name=run", *overrides))
     runtime = Runtime(config, DistEnv())
-    run(config, runtime, {})
+    run(config, runtime, {}, interrupt)
     runtime.close()
     return read_result(root / "run")
+
+
+def saved(root: Path) -> list[int]:
+    """Return the steps of the committed snapshots."""
+    return sorted(int(path.parent.name[5:]) for path in (root / "run" / "snapshots").glob("step_*/manifest.json"))
+
+
+def state_of(root: Path, step: int) -> dict[str, Any]:
+    return json.loads((root / "run" / "snapshots" / f"step_{step:08d}" / "state.json").read_text())
+
+
+class InterruptedAt(SignalHandler):
+    """Has received SIGTERM before the end of a step, `seconds` ago."""
+
+    def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
+        super().__init__()
+        original = TrainStep.forward_backward
+
+        def forward_backward(train_step: TrainStep, number: int) -> Any:
+            if number == step:
+                self.signal_name, self.received_at = "SIGTERM", time.monotonic() - seconds
+            return original(train_step, number)
+
+        monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
 
 
 def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
@@ -73,3 +104,120 @@ def test_milestones_are_saved_and_kept(tmp_path):
     train(tmp_path, "snapshot.keep_every=5", "snapshot.keep_last=1", "snapshot.keep_best=false")
     kept = sorted(path.name for path in (tmp_path / "run" / "snapshots").glob("step_*"))
     assert kept == ["step_00000005", "step_00000010", "step_00000012"]
+
+
+ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (["every_steps=5"], [5, 10, 12]),
+        (["every_steps=null"], [12]),
+        (["every_steps=null", "every_epochs=1"], [4, 8, 12]),
+        (["every_steps=6", "every_epochs=1"], [4, 6, 8, 12]),
+        (["every_steps=null", "every_minutes=1e-9"], [*range(1, 13)]),
+        (["every_steps=null", "every_minutes=1"], [12]),
+        (["every_steps=5", "keep_every=4"], [4, 5, 8, 10, 12]),
+    ],
+)
+def test_a_run_saves_when_the_configuration_says(settings, steps, tmp_path):
+    overrides = [f"snapshot.{setting}" for setting in settings]
+    train(tmp_path, *ALL, *overrides, "snapshot.background=false", "data.truncate=0.002")  # epochs of 4 steps
+    assert saved(tmp_path) == steps
+
+
+def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    asked = []
+
+    def best_interval(cost_s: float, mtbf_s: float, least_s: float) -> float:
+        asked.append((cost_s, mtbf_s, least_s))
+        return 0.0 if len(asked) < 3 else 1e6
+
+    monkeypatch.setattr(save_schedule, "FIRST_S", 0.0)
+    monkeypatch.setattr(save_schedule, "best_interval", best_interval)
+    train(tmp_path, *ALL, "snapshot.every_steps=auto", "snapshot.mtbf_hours=7", "snapshot.background=false")
+    assert saved(tmp_path) == [1, 2, 3, 4, 12], "the first snapshot has no cost yet, the fourth is followed by a pause"
+    assert all(0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < least_s < 60 for cost_s, mtbf_s, least_s in asked)
+    assert "the next snapshot is due in 1000000.0 s" in caplog.text
+
+
+def test_a_foreground_save_is_durable_before_the_next_step(tmp_path, monkeypatch):
+    seen = []
+    original = TrainStep.forward_backward
+
+    def forward_backward(train_step: TrainStep, number: int) -> Any:
+        seen.append(saved(tmp_path))
+        return original(train_step, number)
+
+    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    train(tmp_path, *ALL, "snapshot.every_steps=5", "snapshot.keep_every=3", "snapshot.background=false")
+    assert seen == [[s for s in (3, 5, 6, 9, 10) if s < number] for number in range(1, 13)]
+
+
+def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
+    """The losses since the last line, the counters and the averaged weights survive a crash."""
+    settings = [*ALL, "trainer.log_every=5", "trainer.ema=0.9", "model.dropout=0.1", "snapshot.background=false"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, *settings)
+    original = TrainStep.forward_backward
+
+    def crash(train_step: TrainStep, number: int) -> Any:
+        if number == 10:
+            raise ZeroDivisionError
+        return original(train_step, number)
+
+    monkeypatch.setattr(TrainStep, "forward_backward", crash)
+    with pytest.raises(ZeroDivisionError):
+        train(parts, *settings)
+    monkeypatch.setattr(TrainStep, "forward_backward", original)
+    result = train(parts, *settings)
+    logged = [read_history(root / "run" / "metrics.jsonl").series("train_loss") for root in (whole, parts)]
+    assert [step for step, _ in logged[0]] == [5, 10, 12]
+    assert logged[0] == logged[1]
+    last = [root / "run" / "snapshots" / "step_00000012" for root in (whole, parts)]
+    files = [{path.name: path.read_bytes() for path in directory.glob("*.safetensors")} for directory in last]
+    assert len(files[0]) == 3
+    assert files[0] == files[1]
+    state = state_of(parts, 12)["train_state"]
+    assert 0 < state["stall_seconds"] < state["wall_seconds"] <= result["wall_seconds"]
+
+
+def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    result = train(tmp_path, *ALL, interrupt=InterruptedAt(7, monkeypatch))
+    assert (result["status"], result["step"], saved(tmp_path)) == ("preempted", 7, [4, 7])
+    assert "preempted at step 7; rerun the same command to resume" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "message"),
+    [
+        (["snapshot.every_steps=4"], [4], "the last one is of step 4"),
+        (["snapshot.every_steps=null"], [], "there is no snapshot yet"),
+    ],
+)
+def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(settings, kept, message, tmp_path, monkeypatch, caplog):
+    """The grace period of 60 seconds began 59.99 seconds before."""
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    late = InterruptedAt(7, monkeypatch, seconds=60.0)
+    settings = [*ALL, *settings, "snapshot.grace_seconds=60", "snapshot.background=false"]
+    result = train(tmp_path, *settings, interrupt=late)
+    assert (result["status"], result["step"], saved(tmp_path)) == ("preempted", 7, kept)
+    assert f"preempted at step 7 without time for a snapshot: {message}" in caplog.text
+
+
+def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
+    """Its first try fails at the end of the write, without a commit."""
+    tries = []
+    original = SnapshotManager.save
+
+    def save(manager: SnapshotManager, step: int, *rest: Any) -> None:
+        tries.append(step)
+        if tries.count(12) != 1 or step != 12:
+            original(manager, step, *rest)
+
+    monkeypatch.setattr(SnapshotManager, "save", save)
+    train(tmp_path, *ALL, "snapshot.every_steps=null")
+    assert (tries, saved(tmp_path)) == ([12, 12], [12])
