@@ -1,4 +1,4 @@
-"""Wall time of the whole process to a validation loss on tinyshakespeare, against nanoGPT: one thread, alternating.
+"""Wall time of the whole process to a validation loss on tinyshakespeare, against nanoGPT: alternating.
 
 nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide, 2,000 steps, which reach
 about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. The time is that of the whole process,
@@ -50,11 +50,11 @@ class Run:
     cpu_s: float
 
 
-def timed(command: list[str], cwd: Path) -> tuple[float, float]:
+def timed(command: list[str], cwd: Path, threads: int = 1) -> tuple[float, float]:
     """Return wall and CPU seconds of a process with its children."""
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=cwd, env=environment(1), stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=cwd, env=environment(threads), stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - begin
         process.returncode = os.waitstatus_to_exitcode(status)
@@ -64,20 +64,22 @@ def timed(command: list[str], cwd: Path) -> tuple[float, float]:
     return wall, usage.ru_utime + usage.ru_stime
 
 
-def nanogpt(copy: Path, steps: int) -> Run:
+def nanogpt(copy: Path, steps: int, cores: int) -> Run:
+    """Train with a thread per core."""
     flags = [*FLAGS.split(), *SHAPE.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
-    wall, cpu = timed([sys.executable, "train.py", "config/train_shakespeare_char.py", *flags], copy)
+    wall, cpu = timed([sys.executable, "train.py", "config/train_shakespeare_char.py", *flags], copy, cores)
     evaluate = [sys.executable, str(ROOT / "benchmarks" / "nanogpt_loss.py"), "out-shakespeare-char/ckpt.pt"]
     stdout = subprocess.run(evaluate, cwd=copy, env=environment(1), capture_output=True, text=True, check=True).stdout
     kept = json.loads(stdout.splitlines()[-1])
     return Run(kept["step"], kept["val_loss"], wall, cpu)
 
 
-def ours(experiment: str, text: Path, extra: list[str]) -> Run:
-    """Train in a new directory, with empty caches."""
+def ours(experiment: str, text: Path, cores: int, extra: list[str]) -> Run:
+    """Train in a new directory, with empty caches: a process of one thread per core."""
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         where = [*path_overrides(text, Path(directory)), "run.name=run"]
-        command = [sys.executable, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
+        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={cores}"] if cores > 1 else []
+        command = [sys.executable, *launcher, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
         wall, cpu = timed([*command, *where, *extra], Path(directory))
         result = json.loads((Path(directory) / "runs" / "run" / "result.json").read_text())
     return Run(result["step"], result["val_loss"], wall, cpu)
@@ -107,17 +109,20 @@ def summary(runs: list[Run], baseline: list[Run]) -> dict[str, Any]:
 
 
 def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
+    cores = "one core" if results["cores"] == 1 else f"{results['cores']} cores"
+
     def describe(figures: dict[str, Any]) -> str:
         steps = " to ".join(f"{n:,}" for n in sorted({min(figures["steps"]), max(figures["steps"])}))
         return f"{cell(figures['val_loss'], '.3f')} in {steps} steps"
 
     theirs, fast = describe(results["nanogpt"]), results["fast"]
-    what = f"whole training on tinyshakespeare, one thread: `{fast['experiment']}` (validation loss {describe(fast)})"
+    what = f"whole training on tinyshakespeare, {cores}: `{fast['experiment']}` (validation loss {describe(fast)})"
     times = f"{cell(fast['wall_ratio'], '.1f')} times faster; by CPU time {cell(fast['cpu_ratio'], '.1f')}"
     rows = [(f"{what} against nanoGPT ({theirs})", times)]
     if long := results.get("long"):
         time, cpu = (1 / long[f"{clock}_ratio"]["median"] for clock in ("wall", "cpu"))
-        what = f"validation loss of `{long['experiment']}` in {time:.2f} of nanoGPT's time, {cpu:.2f} of its CPU time"
+        times = f"{time:.2f} of nanoGPT's time, {cpu:.2f} of its CPU time"
+        what = f"validation loss of `{long['experiment']}` in {times}, {cores}"
         rows.append((what, describe(long)))
     return rows
 
@@ -126,6 +131,7 @@ def command_line() -> argparse.Namespace:
     options = parser(__doc__, "time_to_loss")
     options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
     options.add_argument("--steps", type=int, default=STEPS, help="of nanoGPT (default: %(default)s)")
+    options.add_argument("--cores", type=int, default=1, help="default: %(default)s")
     options.add_argument("--fast", default="shakespeare_char_cpu_fast", metavar="NAME", help="default: %(default)s")
     options.add_argument("--long", default="shakespeare_char_cpu_long", metavar="NAME", help="default: %(default)s")
     options.add_argument("--long-steps", type=int, help="of that experiment; 0: skip it (default: as many as fit)")
@@ -133,40 +139,41 @@ def command_line() -> argparse.Namespace:
     return options.parse_args()
 
 
-def as_many_as_fit(experiment: str, text: Path, budget: Run) -> int:
-    probes = [ours(experiment, text, [f"trainer.max_steps={n}"]) for n in PROBES]
+def as_many_as_fit(experiment: str, text: Path, cores: int, budget: Run) -> int:
+    probes = [ours(experiment, text, cores, [f"trainer.max_steps={n}"]) for n in PROBES]
     steps = steps_that_fit(probes[0], probes[1], SHARE * budget.cpu_s)
     log(f"{experiment}: {steps} steps fit")
     return steps
 
 
-def seeded(experiment: str, text: Path, *extra: str) -> Callable[[], Run]:
+def seeded(experiment: str, text: Path, cores: int, *extra: str) -> Callable[[], Run]:
     """Return a function that trains with the next seed at each call: 1, 2, 3 ..."""
     seeds = count(1)
-    return lambda: ours(experiment, text, [f"run.seed={next(seeds)}", *extra])
+    return lambda: ours(experiment, text, cores, [f"run.seed={next(seeds)}", *extra])
 
 
 def main() -> None:
     chosen = command_line()
-    text = corpus_path()
+    text, cores = corpus_path(), chosen.cores
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         copy = copy_with_data(chosen.nanogpt, text, Path(directory) / "nanogpt")
-        candidates: dict[str, Callable[[], Run]] = {"nanogpt": partial(nanogpt, copy, chosen.steps)}
-        candidates["fast"] = seeded(chosen.fast, text)
+        candidates: dict[str, Callable[[], Run]] = {"nanogpt": partial(nanogpt, copy, chosen.steps, cores)}
+        candidates["fast"] = seeded(chosen.fast, text, cores)
         if chosen.long_steps is None:
-            chosen.long_steps = as_many_as_fit(chosen.long, text, nanogpt(copy, chosen.steps))
+            chosen.long_steps = as_many_as_fit(chosen.long, text, cores, candidates["nanogpt"]())
         if chosen.long_steps:
-            candidates["long"] = seeded(chosen.long, text, f"trainer.max_steps={chosen.long_steps}")
+            candidates["long"] = seeded(chosen.long, text, cores, f"trainer.max_steps={chosen.long_steps}")
         runs = alternate("time to loss", candidates, chosen.repetitions)
     results = {name: summary(values, runs["nanogpt"]) for name, values in runs.items()}
     for name in results.keys() - {"nanogpt"}:
         results[name]["experiment"] = getattr(chosen, name)
+    figures = {"cores": cores, **results}
     forms = {"val_loss": ".4f", "wall_s": ".1f", "cpu_s": ".1f", "wall_ratio": ".2f", "cpu_ratio": ".2f"}
     rows = [
-        [name, str(figures["steps"]), *(cell(figures[key], form) for key, form in forms.items())]
-        for name, figures in results.items()
+        [name, str(result["steps"]), *(cell(result[key], form) for key, form in forms.items())]
+        for name, result in results.items()
     ]
-    report(chosen.out, {"threads": 1, **results}, HEADER, rows, readme(results))
+    report(chosen.out, figures, HEADER, rows, readme(figures))
 
 
 if __name__ == "__main__":
