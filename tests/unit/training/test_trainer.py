@@ -199,7 +199,7 @@ def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, 
     ],
 )
 def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(settings, kept, message, tmp_path, monkeypatch, caplog):
-    """The grace period of 60 seconds began 59.99 seconds before."""
+    """The grace period of 60 seconds began 60 seconds before."""
     caplog.set_level(logging.INFO, "mingpt_ddp")
     late = InterruptedAt(7, monkeypatch, seconds=60.0)
     settings = [*ALL, *settings, "snapshot.grace_seconds=60", "snapshot.background=false"]
