@@ -221,3 +221,22 @@ def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(SnapshotManager, "save", save)
     train(tmp_path, *ALL, "snapshot.every_steps=null")
     assert (tries, saved(tmp_path)) == ([12, 12], [12])
+
+
+def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
+    """A gradient is not finite once: the steps since the snapshot are repeated with the same weights and moments."""
+    losses: list[tuple[int, float]] = []
+    original = TrainStep.forward_backward
+
+    def forward_backward(train_step: TrainStep, number: int) -> Any:
+        result = original(train_step, number)
+        losses.append((number, float(result["loss"])))
+        if [step for step, _ in losses].count(7) == 1 and number == 7:
+            next(train_step.model.parameters()).grad.fill_(float("nan"))
+        return result
+
+    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")
+    repeated = [step for step, _ in losses].index(7) + 1
+    assert losses[repeated : repeated + 2] == losses[4:6], "steps 5 and 6, after the snapshot of step 4"
+    assert saved(tmp_path) == [4, 8, 12]
