@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import TINY
+from launching import TINY, committed
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
@@ -27,6 +28,7 @@ from mingpt_ddp.training.train_step import TrainStep
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [*TINY, "trainer.device=cpu", "trainer.eval_every=2", "trainer.min_delta=100", "optimizer.schedule_steps=12"]
+ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")  # snapshots are kept
 
 
 def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -> dict[str, Any]:
@@ -38,28 +40,28 @@ def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -
     return read_result(root / "run")
 
 
-def saved(root: Path) -> list[int]:
-    """Return the steps of the committed snapshots."""
-    return sorted(int(path.parent.name[5:]) for path in (root / "run" / "snapshots").glob("step_*/manifest.json"))
+def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
+    """Call `action` with the number of each step before its passes."""
+    original = TrainStep.forward_backward
 
+    def forward_backward(train_step: TrainStep, number: int) -> Any:
+        action(number)
+        return original(train_step, number)
 
-def state_of(root: Path, step: int) -> dict[str, Any]:
-    return json.loads((root / "run" / "snapshots" / f"step_{step:08d}" / "state.json").read_text())
+    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
 
 
 class InterruptedAt(SignalHandler):
-    """Has received SIGTERM before the end of a step, `seconds` ago."""
+    """Receives SIGTERM before a step's passes, and says that this was `seconds` earlier."""
 
     def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.0) -> None:
         super().__init__()
-        original = TrainStep.forward_backward
 
-        def forward_backward(train_step: TrainStep, number: int) -> Any:
+        def receive(number: int) -> None:
             if number == step:
                 self.signal_name, self.received_at = "SIGTERM", time.monotonic() - seconds
-            return original(train_step, number)
 
-        monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+        before_each_step(monkeypatch, receive)
 
 
 def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
@@ -106,9 +108,6 @@ def test_milestones_are_saved_and_kept(tmp_path):
     assert kept == ["step_00000005", "step_00000010", "step_00000012"]
 
 
-ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")
-
-
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
@@ -124,7 +123,7 @@ ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every
 def test_a_run_saves_when_the_configuration_says(settings, steps, tmp_path):
     overrides = [f"snapshot.{setting}" for setting in settings]
     train(tmp_path, *ALL, *overrides, "snapshot.background=false", "data.truncate=0.002")  # epochs of 4 steps
-    assert saved(tmp_path) == steps
+    assert committed(tmp_path / "run") == steps
 
 
 def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypatch, caplog):
@@ -138,20 +137,16 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
     monkeypatch.setattr(save_schedule, "FIRST_S", 0.0)
     monkeypatch.setattr(save_schedule, "best_interval", best_interval)
     train(tmp_path, *ALL, "snapshot.every_steps=auto", "snapshot.mtbf_hours=7", "snapshot.background=false")
-    assert saved(tmp_path) == [1, 2, 3, 4, 12], "the first snapshot has no cost yet, the fourth is followed by a pause"
+    assert committed(tmp_path / "run") == [1, 2, 3, 4, 12], (
+        "the first snapshot has no cost yet, the fourth is followed by a pause"
+    )
     assert all(0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < least_s < 60 for cost_s, mtbf_s, least_s in asked)
     assert "the next snapshot is due in 1000000.0 s" in caplog.text
 
 
 def test_a_foreground_save_is_durable_before_the_next_step(tmp_path, monkeypatch):
     seen = []
-    original = TrainStep.forward_backward
-
-    def forward_backward(train_step: TrainStep, number: int) -> Any:
-        seen.append(saved(tmp_path))
-        return original(train_step, number)
-
-    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    before_each_step(monkeypatch, lambda number: seen.append(committed(tmp_path / "run")))
     train(tmp_path, *ALL, "snapshot.every_steps=5", "snapshot.keep_every=3", "snapshot.background=false")
     assert seen == [[s for s in (3, 5, 6, 9, 10) if s < number] for number in range(1, 13)]
 
@@ -161,17 +156,14 @@ def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
     settings = [*ALL, "trainer.log_every=5", "trainer.ema=0.9", "model.dropout=0.1", "snapshot.background=false"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(whole, *settings)
-    original = TrainStep.forward_backward
 
-    def crash(train_step: TrainStep, number: int) -> Any:
+    def crash(number: int) -> None:
         if number == 10:
             raise ZeroDivisionError
-        return original(train_step, number)
 
-    monkeypatch.setattr(TrainStep, "forward_backward", crash)
-    with pytest.raises(ZeroDivisionError):
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        before_each_step(patched, crash)
         train(parts, *settings)
-    monkeypatch.setattr(TrainStep, "forward_backward", original)
     result = train(parts, *settings)
     logged = [read_history(root / "run" / "metrics.jsonl").series("train_loss") for root in (whole, parts)]
     assert [step for step, _ in logged[0]] == [5, 10, 12]
@@ -180,14 +172,14 @@ def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
     files = [{path.name: path.read_bytes() for path in directory.glob("*.safetensors")} for directory in last]
     assert len(files[0]) == 3
     assert files[0] == files[1]
-    state = state_of(parts, 12)["train_state"]
+    state = json.loads((last[1] / "state.json").read_text())["train_state"]
     assert 0 < state["stall_seconds"] < state["wall_seconds"] <= result["wall_seconds"]
 
 
 def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
     result = train(tmp_path, *ALL, interrupt=InterruptedAt(7, monkeypatch))
-    assert (result["status"], result["step"], saved(tmp_path)) == ("preempted", 7, [4, 7])
+    assert (result["status"], result["step"], committed(tmp_path / "run")) == ("preempted", 7, [4, 7])
     assert "preempted at step 7; rerun the same command to resume" in caplog.text
 
 
@@ -204,23 +196,23 @@ def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(settings, kept, m
     late = InterruptedAt(7, monkeypatch, seconds=60.0)
     settings = [*ALL, *settings, "snapshot.grace_seconds=60", "snapshot.background=false"]
     result = train(tmp_path, *settings, interrupt=late)
-    assert (result["status"], result["step"], saved(tmp_path)) == ("preempted", 7, kept)
+    assert (result["status"], result["step"], committed(tmp_path / "run")) == ("preempted", 7, kept)
     assert f"preempted at step 7 without time for a snapshot: {message}" in caplog.text
 
 
 def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
-    """Its first try fails at the end of the write, without a commit."""
+    """Nothing is committed by its first try."""
     tries = []
     original = SnapshotManager.save
 
     def save(manager: SnapshotManager, step: int, *rest: Any) -> None:
         tries.append(step)
-        if tries.count(12) != 1 or step != 12:
+        if len(tries) > 1:
             original(manager, step, *rest)
 
     monkeypatch.setattr(SnapshotManager, "save", save)
     train(tmp_path, *ALL, "snapshot.every_steps=null")
-    assert (tries, saved(tmp_path)) == ([12, 12], [12])
+    assert (tries, committed(tmp_path / "run")) == ([12, 12], [12])
 
 
 def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
@@ -231,12 +223,11 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
     def forward_backward(train_step: TrainStep, number: int) -> Any:
         result = original(train_step, number)
         losses.append((number, float(result["loss"])))
-        if [step for step, _ in losses].count(7) == 1 and number == 7:
+        if number == 7 and len(losses) == 7:
             next(train_step.model.parameters()).grad.fill_(float("nan"))
         return result
 
     monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
     train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")
-    repeated = [step for step, _ in losses].index(7) + 1
-    assert losses[repeated : repeated + 2] == losses[4:6], "steps 5 and 6, after the snapshot of step 4"
-    assert saved(tmp_path) == [4, 8, 12]
+    assert losses[7:9] == losses[4:6], "steps 5 and 6, after the snapshot of step 4"
+    assert committed(tmp_path / "run") == [4, 8, 12]
