@@ -12,7 +12,8 @@ import torch
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.schema import TrainerConfig
-from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, TokenWindows, plan_batches
+from mingpt_ddp.data import dataloader
+from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, TokenSplit, TokenWindows, plan_batches
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.errors import ConfigError, DataError
 
@@ -106,7 +107,11 @@ def test_the_shortest_text_that_fills_a_batch(stride):
         x, y = batch_of(make(TOKENS[:enough], stride, batch=2, seed=seed), 1)
         assert int(y.max()) < enough
         assert len(set(x[:, 0].tolist())) == 2
-    with pytest.raises(DataError, match=r"has 1 windows .*, fewer than trainer[.]batch_size=2"):
+    message = (
+        "^data error: the training text has 1 windows of data.block_size=8, fewer than trainer.batch_size=2; use a longer text, "
+        "a smaller batch or a smaller data.stride$"
+    )
+    with pytest.raises(DataError, match=message):
         make(TOKENS[: enough - 1], stride, batch=2)
 
 
@@ -150,6 +155,81 @@ def test_windows_are_gathered_for_every_dtype_and_device(dtype, resident):
     for part, first in zip(found, (starts, starts + 1), strict=True):
         assert part.tolist() == [tokens[start : start + 8].tolist() for start in first]
         assert part.dtype == torch.int64 and part.is_contiguous()
+
+
+def test_the_order_of_a_seed_never_changes():
+    """A resumed run continues the order of the version that started it."""
+    loader = TokenLoader(TOKENS, BLOCK, None, 2, 1337)
+    assert starts(loader, 0)[:6] == [122, 954, 298, 218, 578, 146]
+    assert starts(loader, 3)[:6] == [614, 766, 174, 558, 54, 102]
+    assert (loader.windows_per_epoch, loader.steps_per_epoch, loader.items_per_step) == (124, 62, 16)
+
+
+def test_steps_are_gathered_together_and_only_once(monkeypatch):
+    """As many as GATHER_TOKENS has room for, none of the next epoch; and a window of the order at a time."""
+    gathered: list[int] = []
+    permuted: list[list[int]] = []
+    gather, permute = TokenWindows.gather, dataloader.feistel_permute
+
+    def gather_counted(windows: TokenWindows, at: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        gathered.append(len(at))
+        return gather(windows, at)
+
+    def permute_counted(positions: np.ndarray, n: int, key: int) -> np.ndarray:
+        permuted.append([int(positions[0]), len(positions)])
+        return permute(positions, n, key)
+
+    monkeypatch.setattr(TokenWindows, "gather", gather_counted)
+    monkeypatch.setattr(dataloader, "feistel_permute", permute_counted)
+    monkeypatch.setattr(dataloader, "GATHER_TOKENS", 3 * (6 * BLOCK))  # 3 steps of a rank
+    monkeypatch.setattr(dataloader, "SHUFFLE_CHUNK", 40)
+    loader, plan = make(), BatchPlan(BATCH, 3, 2)
+    for step in range(1, 21):
+        for _ in range(2):
+            assert [micro.index for micro in loader.get_batch(step, plan, 1)] == [1, 3]
+    assert gathered == [18, 18, 18, 6] * 2, "10 steps an epoch"
+    assert permuted == [[0, 40], [36, 40], [72, 40], [108, 16]] * 2, "the last is up to the 124 windows"
+    monkeypatch.setattr(dataloader, "SHUFFLE_CHUNK", 36)
+    loader = make()
+    for rank in (0, 1):
+        loader.get_batch(1, plan, rank)
+    assert permuted[8:] == [[0, 36]]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_windows_are_gathered_on_their_device(resident):
+    windows = TokenWindows(TOKENS, BLOCK + 1, torch.device("meta"), resident)
+    x, y = windows.gather(np.arange(5))
+    assert (x.device.type, x.shape, y.device.type, y.shape) == ("meta", (5, BLOCK), "meta", (5, BLOCK))
+
+
+def test_the_batches_are_on_the_device_of_the_loader():
+    loader = TokenLoader(TOKENS, BLOCK, None, BATCH, 1, torch.device("meta"))
+    assert batch_of(loader, 1)[0].device.type == "meta"
+    assert batch_of(make(), 1)[0].device.type == "cpu"
+
+
+def test_an_evaluation_reads_batches_of_windows_and_the_rest(monkeypatch):
+    """Of 103 tokens, 12 windows of 8 and one of 6; batch i is for rank i mod world size."""
+    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 5 * BLOCK)
+    split = TokenSplit(TOKENS[:103], BLOCK, torch.device("cpu"))
+    assert len(split) == 4
+    found = [list(split.batches(rank, 3)) for rank in range(3)]
+    assert [[tuple(x.shape) for x, _ in batches] for batches in found] == [[(5, 8), (1, 6)], [(5, 8)], [(2, 8)]]
+    order = [found[0][0], found[1][0], found[2][0], found[0][1]]
+    assert torch.cat([x.flatten() for x, _ in order]).tolist() == list(range(102))
+    assert all(torch.equal(y, x + 1) for x, y in order)
+
+
+def test_a_sampled_evaluation_never_changes(monkeypatch):
+    """Results of different versions compare."""
+    split = TokenSplit(TOKENS, BLOCK, torch.device("meta"), windows=5)
+    ((x, _),) = split.batches(0, 1)
+    assert (x.device.type, tuple(x.shape)) == ("meta", (5, BLOCK))
+    ((x, _),) = TokenSplit(TOKENS, BLOCK, torch.device("cpu"), windows=5).batches(0, 1)
+    assert x[:, 0].tolist() == [208, 400, 680, 912, 968]
+    monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 1)
+    assert len(TokenSplit(TOKENS, BLOCK, torch.device("cpu"), windows=5)) == 5
 
 
 def plan_of(trainer: TrainerConfig, world_size: int, kept: int | None = None, sync: bool = False) -> BatchPlan:
@@ -261,7 +341,12 @@ def test_the_snapshot_keeps_the_micro_batch_size(trainer):
 )
 def test_more_ranks_than_micro_batches_names_valid_world_sizes(trainer, micro, kept, world_size, most):
     config = replace(trainer, micro_batch_size=micro)
-    with pytest.raises(ConfigError, match=rf"for {world_size} ranks; use at most {most} ranks"):
+    size = micro or kept or 1
+    message = (
+        f"trainer.batch_size=12 makes {most} micro-batches of {size} for {world_size} ranks; use at most {most} ranks, "
+        "or a new run with a larger batch or smaller micro-batches"
+    )
+    with pytest.raises(ConfigError, match=f"^config error: {message}$"):
         plan_of(config, world_size, kept)
     for fewer in range(1, most + 1):
         assert plan_of(config, fewer, kept).n_micro >= fewer
@@ -275,5 +360,21 @@ def test_synchronized_batch_normalization_takes_one_micro_batch_per_rank(trainer
 
 @pytest.mark.parametrize(("micro", "world_size"), [(None, 5), (None, 7), (3, 2)])
 def test_synchronized_batch_normalization_refuses_unequal_ranks(trainer, micro, world_size):
-    with pytest.raises(ConfigError, match=r"ddp.sync_batchnorm=true needs one micro-batch per rank"):
+    message = (
+        "ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size=12 a multiple of the "
+        f"{world_size} ranks, and trainer.micro_batch_size=null"
+    )
+    with pytest.raises(ConfigError, match=f"^config error: {message}$"):
         plan_of(replace(trainer, micro_batch_size=micro), world_size, sync=True)
+
+
+def test_cuda_graphs_take_one_micro_batch(trainer):
+    graphs = replace(trainer, compile="cuda_graphs")
+    assert plan_of(graphs, 1).n_micro == 1
+    message = (
+        "trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size=12 makes 2 of 6 sequences; "
+        "use trainer.compile=true"
+    )
+    for world_size in (1, 2):
+        with pytest.raises(ConfigError, match=f"^config error: {message}$"):
+            plan_of(replace(graphs, micro_batch_size=6), world_size)

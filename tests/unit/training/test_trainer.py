@@ -200,6 +200,18 @@ def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(settings, kept, m
     assert f"preempted at step 7 without time for a snapshot: {message}" in caplog.text
 
 
+@pytest.mark.parametrize(("durable_s", "kept"), [(None, [4, 7]), (38.0, [4, 7]), (42.0, [4])])
+def test_a_signal_saves_if_a_save_fits_the_grace_period(durable_s, kept, tmp_path, monkeypatch):
+    """20 of its 60 seconds have passed; a storage with a fallback may use half of what is left."""
+    allowed: list[float] = []
+    monkeypatch.setattr(SnapshotManager, "durable_s", property(lambda _: durable_s, lambda *_: None), raising=False)
+    monkeypatch.setattr(SnapshotManager, "set_deadline", lambda _, seconds: allowed.append(seconds))
+    settings = [*ALL, "snapshot.grace_seconds=60", "snapshot.background=false"]
+    result = train(tmp_path, *settings, interrupt=InterruptedAt(7, monkeypatch, seconds=20.0))
+    assert (result["status"], committed(tmp_path / "run")) == ("preempted", kept)
+    assert allowed == [pytest.approx(20, abs=2)]
+
+
 def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
     """Nothing is committed by its first try."""
     tries = []
