@@ -108,8 +108,8 @@ def test_the_shortest_text_that_fills_a_batch(stride):
         assert int(y.max()) < enough
         assert len(set(x[:, 0].tolist())) == 2
     message = (
-        "^data error: the training text has 1 windows of data.block_size=8, fewer than trainer.batch_size=2; use a longer text, "
-        "a smaller batch or a smaller data.stride$"
+        "^data error: the training text has 1 windows of data.block_size=8, fewer than trainer.batch_size=2; "
+        "use a longer text, a smaller batch or a smaller data.stride$"
     )
     with pytest.raises(DataError, match=message):
         make(TOKENS[: enough - 1], stride, batch=2)
