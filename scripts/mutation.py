@@ -4,6 +4,7 @@ All mutants of the snapshot format and store, the loader and the schedules, and 
 group. Prints the score and what survived; `mutmut show NAME` prints a mutant.
 """
 
+import gc
 import json
 import os
 import random
@@ -11,11 +12,29 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 LANES = os.environ.get("LANES", "2")
 SAMPLED, SAMPLE = "mingpt_ddp/distributed/process_group.py", 100
 KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
 TARGET = 0.85
+
+
+# mutmut forks a process per mutant from one that has collected the tests; this file is a plugin of pytest there.
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    """Run the fastest tests first: the first one that fails kills the mutant."""
+    if (stats := Path("mutmut-stats.json")).exists():
+        seconds = json.loads(stats.read_text())["duration_by_test"]
+        items.sort(key=lambda item: seconds.get(item.nodeid, 0))
+
+
+def pytest_sessionfinish() -> None:
+    """Import once for all mutants what torch imports late, and spare the forks the collection of what is there."""
+    import torch._dynamo  # noqa: F401
+
+    gc.freeze()
 
 
 def results() -> dict[str, dict[str, int | None]]:
@@ -32,6 +51,7 @@ def results() -> dict[str, dict[str, int | None]]:
 
 def main() -> None:
     """Run what has not been run; exit with 1 below the target."""
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     mutmut = [str(Path(sys.executable).parent / "mutmut"), "run", f"--max-children={LANES}"]
     if not results():
         subprocess.run([*mutmut, "mingpt_ddp.optim.lr_schedule*"], check=True)

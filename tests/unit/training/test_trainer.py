@@ -18,6 +18,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics import processor
 from mingpt_ddp.metrics.jsonl import read_history
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
@@ -28,7 +29,14 @@ from mingpt_ddp.training.train_step import TrainStep
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [*TINY, "trainer.device=cpu", "trainer.eval_every=2", "trainer.min_delta=100", "optimizer.schedule_steps=12"]
+pytestmark = pytest.mark.usefixtures("quick")
 ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")  # snapshots are kept
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Do not measure the matmul rate, which takes as long as training."""
+    monkeypatch.setattr(processor, "measured_matmul_flops", lambda *_: 1e9)
 
 
 def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -> dict[str, Any]:
