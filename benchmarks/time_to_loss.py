@@ -16,6 +16,8 @@ experiment, or from --long-steps.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import subprocess
@@ -51,7 +53,8 @@ class Run:
 
 
 def timed(command: list[str], cwd: Path, threads: int = 1) -> tuple[float, float]:
-    """Return wall and CPU seconds of a process with its children."""
+    """Return wall and CPU seconds of a process with its descendants, which this process adopts to count them."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
     begin = time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, cwd=cwd, env=environment(threads), stdout=output, stderr=subprocess.STDOUT)
@@ -61,7 +64,11 @@ def timed(command: list[str], cwd: Path, threads: int = 1) -> tuple[float, float
         if process.returncode:
             output.seek(0)
             raise RuntimeError(f"{' '.join(command)} failed:\n{output.read()[-2000:]}")
-    return wall, usage.ru_utime + usage.ru_stime
+    used = [usage]
+    with contextlib.suppress(ChildProcessError):  # no more
+        while True:
+            used.append(os.wait4(-1, 0)[2])
+    return wall, sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def nanogpt(copy: Path, steps: int, cores: int) -> Run:
@@ -78,8 +85,8 @@ def ours(experiment: str, text: Path, cores: int, extra: list[str]) -> Run:
     """Train in a new directory, with empty caches: a process of one thread per core."""
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         where = [*path_overrides(text, Path(directory)), "run.name=run"]
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={cores}"] if cores > 1 else []
-        command = [sys.executable, *launcher, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
+        extra = [f"ddp.nproc_per_node={cores}", *extra] if cores > 1 else extra
+        command = [sys.executable, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
         wall, cpu = timed([*command, *where, *extra], Path(directory))
         result = json.loads((Path(directory) / "runs" / "run" / "result.json").read_text())
     return Run(result["step"], result["val_loss"], wall, cpu)
