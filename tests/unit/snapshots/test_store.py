@@ -6,9 +6,9 @@ import ast
 import hashlib
 import json
 import logging
-import re
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
