@@ -24,12 +24,16 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
+    MIN_SHARD_BYTES,
     MODEL,
     OPTIMIZER,
     STATE,
     CorruptSnapshotError,
     Snapshot,
+    decode_manifest,
     directory_name,
+    encode_manifest,
+    shard_tensors,
     step_of,
 )
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -327,6 +331,32 @@ def test_a_manifest_that_describes_something_else(values, store, warnings):
     assert store.read_latest().step == 4
     (warning,) = warnings
     assert re.search(r"manifest.json (is damaged|does not describe step 8 in format 2)$", warning)
+
+
+SHARDS = ["model-0000{}-of-00002.safetensors", "optimizer-0000{}-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize("ema", [[], ["ema-0000{}-of-00002.safetensors"]])
+def test_a_manifest_lists_all_shards_of_every_kind(ema):
+    names = [STATE, *(name.format(shard) for name in SHARDS + ema for shard in (1, 2))]
+    files = {name: {"bytes": 1, "sha256": "0"} for name in names}
+    assert decode_manifest(encode_manifest(8, files), 8) == files
+    for missing in names:
+        with pytest.raises(CorruptSnapshotError):
+            decode_manifest(encode_manifest(8, {name: files[name] for name in names if name != missing}), 8)
+
+
+def test_tensors_are_assigned_to_the_least_loaded_writer():
+    """No more shards than are worth their requests: 3 for 3.5 times the least size."""
+    sizes = {"a": 1.5, "b": 1.0, "c": 0.75, "d": 0.25}
+    named = {name: torch.empty(int(size * MIN_SHARD_BYTES), dtype=torch.uint8) for name, size in sizes.items()}
+    files = shard_tensors({"model": named, "optimizer": {}}, writers=7)
+    assert [sorted(shard[f"model-0000{i}-of-00003.safetensors"]) for i, shard in enumerate(files, 1)] == [
+        ["a"],
+        ["b"],
+        ["c", "d"],
+    ]
+    assert [len(shard_tensors({"model": named}, writers)) for writers in (0, 1, 2, 3, 4)] == [1, 1, 2, 3, 3]
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 2}'])
