@@ -1,0 +1,169 @@
+"""What reading a snapshot takes of a storage and of the memory, and what its errors say."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from snapshot_helpers import commit, small_snapshot
+
+from mingpt_ddp.errors import StorageUnavailableError
+from mingpt_ddp.snapshots import store as store_module
+from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, CorruptSnapshotError, encode_manifest
+from mingpt_ddp.snapshots.pieces import read_rows
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.remote import StorageError
+
+DIRECTORY = "step_00000008"
+
+
+@pytest.fixture
+def store(tmp_path) -> SnapshotStore:
+    store = SnapshotStore(str(tmp_path))
+    commit(store, small_snapshot(8))
+    return store
+
+
+@pytest.fixture
+def reads(store, monkeypatch) -> list[tuple[str, int, int]]:
+    """The name, the size and the start of each read."""
+    chunks, found = store.storage.chunks, []
+
+    def record(name: str, size: int, start: int = 0) -> Any:
+        found.append((name.removeprefix(f"{DIRECTORY}/"), size, start))
+        return chunks(name, size, start)
+
+    monkeypatch.setattr(store.storage, "chunks", record)
+    return found
+
+
+def length_of(store: SnapshotStore, name: str) -> int:
+    return Path(store.url, DIRECTORY, name).stat().st_size
+
+
+def test_the_index_of_a_snapshot_finds_its_tensors(store):
+    written = small_snapshot(8)
+    found = store.read(8, whole=False)
+    assert (found.step, found.model, found.optimizer, found.ema, found.state) == (8, {}, {}, {}, written.state)
+    assert found.index["url"] == store.url
+    for kind in ("model", "optimizer"):
+        assert found.index[kind].keys() == getattr(written, kind).keys()
+    weight = read_rows(store.storage, DIRECTORY, found.index["model"]["weight"], 1, 4)
+    assert torch.equal(weight, written.model["weight"][1:4])
+    of_model = store.read(8, ("model",), whole=False).index
+    assert (of_model["model"], of_model["optimizer"], of_model["ema"]) == (found.index["model"], {}, {})
+
+
+def test_the_index_takes_the_headers_alone(store, reads, monkeypatch):
+    """And as few of their bytes as files that lie about their length have."""
+    files = store.files(8, ("model",))
+    reads.clear()
+    store._index(8, {MODEL: files[MODEL]})
+    header = int.from_bytes(Path(store.url, DIRECTORY, MODEL).read_bytes()[:8], "little")
+    assert reads == [(MODEL, 8, 0), (MODEL, header, 8)]
+    for content, length in ((b"\xff" * 20, 12), (b"\xff" * 5, 0), (b"\xff" * 4096, 4088), (b"\xff" * 9999, 5000)):
+        store.storage.write(f"{DIRECTORY}/{MODEL}", content)
+        reads.clear()
+        with monkeypatch.context() as patched, pytest.raises(ValueError):
+            patched.setattr(store_module, "MAX_HEADER_BYTES", 5000)
+            store._index(8, {MODEL: {"bytes": len(content)}})
+        assert reads == [(MODEL, min(8, len(content)), 0), (MODEL, length, 8)]
+
+
+def test_files_larger_than_a_chunk_are_read_whole(store, monkeypatch):
+    written = small_snapshot(8)
+    monkeypatch.setattr("mingpt_ddp.storage.storage.CHUNK", 7)
+    found = store.read(8)
+    assert torch.equal(found.model["weight"], written.model["weight"])
+    assert found.state == written.state
+    index = store._index(8, {MODEL: store.files(8)[MODEL]})
+    assert index["model"].keys() == written.model.keys()
+
+
+def test_a_snapshot_may_take_half_of_the_memory(store, monkeypatch):
+    """It is held as bytes and as tensors."""
+    least = 2 * (length_of(store, MODEL) + length_of(store, OPTIMIZER))
+    monkeypatch.setattr(store_module, "installed_memory", lambda: least)
+    assert store.read(8).step == 8
+    monkeypatch.setattr(store_module, "installed_memory", lambda: least - 1)
+    with pytest.raises(CorruptSnapshotError, match=r"^it is larger than the memory of this machine$"):
+        store.read(8)
+    assert store.read(8, ()).step == 8
+
+
+def test_a_storage_that_does_not_respond_is_not_damage(store, monkeypatch):
+    def refuse(*_: Any) -> Any:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(store.storage, "chunks", refuse)
+    with pytest.raises(
+        StorageUnavailableError, match=r"^storage error: cannot read the snapshot of step 8: no answer$"
+    ):
+        store.read(8)
+    monkeypatch.setattr(store.storage, "list", refuse)
+    with pytest.raises(StorageUnavailableError, match=r"^storage error: cannot list snapshots at .*: no answer$"):
+        store.steps()
+    monkeypatch.setattr(store.storage, "size", refuse)
+    with pytest.raises(StorageError):
+        store.is_committed(8)
+
+
+def test_an_unreadable_file_is_damage(store, monkeypatch):
+    def refuse(*_: Any) -> Any:
+        raise OSError("bad sector")
+
+    monkeypatch.setattr(store.storage, "chunks", refuse)
+    with pytest.raises(CorruptSnapshotError, match=rf"^{MANIFEST} cannot be read: bad sector$"):
+        store.read(8)
+    monkeypatch.setattr(store.storage, "size", refuse)
+    assert not store.is_committed(8)
+
+
+def test_verification_reports_its_progress(store):
+    seen: list[int] = []
+    files = store.verify(8, seen.append)
+    assert seen == [file["bytes"] for file in files.values()]
+    assert files.keys() == {MODEL, OPTIMIZER, STATE}
+
+
+def test_a_header_of_another_size_is_damage(store):
+    """Though all digests match."""
+    files = store.files(8)
+    content = Path(store.url, DIRECTORY, MODEL).read_bytes() + b"\0"
+    files[MODEL] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    store.write_files(8, {MODEL: content, MANIFEST: encode_manifest(8, files)})
+    with pytest.raises(CorruptSnapshotError, match=rf"^{MODEL} has another size than its header says$"):
+        store.verify(8)
+
+
+def test_a_tensor_in_two_files_is_refused(store):
+    files = store.files(8)
+    shards = {f"{kind}-0000{n}-of-00002.safetensors": kind for kind in ("model", "optimizer") for n in (1, 2)}
+    contents = {name: Path(store.url, DIRECTORY, f"{kind}.safetensors").read_bytes() for name, kind in shards.items()}
+    listed = store.write_files(8, contents) | {STATE: files[STATE]}
+    store.write_files(8, {MANIFEST: encode_manifest(8, listed)})
+    for whole in (True, False):
+        with pytest.raises(CorruptSnapshotError, match=r"^cannot be parsed: .* in two files$"):
+            store.read(8, whole=whole)
+
+
+def test_a_file_that_differs_is_named(store):
+    state = Path(store.url, DIRECTORY, STATE)
+    content = state.read_bytes()
+    state.write_bytes(content.replace(b"1.5", b"1.6"))
+    with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} has other content than was written$"):
+        store.read_metadata(8)
+    state.write_bytes(content[:-1])
+    with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} is missing or has another size$"):
+        store.read_metadata(8)
+    state.write_bytes(content)
+    listed = store.files(8)
+    files = store.write_files(8, {STATE: b"{"})
+    with pytest.raises(OSError, match=rf"^{MODEL} is missing or has another size than was written$"):
+        store.make_manifest(8, files | {MODEL: {"bytes": 1}})
+    store.write_files(8, {MANIFEST: encode_manifest(8, listed | files)})
+    with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} cannot be parsed$"):
+        store.read_metadata(8)
