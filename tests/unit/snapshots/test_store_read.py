@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import pytest
 import torch
 from snapshot_helpers import commit, small_snapshot
 
-from mingpt_ddp.errors import StorageUnavailableError
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import store as store_module
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, CorruptSnapshotError, encode_manifest
 from mingpt_ddp.snapshots.pieces import read_rows
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.remote import StorageError
 
+EMA = "ema.safetensors"
 DIRECTORY = "step_00000008"
 
 
@@ -83,6 +86,40 @@ def test_files_larger_than_a_chunk_are_read_whole(store, monkeypatch):
     assert index["model"].keys() == written.model.keys()
 
 
+def test_the_model_alone_is_its_averaged_weights(store):
+    whole = small_snapshot(9)
+    averaged = {name: tensor / 2 for name, tensor in whole.model.items()}
+    commit(store, replace(whole, ema=averaged))
+    assert store.files(9, ("model",)).keys() == {EMA, STATE}
+    assert store.files(9).keys() == {MODEL, OPTIMIZER, EMA, STATE}
+    for kinds, model, ema in (
+        (("model",), averaged, averaged),
+        (("model", "optimizer"), whole.model, {}),
+        (("model", "optimizer", "ema"), whole.model, averaged),
+    ):
+        found = store.read(9, kinds)
+        assert found.model.keys() == model.keys() and found.ema.keys() == ema.keys()
+        assert all(torch.equal(found.model[name], tensor) for name, tensor in model.items())
+    newest = store.newest_state()
+    assert newest is not None
+    assert (newest.step, newest.model, newest.optimizer, newest.ema) == (9, {}, {}, {})
+
+
+def test_what_is_ignored_is_logged(store, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    for step in (9, 10):
+        commit(store, small_snapshot(step))
+    store.storage.delete(f"step_00000010/{MANIFEST}")
+    store.storage.delete(f"step_00000009/{MODEL}")
+    found = store.read_latest(whole=False)
+    assert found is not None
+    assert (found.step, found.index["url"]) == (8, store.url)
+    assert caplog.messages == [
+        f"{store.url}/step_00000010 was never finished and is ignored",
+        f"damaged snapshot {store.url}/step_00000009 is ignored: {MODEL} is missing or has another size",
+    ]
+
+
 def test_a_snapshot_may_take_half_of_the_memory(store, monkeypatch):
     """It is held as bytes and as tensors."""
     least = 2 * (length_of(store, MODEL) + length_of(store, OPTIMIZER))
@@ -109,6 +146,17 @@ def test_a_storage_that_does_not_respond_is_not_damage(store, monkeypatch):
     monkeypatch.setattr(store.storage, "size", refuse)
     with pytest.raises(StorageError):
         store.is_committed(8)
+
+
+@pytest.mark.parametrize(("error", "reason"), [(OSError("no\n way"), "no way"), (OSError(), "OSError")])
+def test_a_url_that_cannot_be_listed_is_refused(store, error, reason, monkeypatch):
+    def refuse() -> Any:
+        raise error
+
+    monkeypatch.setattr(store.storage, "list", refuse)
+    with pytest.raises(SnapshotError) as refused:
+        store.steps()
+    assert str(refused.value) == f"snapshot error: cannot list snapshots at {store.url}: {reason}"
 
 
 def test_an_unreadable_file_is_damage(store, monkeypatch):
