@@ -194,6 +194,9 @@ def test_steps_are_gathered_together_and_only_once(monkeypatch):
     for rank in (0, 1):
         loader.get_batch(1, plan, rank)
     assert permuted[8:] == [[0, 36]]
+    monkeypatch.setattr(dataloader, "GATHER_TOKENS", 1)
+    loader.get_batch(9, plan, 1)
+    assert gathered[-1] == 6, "at least one step"
 
 
 @pytest.mark.parametrize("resident", [True, False])
