@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from launching import TINY, committed
 from multiprocess.ranks import configure
 
@@ -17,15 +18,18 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, StorageUnavailableError, TrainingError
 from mingpt_ddp.metrics import processor
 from mingpt_ddp.metrics.jsonl import read_history
+from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import save_schedule
+from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.weight_average import WeightAverage
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [*TINY, "trainer.device=cpu", "trainer.eval_every=2", "trainer.min_delta=100", "optimizer.schedule_steps=12"]
@@ -188,7 +192,7 @@ def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, 
     caplog.set_level(logging.INFO, "mingpt_ddp")
     result = train(tmp_path, *ALL, interrupt=InterruptedAt(7, monkeypatch))
     assert (result["status"], result["step"], committed(tmp_path / "run")) == ("preempted", 7, [4, 7])
-    assert "preempted at step 7; rerun the same command to resume" in caplog.text
+    assert "preempted at step 7; rerun the same command to resume" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -205,19 +209,77 @@ def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(settings, kept, m
     settings = [*ALL, *settings, "snapshot.grace_seconds=60", "snapshot.background=false"]
     result = train(tmp_path, *settings, interrupt=late)
     assert (result["status"], result["step"], committed(tmp_path / "run")) == ("preempted", 7, kept)
-    assert f"preempted at step 7 without time for a snapshot: {message}" in caplog.text
+    assert f"preempted at step 7 without time for a snapshot: {message}" in caplog.messages
 
 
 @pytest.mark.parametrize(("durable_s", "kept"), [(None, [4, 7]), (38.0, [4, 7]), (42.0, [4])])
 def test_a_signal_saves_if_a_save_fits_the_grace_period(durable_s, kept, tmp_path, monkeypatch):
     """20 of its 60 seconds have passed; a storage with a fallback may use half of what is left."""
     allowed: list[float] = []
+    saves: list[int] = []
+    waits: list[float] = []
+    original_save, original_wait = SnapshotManager.save, SnapshotManager.wait
+
+    def save(manager: SnapshotManager, step: int, *rest: Any) -> None:
+        saves.append(step)
+        assert saves.count(7) < 2
+        original_save(manager, step, *rest)
+
+    def wait(manager: SnapshotManager, until: float | None = None) -> bool:
+        if allowed:
+            assert until is not None
+            waits.append(until - time.monotonic())
+        return original_wait(manager, until)
+
     monkeypatch.setattr(SnapshotManager, "durable_s", property(lambda _: durable_s, lambda *_: None), raising=False)
     monkeypatch.setattr(SnapshotManager, "set_deadline", lambda _, seconds: allowed.append(seconds))
-    settings = [*ALL, "snapshot.grace_seconds=60", "snapshot.background=false"]
+    monkeypatch.setattr(SnapshotManager, "save", save)
+    monkeypatch.setattr(SnapshotManager, "wait", wait)
+    settings = [*ALL, "snapshot.grace_seconds=60"]
     result = train(tmp_path, *settings, interrupt=InterruptedAt(7, monkeypatch, seconds=20.0))
     assert (result["status"], committed(tmp_path / "run")) == ("preempted", kept)
     assert allowed == [pytest.approx(20, abs=2)]
+    assert waits == [pytest.approx(40, abs=2)] * len(kept)
+
+
+def test_a_storage_that_is_away_does_not_hide_a_signal(tmp_path, monkeypatch, caplog):
+    def refuse(manager: SnapshotManager, until: float | None = None) -> bool:
+        raise StorageUnavailableError("no answer")
+
+    original = SnapshotManager.set_deadline
+
+    def set_deadline(manager: SnapshotManager, seconds: float) -> None:
+        monkeypatch.setattr(SnapshotManager, "wait", refuse)
+        original(manager, seconds)
+
+    monkeypatch.setattr(SnapshotManager, "set_deadline", set_deadline)
+    settings = [*ALL, "snapshot.background=false"]
+    result = train(tmp_path, *settings, interrupt=InterruptedAt(7, monkeypatch))
+    assert (result["status"], committed(tmp_path / "run")) == ("preempted", [4])
+    assert "preempted at step 7 without time for a snapshot: the last one is of step 4" in caplog.messages
+
+
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
+    """Where no step is checked, as on a GPU."""
+    original = AnomalyPolicy.__init__
+
+    def init(policy: AnomalyPolicy, context: Any) -> None:
+        original(policy, context)
+        policy.checks_every_step = False
+
+    def spoil(train_step: TrainStep, number: int) -> torch.Tensor:
+        norm = clip(train_step)
+        return norm * float("inf") if number == 8 else norm
+
+    monkeypatch.setattr(AnomalyPolicy, "__init__", init)
+    clip = TrainStep.clip_grad_norm
+    seen: list[int] = []
+    before_each_step(monkeypatch, seen.append)
+    monkeypatch.setattr(TrainStep, "clip_grad_norm", lambda step: spoil(step, seen[-1]))
+    message = r"step 8 or one shortly before it has loss \d.* and gradient norm inf; run again with a lower"
+    with pytest.raises(TrainingError, match=message):
+        train(tmp_path, *ALL, "trainer.log_every=100", "snapshot.background=false")
+    assert committed(tmp_path / "run") == [4]
 
 
 def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
@@ -247,7 +309,17 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
             next(train_step.model.parameters()).grad.fill_(float("nan"))
         return result
 
+    averages: list[bool] = []
+    original_restore = save_schedule.restore
+
+    def restore(found: Snapshot, model: Any, optimizer: Any, scaler: Any, average: WeightAverage) -> TrainState:
+        state = original_restore(found, model, optimizer, scaler, average)
+        averages.append(all(torch.equal(found.ema[name], each) for name, each in average.state()["ema"].items()))
+        return state
+
     monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    monkeypatch.setattr(save_schedule, "restore", restore)
     train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")
+    assert averages == [True]
     assert losses[7:9] == losses[4:6], "steps 5 and 6, after the snapshot of step 4"
     assert committed(tmp_path / "run") == [4, 8, 12]
