@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import save_schedule
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.run import run
+from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.weight_average import WeightAverage
@@ -148,12 +150,50 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
 
     monkeypatch.setattr(save_schedule, "FIRST_S", 0.0)
     monkeypatch.setattr(save_schedule, "best_interval", best_interval)
+    begin = time.perf_counter()
     train(tmp_path, *ALL, "snapshot.every_steps=auto", "snapshot.mtbf_hours=7", "snapshot.background=false")
+    elapsed = time.perf_counter() - begin
     assert committed(tmp_path / "run") == [1, 2, 3, 4, 12], (
         "the first snapshot has no cost yet, the fourth is followed by a pause"
     )
     assert all(0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < least_s < 60 for cost_s, mtbf_s, least_s in asked)
-    assert "the next snapshot is due in 1000000.0 s" in caplog.text
+    assert sum(cost_s for cost_s, _, _ in asked) < elapsed
+    logged = [record for record in caplog.records if "is due in" in record.getMessage()]
+    assert logged[-1].getMessage() == "the next snapshot is due in 1000000.0 s"
+    assert all(record.__dict__["file_only"] for record in logged)
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "every_minutes", "elapsed", "is_due"),
+    [
+        ("auto", None, 29.0, False),
+        ("auto", None, 30.0, True),
+        ("auto", 2.0, 29.0, False),
+        (None, 2.0, 119.0, False),
+        (None, 2.0, 120.0, True),
+        (7, None, 1e6, False),
+    ],
+)
+def test_a_snapshot_is_due_by_the_clock(every_steps, every_minutes, elapsed, is_due, monkeypatch):
+    schedule = object.__new__(SaveSchedule)
+    schedule.config = SimpleNamespace(every_steps=every_steps, every_minutes=every_minutes)
+    schedule._since, schedule._interval_s = 1000.0, 30.0
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0 + elapsed)
+    assert schedule.is_due() is is_due
+
+
+def test_a_save_that_is_due_starts_when_the_one_in_progress_has_finished(tmp_path, monkeypatch):
+    """It is asked at every step, without waiting for a slow one."""
+    original = SnapshotManager.wait
+    seen: list[int] = []
+
+    def wait(manager: SnapshotManager, until: float | None = None) -> bool:
+        return original(manager, until) and not (until is not None and seen[-1] in (5, 6))
+
+    before_each_step(monkeypatch, seen.append)
+    monkeypatch.setattr(SnapshotManager, "wait", wait)
+    train(tmp_path, *ALL, "snapshot.every_steps=5", "snapshot.background=false")
+    assert committed(tmp_path / "run") == [7, 10, 12]
 
 
 def test_a_foreground_save_is_durable_before_the_next_step(tmp_path, monkeypatch):
@@ -176,7 +216,10 @@ def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
         before_each_step(patched, crash)
         train(parts, *settings)
+    begin = time.perf_counter()
+    before_each_step(monkeypatch, lambda _: time.sleep(0.02))
     result = train(parts, *settings)
+    elapsed = time.perf_counter() - begin
     logged = [read_history(root / "run" / "metrics.jsonl").series("train_loss") for root in (whole, parts)]
     assert [step for step, _ in logged[0]] == [5, 10, 12]
     assert logged[0] == logged[1]
@@ -186,6 +229,8 @@ def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
     assert files[0] == files[1]
     state = json.loads((last[1] / "state.json").read_text())["train_state"]
     assert 0 < state["stall_seconds"] < state["wall_seconds"] <= result["wall_seconds"]
+    first = json.loads((last[1].parent / "step_00000008" / "state.json").read_text())["train_state"]["wall_seconds"]
+    assert 0.08 < state["wall_seconds"] - first < elapsed, "four steps"
 
 
 def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, caplog):
