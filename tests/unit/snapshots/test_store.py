@@ -480,6 +480,17 @@ def test_damaged_snapshots_do_not_count_as_kept(store):
     assert [step for step in store.steps() if step != 12] == [8, 16]
 
 
+def test_a_damaged_snapshot_that_is_saved_again_is_kept(store):
+    for step in (4, 8):
+        commit(store, small_snapshot(step))
+    store.storage.write(f"{directory_name(8)}/{MODEL}", b"")
+    assert store.read_latest().step == 4
+    for step in (8, 12):
+        commit(store, small_snapshot(step))
+    store.prune(keep_last=2, best=None, newest=12)
+    assert store.steps() == [8, 12]
+
+
 # Any single damage, at the level of bytes. Every part of a divided snapshot is a file of its own.
 
 Bytes = dict[str, bytes]  # by file name
