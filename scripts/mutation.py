@@ -58,8 +58,9 @@ def main() -> None:
     mutmut = [str(Path(sys.executable).parent / "mutmut"), "run", f"--max-children={LANES}"]
     if not results():
         subprocess.run([*mutmut, "mingpt_ddp.optim.lr_schedule*"], check=True)
-    if left := [name for codes in results().values() for name, code in codes.items() if code is None]:
-        subprocess.run([*mutmut, *left], check=True)
+    for _ in range(2):  # mutmut forgets all results if its settings or the tests have changed
+        if left := [name for codes in results().values() for name, code in codes.items() if code is None]:
+            subprocess.run([*mutmut, *left], check=True)
     total: Counter[bool] = Counter()
     for file, codes in results().items():
         killed = Counter(code in KILLED for code in codes.values())
