@@ -4,6 +4,7 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -11,6 +12,8 @@ from forked import shorten_samples
 from launching import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
     directory = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)

@@ -30,9 +30,10 @@ def test_the_span_starts_after_the_warm_up_and_ends_the_trainer(stopwatch, tmp_p
 
 
 def test_workers_are_counted_and_killed(stopwatch, tmp_path):
-    worker = f"held = bytearray(b'x') * 50_000_000\nwhile True:\n {BUSY}"
+    worker = f"held = bytearray(b'x') * 50_000_000\nopen('held', 'w').close()\nwhile True:\n {BUSY}"
     code = f"child = subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True)\n"
     code += "open('pid', 'w').write(str(child.pid))\n"
+    code += "while not os.path.exists('held'):\n time.sleep(0.1)\n"
     code += "for step in range(10**9):\n time.sleep(0.1)\n print('step', step)"
     pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (5, 5))
     assert pace.peak_mb > 55
