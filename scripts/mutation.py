@@ -2,6 +2,8 @@
 
 All mutants of the snapshot format and store, the loader and the schedules, and a seeded sample of those of the process
 group. Prints the score and what survived; `mutmut show NAME` prints a mutant.
+
+mutmut forks a process per mutant from one that has collected the tests; there this file is a plugin of pytest.
 """
 
 import gc
@@ -18,9 +20,6 @@ LANES = os.environ.get("LANES", "2")
 SAMPLED, SAMPLE = "mingpt_ddp/distributed/process_group.py", 100
 KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
 TARGET = 0.85
-
-
-# mutmut forks a process per mutant from one that has collected the tests; this file is a plugin of pytest there.
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
