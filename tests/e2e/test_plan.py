@@ -26,7 +26,8 @@ def test_a_plan_as_text_and_json(tmp_path):
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
     assert (values["length"]["steps"], values["snapshots"]["count"], values["time"]["evaluations"]) == (12, 3, 2)
-    assert values["doubts"] == []
+    measured = ("a snapshot takes ", "evaluations take ")  # these depend on the machine, the steps are so short
+    assert [doubt for doubt in values["doubts"] if not doubt.startswith(measured)] == []
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run directory"
 
 
