@@ -6,15 +6,21 @@ torch is not imported here, so that child processes do not inherit its peak memo
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
+import math
 import multiprocessing
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
@@ -55,6 +61,40 @@ def environment(threads: int = 1) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)}
     count = str(threads)
     return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
+
+
+def children_cpu_seconds() -> float:
+    """Return user and system time of all child processes that have been waited for, with their descendants'."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, float]:
+    """Return wall seconds of a command and CPU seconds of all its descendants.
+
+    A process that the command starts may outlive its own parent, as the fork server's do: nobody would count it. This
+    process adopts those and waits for them too; the wall time does not include that.
+
+    Raises:
+        RuntimeError: the command failed; with the end of its output.
+    """
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+    used, begin = children_cpu_seconds(), time.perf_counter()
+    with tempfile.TemporaryFile("w+") as output:
+        done = subprocess.run(command, cwd=cwd, env=environment(threads), stdout=output, stderr=subprocess.STDOUT)
+        wall = time.perf_counter() - begin
+        if done.returncode:
+            output.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed:\n{output.read()[-2000:]}")
+    with contextlib.suppress(ChildProcessError):  # no more
+        while True:
+            os.wait()
+    return wall, children_cpu_seconds() - used
+
+
+def nats_per_character(result: Mapping[str, Any]) -> float:
+    """Return the validation loss of result.json, or of `python -m mingpt_ddp.evaluate`, whatever the tokenizer."""
+    return math.log(2) * float(result["bits_per_char"])
 
 
 def machine() -> dict[str, Any]:

@@ -9,16 +9,13 @@ sweep whose jobs are all complete measures the cost of skipping a job.
 
 from __future__ import annotations
 
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, alternate, cell, compare, environment, parser, report, spread
+from common import ROOT, alternate, cell, compare, parser, report, spread, timed
 
 RUN = "model=gpt_nano model.n_layer=2 model.n_embd=24 data.block_size=16 data.truncate=0.02 trainer.max_epochs=null"
 RUN += " trainer.max_steps=20 trainer.eval_every=10 trainer.batch_size=12 optimizer.warmup_steps=2"
@@ -37,12 +34,9 @@ HEADER = ["way", "alone: s, CPU s", "a job of a sweep: s, CPU s", "job / alone, 
 
 
 def spend(command: list[str], cwd: Path) -> tuple[float, float]:
-    """Return wall and CPU seconds until a command exits."""
-    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run([*command, *RUN.split()], cwd=cwd, env=environment(), check=True, capture_output=True)
-    elapsed, after = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return float(f"{elapsed:.4g}"), float(f"{cpu:.4g}")
+    """Return wall and CPU seconds of a command that trains RUN."""
+    wall, cpu = timed([*command, *RUN.split()], cwd)
+    return float(f"{wall:.4g}"), float(f"{cpu:.4g}")
 
 
 def alone(command: list[str]) -> dict[str, float]:

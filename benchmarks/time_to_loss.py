@@ -3,12 +3,13 @@
 nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide, 2,000 steps, which reach
 about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. The time is that of the whole process,
 including imports, evaluations and saves; ours also encodes the text, nanoGPT's prepare.py is not timed. Both losses are
-over the whole validation split, each character once: ours from result.json, nanoGPT's from the checkpoint that it
-kept, evaluated afterwards by `nanogpt_loss.py`.
+in nats per character over the whole validation split, each character once: ours from result.json, nanoGPT's from the
+checkpoint that it kept, evaluated afterwards by `nanogpt_loss.py`.
 
-The second figure is how low ours gets in the time that nanoGPT takes: `experiment=shakespeare_char_cpu_long` with as
-many steps as fit. That number follows from the CPU times of nanoGPT's first run here and of two short runs of that
-experiment, or from --long-steps.
+The second figure is how low ours gets in the time that nanoGPT takes: `experiment=shakespeare_bpe_cpu` with as many
+steps as fit. Its tokens are longer than characters; the loss is that of the same text, divided by its characters. The
+number of steps follows from the CPU times of nanoGPT's first run here and of two short runs of that experiment, or from
+--long-steps.
 
     python benchmarks/time_to_loss.py --nanogpt ~/nanoGPT
 """
@@ -16,14 +17,10 @@ experiment, or from --long-steps.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +28,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, alternate, cell, compare, corpus_path, environment, log, parser, report, spread
+from common import (
+    ROOT,
+    alternate,
+    cell,
+    compare,
+    corpus_path,
+    environment,
+    log,
+    nats_per_character,
+    parser,
+    report,
+    spread,
+    timed,
+)
 from trainers import copy_with_data, path_overrides
 
 HEADER = ["run", "steps", "validation loss", "s", "CPU s", "times faster", "by CPU time"]
@@ -52,25 +62,6 @@ class Run:
     cpu_s: float
 
 
-def timed(command: list[str], cwd: Path, threads: int = 1) -> tuple[float, float]:
-    """Return wall and CPU seconds of a process with its descendants, which this process adopts to count them."""
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
-    begin = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=cwd, env=environment(threads), stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - begin
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            raise RuntimeError(f"{' '.join(command)} failed:\n{output.read()[-2000:]}")
-    used = [usage]
-    with contextlib.suppress(ChildProcessError):  # no more
-        while True:
-            used.append(os.wait4(-1, 0)[2])
-    return wall, sum(each.ru_utime + each.ru_stime for each in used)
-
-
 def nanogpt(copy: Path, steps: int, cores: int) -> Run:
     """Train with a thread per core."""
     flags = [*FLAGS.split(), *SHAPE.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
@@ -89,7 +80,7 @@ def ours(experiment: str, text: Path, cores: int, extra: list[str]) -> Run:
         command = [sys.executable, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
         wall, cpu = timed([*command, *where, *extra], Path(directory))
         result = json.loads((Path(directory) / "runs" / "run" / "result.json").read_text())
-    return Run(result["step"], result["val_loss"], wall, cpu)
+    return Run(result["step"], nats_per_character(result), wall, cpu)
 
 
 def steps_that_fit(short: Run, longer: Run, budget_s: float) -> int:
@@ -129,7 +120,7 @@ def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
     if long := results.get("long"):
         time, cpu = (1 / long[f"{clock}_ratio"]["median"] for clock in ("wall", "cpu"))
         times = f"{time:.2f} of nanoGPT's time, {cpu:.2f} of its CPU time"
-        what = f"validation loss of `{long['experiment']}` in {times}, {cores}"
+        what = f"validation loss per character of `{long['experiment']}` in {times}, {cores}"
         rows.append((what, describe(long)))
     return rows
 
@@ -140,7 +131,7 @@ def command_line() -> argparse.Namespace:
     options.add_argument("--steps", type=int, default=STEPS, help="of nanoGPT (default: %(default)s)")
     options.add_argument("--cores", type=int, default=1, help="default: %(default)s")
     options.add_argument("--fast", default="shakespeare_char_cpu_fast", metavar="NAME", help="default: %(default)s")
-    options.add_argument("--long", default="shakespeare_char_cpu_long", metavar="NAME", help="default: %(default)s")
+    options.add_argument("--long", default="shakespeare_bpe_cpu", metavar="NAME", help="default: %(default)s")
     options.add_argument("--long-steps", type=int, help="of that experiment; 0: skip it (default: as many as fit)")
     options.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
     return options.parse_args()

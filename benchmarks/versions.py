@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -32,7 +31,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, alternate, cell, compare, corpus_path, environment, parser, report, spread
+from common import (
+    ROOT,
+    alternate,
+    cell,
+    children_cpu_seconds,
+    compare,
+    corpus_path,
+    environment,
+    parser,
+    report,
+    spread,
+)
 from stopwatch import cpu_seconds, process_tree
 
 SHAPES = {
@@ -104,12 +114,6 @@ def throughput(shape: str, checkout: Checkout) -> float:
     checkout.finish(process)
     size = {"small": 12 * 64, "mid": 16 * 256}[shape]
     return (last - first) * size / seconds
-
-
-def children_cpu_seconds() -> float:
-    """Return user and system time of all child processes that have been waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def sampling(samples: int, checkout: Checkout) -> float:
