@@ -59,7 +59,7 @@ def test_bad_input_under_torchrun(text: Path, tmp_path: Path) -> None:
     """The agent exits with 1; of all workers and attempts, one prints the error, as its last line."""
     logs, cwd = tmp_path / "logs", tmp_path / "cwd"
     cwd.mkdir()
-    command = torchrun(2, "--max_restarts=3", f"--log-dir={logs}", "--redirects=3")
+    command = torchrun(2, "--max_restarts=1", f"--log-dir={logs}", "--redirects=3")
     done = call([*command, *settings(text), "model.n_embd=64", "model.n_head=5"], cwd)
     assert done.returncode == 1, done.stdout
     outputs = [path.read_text().splitlines() for path in logs.rglob("std*.log")]

@@ -129,7 +129,7 @@ def pod(cwd: Path, index: int, pods: int, port: int, *overrides: str) -> Job:
     return Job([sys.executable, str(ROOT / "main.py"), *TINY, *options, *overrides], cwd, **variables)
 
 
-@pytest.mark.parametrize("evicted", [0, 1])
+@pytest.mark.parametrize("evicted", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_evicted_pod_stops_both_pods_which_resume(evicted, tmp_path):
     run, port = tmp_path / "outputs" / "pods", free_port()
     pods = [pod(tmp_path, index, 2, port, "trainer.max_steps=100000") for index in (0, 1)]

@@ -38,7 +38,7 @@ def test_a_killed_job_resumes_from_its_snapshot(tmp_path):
     job = Job([*SWEEP, *overrides], tmp_path, RAY_DEDUP_LOGS="0")
     sweep = tmp_path / "outputs" / "kill"
     try:
-        wait_for(lambda: sum(len(committed(run)) > 0 for run in sweep.glob("optimizer*")) == 2, 60, "two snapshots")
+        wait_for(lambda: sum(len(committed(run)) > 0 for run in sweep.glob("optimizer*")) == 2, what="two snapshots")
         victim = min(set(trainers()) - others)
         os.kill(victim, signal.SIGKILL)
         assert job.wait(120) == 0, job.text()

@@ -175,6 +175,7 @@ def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
     assert "Traceback" not in log_of(tmp_path)
 
 
+@pytest.mark.slow
 def test_store_unavailable_for_too_long(proxy, path, tmp_path):
     command = [*TWO_RANKS, "ddp.max_restarts=0"]
     options = [f"snapshot.path={path}", "snapshot.max_failures=1"]

@@ -37,7 +37,7 @@ def test_a_seed_reproduces_the_text(trained):
 
 
 @pytest.mark.parametrize(
-    "precision", ["auto", "bf16", *(pytest.param(p, marks=pytest.mark.slow) for p in ("fp32", "fp16"))]
+    "precision", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "fp32", "fp16"))]
 )
 def test_every_precision_on_a_cpu_without_avx512(trained, precision):
     """Without AVX-512, oneDNN cannot pack matrices in bf16."""

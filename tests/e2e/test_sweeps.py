@@ -171,7 +171,9 @@ def test_a_signal_after_the_last_step_ends_the_sweep(tmp_path):
 FAILING = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3"]
 
 
-@pytest.mark.parametrize("launch", [ranks_in_lockstep, one_parent, single_process])
+@pytest.mark.parametrize(
+    "launch", [ranks_in_lockstep, *(pytest.param(way, marks=pytest.mark.slow) for way in (one_parent, single_process))]
+)
 def test_a_job_that_fails_does_not_stop_the_others(launch, tmp_path):
     done = call(launch(*FAILING), tmp_path, timeout=LIMIT_S)
     lines = done.stdout.splitlines()
@@ -182,7 +184,7 @@ def test_a_job_that_fails_does_not_stop_the_others(launch, tmp_path):
     assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 
 
-@pytest.mark.parametrize("launch", [ranks_in_lockstep, one_parent])
+@pytest.mark.parametrize("launch", [pytest.param(ranks_in_lockstep, marks=pytest.mark.slow), one_parent])
 def test_a_preempted_sweep_saves_and_starts_no_other_job(launch, tmp_path):
     overrides = [*TINY, "trainer.max_steps=100000", "snapshot.every_steps=null", "run.name=sweep", "run.seed=1,2"]
     job = Job(launch(*overrides), tmp_path)

@@ -77,7 +77,8 @@ def test_killed_in_mid_epoch(trained, project, tmp_path):
     assert weights(run) == weights(trained)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_under_another_strategy(strategy, trained, project, tmp_path):
     done = call([*TWO_RANKS, *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project)
     assert done.returncode == 0, done.stdout

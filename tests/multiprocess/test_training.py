@@ -35,10 +35,10 @@ SGD = ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.warmup_steps=0", "trainer
 ADAMW = ["optimizer=adamw", "optimizer.lr=3e-3", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=0.5"]
 # Overrides by kind of run, and the world sizes that its 12 sequences a step allow.
 KINDS: dict[str, tuple[list[str], list[int]]] = {
-    "sgd, dropout, micro 1": ([*SGD, "model.dropout=0.1", "trainer.micro_batch_size=1"], [1, 2, 3, 4, 7]),
-    "adamw, dropout, micro 3": ([*ADAMW, "model.dropout=0.1", "trainer.micro_batch_size=3"], [1, 2, 3, 4]),
+    "sgd, dropout, micro 1": ([*SGD, "model.dropout=0.1", "trainer.micro_batch_size=1"], [1, 2, 3, 7]),
+    "adamw, dropout, micro 3": ([*ADAMW, "model.dropout=0.1", "trainer.micro_batch_size=3"], [1, 2, 3]),
     **{f"sgd, micro {m}": ([*SGD, f"trainer.micro_batch_size={m}"], [1, 2, 3]) for m in (1, 2, 3, 4)},
-    "sgd, micro null": ([*SGD, "trainer.micro_batch_size=null"], [1, 2, 3, 4, 7]),
+    "sgd, micro null": ([*SGD, "trainer.micro_batch_size=null"], [1, 2, 3, 7]),
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -128,10 +128,10 @@ def test_the_same_steps_for_every_micro_batch_size(trained, initial, kind, world
         torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_without_a_micro_batch_size_every_number_of_ranks_works(trained, world_size):
     state = trained(world_size)["root"] / slug("sgd, micro null") / "snapshots" / f"step_{STEPS:08d}" / "state.json"
-    assert json.loads(state.read_text())["micro_batch_size"] == {1: 12, 2: 6, 3: 4, 4: 3, 7: 1}[world_size]
+    assert json.loads(state.read_text())["micro_batch_size"] == {1: 12, 2: 6, 3: 4, 7: 1}[world_size]
     kind = "sgd, micro null"
     assert max_difference(weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)) < 1e-5
 
@@ -141,7 +141,7 @@ def test_dropout_is_active(trained):
     assert max_difference(weights(root, "sgd, dropout, micro 1"), weights(root, "sgd, micro 1")) > 1e-3
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_size):
     """The same on all ranks, and to the last digits for the same weights."""
     by_rank = trained(world_size)["losses"]
