@@ -27,7 +27,7 @@ SETTINGS = [
     "optimizer.lr=1e-3",
     "snapshot.keep_last=9",
 ]
-SIZES = (3,)  # sequences in a micro-batch
+SIZES = (1, 3)  # sequences in a micro-batch
 
 
 def train_all(configs: list[dict[str, Any]]) -> list[float | None]:
@@ -69,6 +69,7 @@ def result(run: Path) -> dict[str, Any]:
     return json.loads((run / "result.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_another_number_of_ranks_at_every_resume(size, elastic, uninterrupted):
     one, other = elastic / f"micro{size}", uninterrupted / f"micro{size}"
