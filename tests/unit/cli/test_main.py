@@ -36,7 +36,7 @@ def python_m(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_other_module_is_runnable(every):
-    """Every module, by `python -m`: one line, exit code 2."""
+    """Every so many modules, in `make test-slow` each of them, by `python -m`: one line, exit code 2."""
     assert {"mingpt_ddp.training.run", "mingpt_ddp.registry", "mingpt_ddp.cli.sample"} < set(OTHERS)
     for name in [*sorted(OTHERS)[::every], "mingpt_ddp.training", "mingpt_ddp.nowhere"]:
         done = python_m("-m", name, "outputs/x", "step=1")
