@@ -13,13 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mingpt_ddp.config.components import (
-    DataConfig,
-    DatasetConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TaskConfig,
-)
+from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, OptimizerConfig, TaskConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported

@@ -48,6 +48,16 @@ def check_ranks(ddp: DDPConfig, world_size: int) -> None:
         raise ConfigError(f"ddp.tensor_parallel={ddp.tensor_parallel} must divide the number of ranks, {world_size}")
 
 
+def name_backends(backend: str, device_type: str) -> tuple[str, str]:
+    """Return torch's name of the backends of a process group, and the backend that reduces gradients.
+
+    Args:
+        backend: ddp.backend. CPU tensors use gloo or MPI even if there is a GPU.
+    """
+    cpu, gpu = "mpi" if backend == "mpi" else "gloo", "nccl" if backend == "auto" else backend
+    return (f"cpu:{cpu},cuda:{gpu}", gpu) if device_type == "cuda" else (cpu, cpu)
+
+
 class ProcessGroup:
     """This rank's handle on all ranks of the job."""
 
@@ -86,10 +96,9 @@ class ProcessGroup:
     def _join(self, job_store: dist.Store, devices: list[torch.device], ddp: DDPConfig) -> None:
         backend, device = ddp.backend, devices[0]
         self.store = join_attempt(job_store, self.env, self.timeout_s)
-        # CPU tensors use gloo or MPI even if there is a GPU.
-        cpu, gpu = "mpi" if backend == "mpi" else "gloo", "nccl" if backend == "auto" else backend
+        backends, self.transport = name_backends(backend, device.type)
         dist.init_process_group(
-            f"cpu:{cpu},cuda:{gpu}" if device.type == "cuda" else cpu,
+            backends,
             store=self.store,
             rank=self.rank,
             world_size=self.world_size,
@@ -109,7 +118,7 @@ class ProcessGroup:
                 self._copy_group = group if first == self.rank - self.rank % self.tensor_size else self._copy_group
         elif device.type == "cpu" and backend == "auto":
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
-        self.transport = "shared memory" if self.shared_memory else gpu if device.type == "cuda" else cpu
+            self.transport = "shared memory" if self.shared_memory else self.transport
 
     def close(self) -> None:
         """Destroy the process group on all ranks together: an early exit would stall the launcher's exit barrier."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -53,12 +56,65 @@ def call_on_rank_zero(runtime: Runtime, error: Exception | None, worker: int = 0
         return [type(caught).__name__, str(caught)]
 
 
+def heartbeat_while_blocked(runtime: Runtime) -> list[dict[str, Any]]:
+    """Return the heartbeat while rank 1 lets the others wait, and the one afterwards."""
+    group, beats = runtime.group, []
+    store = group.store
+    assert store is not None
+    group.set_activity("evaluating")
+
+    def watch() -> None:
+        while not group.heartbeat["waiting"]:
+            time.sleep(0.01)
+        beats.append(group.heartbeat)
+        store.set(f"blocked/{group.rank}", "")
+
+    if group.rank == 1:
+        store.wait(["blocked/0", "blocked/2"], timedelta(seconds=10))
+        beats.append(group.heartbeat)
+        group.barrier()
+    else:
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        group.barrier()
+        watcher.join()
+    return [*beats, group.heartbeat]
+
+
+def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
+    """Gather in the snapshot thread and in the training thread: rank 0 in this order, the others in the reverse."""
+    group, values = runtime.group, {}
+
+    def save() -> None:
+        values["snapshot"] = group.all_gather("snapshot", io=True)
+
+    def train() -> None:
+        values["training"] = group.all_gather("training")
+        values["rank zero"] = group.run_on_rank_zero(lambda: "rank zero")
+
+    thread = threading.Thread(target=save)
+    if group.is_rank_zero:
+        thread.start()
+        time.sleep(0.2)
+        train()
+    else:
+        train()
+        thread.start()
+    thread.join()
+    return values
+
+
 def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     """Call everything that is tested below, on one rank; return the results by key."""
     runtime = Runtime(from_mapping(config), read_env())
     rank = runtime.group.rank
     observed: dict[str, Any] = {
         "identity": [rank, runtime.group.world_size, runtime.group.is_rank_zero],
+        "heartbeat": [runtime.group.heartbeat, heartbeat_while_blocked(runtime)],
+        "transport": runtime.group.transport,
+        "get_or_set": runtime.group.get_or_set("name", lambda: f"of rank {rank}"),
+        "threads": gather_in_two_threads(runtime),
+        "async": runtime.group.all_gather_async(torch.tensor([rank, 10 * rank]))().tolist(),
         "all_gather": runtime.group.all_gather(VALUES[rank]),
         "all_reduce": runtime.group.all_reduce(torch.tensor([rank + 1.0, 10.0**rank])).tolist(),
         "broadcast": is_preserved(runtime.group.broadcast_tensors(tensors() if rank == 0 else None)),
@@ -99,6 +155,36 @@ def test_rank_world_size_and_rank_zero(observed):
 
 def test_all_gather_returns_every_value_on_every_rank(observed):
     assert observed["all_gather"] == [VALUES] * WORLD
+
+
+def test_the_heartbeat_tells_who_waits(observed):
+    """Rank 1 is late: it does not wait."""
+    start, later = zip(*observed["heartbeat"], strict=True)
+    assert [beat["activity"] for beat in start] == ["starting"] * WORLD
+    assert [beat["waiting"] for beat in start] == [False] * WORLD
+    blocked, after = zip(*later, strict=True)
+    assert [beat["activity"] for beat in blocked + after] == ["evaluating"] * 2 * WORLD
+    assert [beat["waiting"] for beat in blocked] == [True, False, True]
+    assert [beat["waiting"] for beat in after] == [False] * WORLD
+    assert [late["count"] - early["count"] for early, late in zip(blocked, after, strict=True)] == [1, 2, 1]
+
+
+def test_the_transport_is_named(observed):
+    assert observed["transport"] == ["shared memory"] * WORLD
+
+
+def test_the_first_value_is_kept(observed):
+    (value,) = set(observed["get_or_set"])
+    assert value in [f"of rank {rank}" for rank in range(WORLD)]
+
+
+def test_two_threads_gather_in_any_order(observed):
+    expected = {"snapshot": ["snapshot"] * WORLD, "training": ["training"] * WORLD, "rank zero": "rank zero"}
+    assert observed["threads"] == [expected] * WORLD
+
+
+def test_an_asynchronous_gather_has_a_row_per_rank(observed):
+    assert observed["async"] == [[[0, 0], [1, 10], [2, 20]]] * WORLD
 
 
 def test_all_reduce_sums_element_wise_on_every_rank(observed):
@@ -148,6 +234,57 @@ def test_successive_jobs_of_a_sweep(tmp_path):
     assert results == [[3.0, 33.0, 63.0, 93.0, 123.0]] * WORLD
 
 
+def in_copies(config: dict[str, Any]) -> dict[str, Any]:
+    runtime = Runtime(from_mapping(config), read_env())
+    group = runtime.group
+    assert group.mesh is not None
+    copy = [group.any_in_copy(group.rank == rank) for rank in range(4)]
+    mesh = {name: group.mesh[name].mesh.tolist() for name in ("data", "tensor")}
+    gathered = group.all_gather_async(torch.tensor([group.rank]))().tolist()
+    runtime.close()
+    return {"copy": copy, "transport": group.transport, "gathered": gathered, **mesh}
+
+
+def test_the_ranks_of_a_copy_decide_alike(tmp_path):
+    for rank, found in enumerate(run_ranks(4, in_copies, tmp_path, config=configure("ddp.tensor_parallel=2"))):
+        first, second = rank < 2, rank >= 2
+        assert found == {
+            "copy": [first, first, second, second],
+            "transport": "gloo",
+            "gathered": [[0], [1], [2], [3]],
+            "data": [rank % 2, rank % 2 + 2],
+            "tensor": [0, 1] if first else [2, 3],
+        }
+
+
+def failing_jobs(config: dict[str, Any], messages: list[str]) -> list[bool]:
+    alike = []
+    for job, message in enumerate(messages):
+        runtime = Runtime(from_mapping(config), read_env(), job)
+        alike.append(runtime.group.have_all_failed(message.format(runtime.group.rank)))
+        if not alike[-1]:
+            runtime.close()
+        del runtime
+    return alike
+
+
+def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
+    """Then the next job has a process group of its own."""
+    messages = ["no text", "rank {} has no text", "no text"]
+    assert run_ranks(2, failing_jobs, tmp_path, config=configure(), messages=messages) == [[True, False, True]] * 2
+
+
+def one_rank_fails(config: dict[str, Any]) -> bool:
+    runtime = Runtime(from_mapping(config), read_env())
+    alike = runtime.group.rank == 1 and runtime.group.have_all_failed("no text")
+    runtime.close()
+    return alike
+
+
+def test_an_error_of_one_rank_is_not_that_of_all(tmp_path):
+    assert run_ranks(2, one_rank_fails, tmp_path, config=configure()) == [False, False]
+
+
 def one_process(config: dict[str, Any]) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         del os.environ[name]
@@ -158,6 +295,12 @@ def one_process(config: dict[str, Any]) -> dict[str, Any]:
         "broadcast": is_preserved(runtime.group.broadcast_tensors(tensors())),
         "rank_zero": call_on_rank_zero(runtime, None),
         "error": call_on_rank_zero(runtime, DataError("no text")),
+        "async": runtime.group.all_gather_async(torch.tensor([2.0]))().tolist(),
+        "transport": runtime.group.transport,
+        "in copy": [runtime.group.any_in_copy(flag) for flag in (True, False)],
+        "get_or_set": runtime.group.get_or_set("name", lambda: "made"),
+        "failure": [runtime.group.report_failure("no text"), runtime.group.reported_failure(wait_s=0)],
+        "all failed": runtime.group.have_all_failed("no text"),
         "group": torch.distributed.is_initialized(),
     }
     runtime.close()
@@ -172,6 +315,12 @@ def test_collectives_in_one_process_are_the_identity(tmp_path):
             "broadcast": dict.fromkeys(tensors(), True),
             "rank_zero": ["value", "done on rank 0"],
             "error": ["DataError", "data error: no text"],
+            "async": [[2.0]],
+            "transport": "none",
+            "in copy": [True, False],
+            "get_or_set": "made",
+            "failure": [None, None],
+            "all failed": True,
             "group": False,
         }
     ]

@@ -1,0 +1,82 @@
+"""Backends of a process group. tests/multiprocess has its collectives, over gloo."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.distributed import process_group
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.process_group import ProcessGroup, check_ranks, name_backends
+from mingpt_ddp.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "expected"),
+    [
+        ("auto", "cpu", ("gloo", "gloo")),
+        ("gloo", "cpu", ("gloo", "gloo")),
+        ("mpi", "cpu", ("mpi", "mpi")),
+        ("auto", "cuda", ("cpu:gloo,cuda:nccl", "nccl")),
+        ("nccl", "cuda", ("cpu:gloo,cuda:nccl", "nccl")),
+        ("gloo", "cuda", ("cpu:gloo,cuda:gloo", "gloo")),
+        ("mpi", "cuda", ("cpu:mpi,cuda:mpi", "mpi")),
+    ],
+)
+def test_cpu_tensors_have_a_backend_of_their_own(backend, device, expected):
+    assert name_backends(backend, device) == expected
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What torch is asked for: two ranks with the same GPU or GPUs cannot join on a machine without."""
+    calls = []
+    monkeypatch.setattr(process_group, "connect", lambda env, job, timeout_s: calls.append(("connect", job, timeout_s)))
+    monkeypatch.setattr(process_group, "raise_if_fatal", lambda store: None)
+    monkeypatch.setattr(process_group, "join_attempt", lambda store, env, timeout_s: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backends, **k: calls.append((backends, k["timeout"])))
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU {device.index}"))
+    monkeypatch.setattr(ProcessGroup, "all_gather", lambda self, value, io=False: [value, value])
+    return calls
+
+
+def join(backend: str, *gpus: int) -> ProcessGroup:
+    env = DistEnv(rank=1, world_size=2)
+    return ProcessGroup(env, [torch.device("cuda", gpu) for gpu in gpus], DDPConfig(backend=backend), job=3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+@pytest.mark.parametrize("gpus", [[0], [2, 3]])
+def test_two_ranks_on_one_gpu_are_refused_before_nccl_fails(joined, backend, gpus):
+    with pytest.raises(ConfigError, match="ranks 0 and 1 have the same GPU"):
+        join(backend, *gpus)
+
+
+def test_two_ranks_share_a_gpu_over_gloo(joined):
+    group = join("gloo", 0)
+    assert (group.transport, group.shared_memory) == ("gloo", None)
+    timeout_s = DDPConfig().timeout_s
+    assert joined == [("connect", 3, timeout_s), ("cpu:gloo,cuda:gloo", timedelta(seconds=timeout_s))]
+
+
+def test_a_copy_of_the_model_has_as_many_ranks_as_asked():
+    check_ranks(DDPConfig(tensor_parallel=2), 4)
+    with pytest.raises(ConfigError, match="tensor_parallel=2 must divide the number of ranks, 3"):
+        check_ranks(DDPConfig(tensor_parallel=2), 3)
+
+
+def test_a_lost_store_reports_no_failure():
+    """Rank 0 hosts the store, and may exit first."""
+    group = ProcessGroup(DistEnv(), [torch.device("cpu")], DDPConfig(), job=0)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group.store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    group.report_failure("no text")
+    assert group.reported_failure(wait_s=5) == "rank 0: no text"
+    del server
+    assert group.reported_failure(wait_s=5) is None
+    group.report_failure("a later error")
+    assert not group.have_all_failed("no text")
