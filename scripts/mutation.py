@@ -8,6 +8,7 @@ mutmut forks a process per mutant from one that has collected the tests; there t
 
 import gc
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -27,6 +28,10 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     if (stats := Path("mutmut-stats.json")).exists():
         seconds = json.loads(stats.read_text())["duration_by_test"]
         items.sort(key=lambda item: seconds.get(item.nodeid, 0))
+    if ranks := sys.modules.get("multiprocess.ranks"):  # fork the ranks from here: a fork server would import torch
+        import mingpt_ddp.training.run  # noqa: F401
+
+        ranks.processes = multiprocessing.get_context("fork")
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
     if "__mutmut_" in mutant and ".save_schedule." not in mutant:
         items[:] = [item for item in items if item.path.name != "test_trainer.py"] or items
