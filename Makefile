@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
 LANES ?= 4
+# The test files with integrations, the longest first.
+INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
@@ -21,7 +23,7 @@ test: $(VENV)/.test  ## set up .venv, run all tests, LANES=4 files at a time; AR
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-integrations: $(VENV)/.integrations  ## the tests with transformers, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
-	@$(BIN)/python -m pytest -m integration -n $(LANES) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m integration -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS) $(INTEGRATIONS)
 
 test-slow: $(VENV)/.test  ## the longest cases: random faults, second cases of a path, installs of the extras
 	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
