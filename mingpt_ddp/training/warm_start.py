@@ -4,6 +4,7 @@ Only the first start reads them. A resume takes everything from the run's own sn
 """
 
 import contextlib
+import logging
 from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,6 +24,8 @@ from mingpt_ddp.snapshots.initial_weights import (
     read_initial_weights,
 )
 from mingpt_ddp.tasks.task import Task
+
+log = logging.getLogger(__name__)
 
 FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model: may differ from those of the weights
 
@@ -48,6 +51,7 @@ class WarmStart:
     def load_into(self, group: ProcessGroup, model: nn.Module) -> None:
         """Give the weights to a new model on every rank. A collective."""
         load_initial_weights(model, group.broadcast_tensors(self.tensors or None))
+        log.info("the weights are those of run.init_from=%s", self.config.run.init_from)
         self.tensors.clear()
 
 

@@ -54,6 +54,8 @@ def test_killed_and_resumed_without_the_source(tmp_path):
     command += ["ddp.nproc_per_node=2"]
     whole = call([*command, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
+    started = "the weights are those of run.init_from=outputs/source"
+    assert whole.stdout.count(started) == 1
 
     job = Job(command, tmp_path)
     [run] = wait_for_runs(tmp_path, job)
@@ -62,7 +64,7 @@ def test_killed_and_resumed_without_the_source(tmp_path):
     shutil.rmtree(tmp_path / "outputs" / "source")
     done = call(command, tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "resuming from the snapshot" in done.stdout
+    assert "resuming from the snapshot" in done.stdout and started not in done.stdout
     assert weights(run) == weights(tmp_path / "outputs" / "whole")
     refused = call([*command, "model.n_embd=24"], tmp_path)
     assert refused.returncode == 2
