@@ -72,26 +72,18 @@ def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
     assert weights(run) == weights(cwd / "run")
 
 
-UNNAMED = [override for override in SETTINGS if override != "run.name=run"]
-
-
-def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(slurm, tmp_path):
-    """The script names the run after the job id, which a requeued job keeps."""
+@pytest.mark.parametrize("override", [None, '++run.name="lr/optimizer.lr=3e-4"'])
+def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(override, slurm, tmp_path):
+    """The script names the run after the job id, unless `run.name` is set, in the form that a report prints."""
     site = Site(tmp_path / "site")
-    job = slurm.submit(SCRIPT, tmp_path, [], UNNAMED, PYTHONPATH=site.path)
+    overrides = [override for override in [*SETTINGS, override] if override and override != "run.name=run"]
+    job = slurm.submit(SCRIPT, tmp_path, [], overrides, PYTHONPATH=site.path)
     site.wait_until_paused()
     slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
     site.resume_after_signal()
     slurm.wait(job, "COMPLETED")
     assert slurm.job(job)["Restarts"] == "1"
-    check_resumed(tmp_path / "outputs" / f"slurm-{job}", tmp_path)
-
-
-def test_a_name_in_the_form_that_a_report_prints(slurm, tmp_path):
-    name = '++run.name="lr/optimizer.lr=3e-4"'
-    job = slurm.submit(SCRIPT, tmp_path, ["--nodes=1"], [*UNNAMED, name], PYTHONPATH=str(ROOT))
-    slurm.wait(job, "COMPLETED")
-    assert [path.parent.name for path in tmp_path.glob("outputs/**/result.json")] == ["optimizer.lr=3e-4"]
+    check_resumed(tmp_path / "outputs" / (override.split('"')[1] if override else f"slurm-{job}"), tmp_path)
 
 
 def test_a_failed_run_is_not_requeued(slurm, tmp_path):
