@@ -131,6 +131,7 @@ class Attempt:
             for store in self.stores:
                 self.owner.lock_snapshots(open_storage(store.url))
                 store.lease = self.owner.leases.get(store.url)
+                store.check_owner = self.owner.check
 
         self.runtime.group.run_on_rank_zero(lock)
         self.last_log_time = self.owner.last_log_time() if self.owner else 0.0  # of the attempt before

@@ -13,6 +13,7 @@ from launching import is_running, wait_for
 from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, ProcessExit, signal_exit_code
+from mingpt_ddp.distributed.process_group import Failure
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
 
@@ -64,3 +65,16 @@ def test_a_forked_worker_dies_with_the_launcher(tmp_path):
     launcher.kill()
     launcher.wait()
     wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())), timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (Failure(1, "ConfigError", "config error: x=1 is bad"), "config error: x=1 is bad"),
+        (Failure(1, "", "config error: of a user's exception"), "error: rank 1: config error: of a user's exception"),
+        (Failure(1, "UserError", "error: plain"), "error: plain"),
+    ],
+)
+def test_a_peer_s_failure_is_a_user_error_by_its_class_not_by_its_text(failure, expected, caplog):
+    ProcessExit()._log_peer_failure(failure)
+    assert caplog.messages == [expected]
