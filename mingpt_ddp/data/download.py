@@ -11,6 +11,8 @@ import fsspec
 
 from mingpt_ddp.storage.storage import read_regular
 
+DOWNLOADS = "downloads"  # in the cache
+
 
 def user_cache() -> Path:
     """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute path."""
@@ -32,7 +34,7 @@ def exists(url: str) -> bool:
 
 def download_path(url: str, cache: Path) -> Path:
     """Return where `download` puts the file of a URL."""
-    return cache / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return cache / DOWNLOADS / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def download(fs: Any, name: str, target: Path, check: Callable[[Path], object] = lambda _: None) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.download import user_cache
+from mingpt_ddp.data.download import DOWNLOADS, user_cache
 from mingpt_ddp.data.texts import OpenBytes, opener
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
@@ -98,10 +98,13 @@ class TextCache:
         with contextlib.suppress(OSError), self._lock():
             for directory in self._added:
                 shutil.rmtree(directory, ignore_errors=True)
-            if self._missing and os.listdir(self.root) == [LOCK]:
-                (self.root / LOCK).unlink()
-                for path in self._missing:
-                    path.rmdir()
+            if self._missing:
+                with contextlib.suppress(OSError):  # it is not there, or has what took a while to download
+                    (self.root / DOWNLOADS).rmdir()
+                if os.listdir(self.root) == [LOCK]:
+                    (self.root / LOCK).unlink()
+                    for path in self._missing:
+                        path.rmdir()
 
 
 def _not_writable(root: Path, error: OSError) -> DataError:

@@ -6,6 +6,7 @@ All of it is untrusted: tensors are safetensors, the rest is JSON.
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,6 +65,12 @@ def read_initial_weights(url: str) -> InitialWeights:
 
 def _read(storage: Storage, url: str) -> InitialWeights:
     names = storage.list()
+    if not names and storage.local:
+        what = "has no files" if os.path.exists(storage.root) else "does not exist"
+        raise SnapshotError(
+            f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export or a GPT-2 (config.json "
+            "and model.safetensors): nothing is downloaded by a model's name"
+        )
     pickles = [name for name in PICKLES if name in names and MODEL not in names]
     if pickles:
         raise ValueError(f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}")
@@ -134,7 +141,7 @@ def check_initial_weights(model: nn.Module, tensors: dict[str, Any], resized: se
         resized: numbers of rows that may differ, as pairs of those of the weights and of the model.
 
     Raises:
-        SnapshotError: names or shapes differ otherwise.
+        SnapshotError: names, shapes or kinds of numbers differ otherwise, or a value is not finite.
     """
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
@@ -142,8 +149,13 @@ def check_initial_weights(model: nn.Module, tensors: dict[str, Any], resized: se
         theirs, shape = tuple(tensors[name].shape), tuple(own[name].shape)
         if theirs != shape and not (theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized):
             wrong.append(f"{name} {theirs} for {shape}")
+        elif tensors[name].is_floating_point() != own[name].is_floating_point():
+            wrong.append(f"{name} in {str(tensors[name].dtype).removeprefix('torch.')}")
     if wrong:
         raise SnapshotError(f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}")
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor.to(own[name].dtype)).all():
+            raise SnapshotError(f"the weights of run.init_from cannot be used: {name} has values that are not finite")
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from mingpt_ddp.storage.urls import check_url, open_storage
 log = logging.getLogger(__name__)
 
 Step: TypeAlias = int | Literal["newest", "best"]  # best: with the lowest validation loss
+ADVICE = "name a run directory, its snapshots or one of them"
 ANSWER_TIMEOUT_S = 10.0  # for a store to list its snapshots for a command
 
 
@@ -83,8 +84,7 @@ def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple
     elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
     hint = f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
     if not found:
-        hint = hint if elsewhere else "name a run directory, its snapshots or one of them"
-        raise SnapshotError(f"there are no snapshots at {url}; {hint}")
+        raise SnapshotError(f"there are no snapshots at {url}{_if_missing(url)}; {hint if elsewhere else ADVICE}")
     if elsewhere:
         log.warning("%s: %s", url, hint)
     return found
@@ -118,8 +118,13 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", w
     errors = _ask_each(candidate_urls(url), url, read_newer)
     _raise_or_log(errors, found is not None)
     if found is None:
-        raise SnapshotError(f"there is no whole snapshot at {url}; name a run directory, its snapshots or one of them")
+        raise SnapshotError(f"there is no whole snapshot at {url}{_if_missing(url)}; {ADVICE}")
     return found
+
+
+def _if_missing(url: str) -> str:
+    storage = open_storage(url)
+    return ", which does not exist" if storage.local and not os.path.lexists(storage.root) else ""
 
 
 def _ask_each(locations: Iterable[str], url: str, ask: Callable[[SnapshotStore], None]) -> list[UserError]:

@@ -69,6 +69,8 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         match = re.fullmatch(r"(h\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
         if match is None or match[3] not in NAMES:
             raise ValueError(f"{full[:100]} is not a tensor of GPT-2")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{full[:100]} has whole numbers, not weights")
         block = "" if match[2] is None else f"blocks.{match[2]}."
         is_linear = match[3].startswith(("attn.", "mlp.")) and match[4] == "weight"
         found[f"{block}{NAMES[match[3]]}.{match[4]}"] = (tensor.T if is_linear else tensor).float()

@@ -133,7 +133,8 @@ class Attempt:
                 store.lease = self.owner.leases.get(store.url)
                 store.check_owner = self.owner.check
 
-        self.runtime.group.run_on_rank_zero(lock)
+        with self.task.discarded_if_refused():
+            self.runtime.group.run_on_rank_zero(lock)
         self.last_log_time = self.owner.last_log_time() if self.owner else 0.0  # of the attempt before
         logs.to_file(self.directory, self.runtime.group.env)
 

@@ -84,6 +84,13 @@ def warm_start(config: Config, recorded: Any, typed: Container[str], group: Proc
         return {**asdict(replace(weights, tensors={})), "sha256": sha256, "is_first": recorded is None}
 
     found = group.run_on_rank_zero(find)
+    if found["is_first"] and not found["state"] and isinstance(config.data, DataConfig):
+        log.warning(
+            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the run trains on the "
+            "tokens of data.tokenizer=%s, whose embeddings mean something else there",
+            config.run.init_from,
+            config.data.tokenizer,
+        )
     config = _with_sizes(config, found, typed)
     return WarmStart(config, found["state"], found["sizes"], tensors)
 
@@ -109,7 +116,12 @@ def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) ->
         own = getattr(config.data, key)
         if f"data.{key}" not in typed:
             config = replace(config, data=replace(config.data, **{key: value}))
-        elif found["is_first"] and own != value and not (key == "block_size" and own < value):
+        elif found["is_first"] and key == "block_size" and own > value:
+            raise ConfigError(
+                f"data.block_size={own} is more than the {value} of the weights of run.init_from={run.init_from}; "
+                "lower it, or leave it out"
+            )
+        elif found["is_first"] and key != "block_size" and own != value:
             raise _differs(f"data.{key}", own, value, run.init_from)
     return config
 

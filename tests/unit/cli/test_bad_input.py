@@ -112,13 +112,15 @@ class Outcome:
 @pytest.fixture(scope="module")
 def program():
     """Return a function that runs the program with arguments in a directory: `program(args, cwd)`."""
-    env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    fonts = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))  # Optuna's plots, not ours
+    env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MPLCONFIGDIR=fonts)
     command = [sys.executable, "-c", SERVER]
     server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def run(args: list[str], cwd: Path, **env: str) -> Outcome:
         before = set(os.listdir(cwd))
         output = cwd.parent / f"{cwd.name}.output"
+        env = {"XDG_CACHE_HOME": str(cwd / "cache"), **env}  # a refused configuration leaves no cache of its text
         case = {"args": args, "cwd": str(cwd), "env": env, "output": str(output)}
         server.stdin.write(json.dumps(case) + "\n")
         server.stdin.flush()
@@ -178,7 +180,7 @@ CASES = [
     ("trainer.max_epoch=5", "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
     ("modle.n_head=3", "config error: modle.n_head is not a key; did you mean model.n_head?"),
     ("seed=1", "config error: seed is not a key; did you mean run.seed?"),
-    ("+trainer.epochs=1", "config error: trainer.epochs is not a key; did you mean trainer.max_epochs?"),
+    ("+trainer.epochs=1", "config error: trainer.epochs is not a key; did you mean trainer.max_epochs ("),
     ("optimizer=sgd optimizer.betas=[0.9,0.95]", "config error: optimizer.betas is not a key of the chosen optimizer"),
     ("+nosuch=1", "config error: nosuch is not a key"),
     # Names of the keys in other programs
@@ -199,7 +201,7 @@ CASES = [
     ("optimizer.schedule=cubic", "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd"),
     # Values out of range
     ("model.n_layer=0", "config error: model.n_layer=0 must be at least 1"),
-    ("model.n_layer=100000000", "config error: model.n_layer=100000000 must be at most 10,000"),
+    ("model.n_layer=100000000", "config error: model.n_layer=100000000 must be at most 1,000"),
     ("model.n_embd=1000000", "config error: the model gpt_micro has 48,000,"),
     ("model=modern_nano model.n_embd=120000", "config error: the model modern_nano has 518,4"),
     ("model.dropout=1", "config error: model.dropout=1.0 must lie in [0, 1)"),
@@ -338,6 +340,28 @@ CASES = [
     ),
     ("hydra.output_subdir=.hydra", "config error: hydra.output_subdir=.hydra has no effect here"),
     ("hydra.verbose=true", "config error: hydra.verbose has no effect here"),
+    ("optimizer.lr = 1e-3", "config error: optimizer.lr: write key=value without spaces around ="),
+    ("optimizer.lr= 1e-3", "config error: 1e-3: write key=value without spaces around ="),
+    ("epochs=3", "config error: epochs is not a key; did you mean trainer.max_epochs (epochs:"),
+    ("trainer.devices=2", "config error: trainer.devices is not a key; did you mean ddp.nproc_per_node ("),
+    (
+        "trainer.precision=float16",
+        "config error: trainer.precision='float16' must be one of auto, fp32, bf16, fp16; did you mean fp16?",
+    ),
+    # More than any machine has
+    ("model.n_layer=10000", "config error: model.n_layer=10000 must be at most 1,000"),
+    ("ddp.nproc_per_node=100000", "config error: ddp.nproc_per_node=100000 must be at most "),
+    ("-m ddp.nproc_per_node=100000 run.seed=1,2", "config error: ddp.nproc_per_node=100000 must be at most "),
+    (
+        "task=classification model=convnet data=digits data.num_workers=100000",
+        "config error: data.num_workers=100000 must be at most ",
+    ),
+    # Once the text is encoded
+    ("trainer.batch_size=1000000", "data error: the training text has "),
+    ("data.val_paths={a:nowhere}", "data error: data.val_paths.a: data.path=nowhere: there is no such file"),
+    ("run.init_from=gpt2", "snapshot error: run.init_from=gpt2 does not exist; name the directory of a run, "),
+    ("data.tokenizer=gpt2", "data error: data.tokenizer=gpt2: there is no such file; name a tokenizer.json, or use"),
+    ("data.sources=[[good.txt,1e308],[short.txt,1e308]]", "config error: the weights of data.sources have no finite"),
     ("optimizer.lr", "config error: optimizer.lr is not of the form key=value; for a recipe write experiment=NAME"),
     ("config/train_char.py", "config error: config/train_char.py is not of the form key=value; for a recipe write"),
     ("--batch_size=8", "config error: --batch_size is not an option; did you mean trainer.batch_size?"),
@@ -485,7 +509,7 @@ def test_a_valid_run_is_distinguished(program, cwd):
     args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
     outcome = program(shlex.split(args), cwd)
     assert outcome.code == 0, outcome.text
-    assert outcome.written == {"outputs"}
+    assert outcome.written == {"outputs", "cache"}
 
 
 # Launched as users do

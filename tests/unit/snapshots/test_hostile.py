@@ -311,7 +311,7 @@ def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(tmp_pa
     forged = [
         modern_files(valid_files, n_embd=10_000, n_layer=10),
         modern_files(valid_files, n_embd=10_000),
-        modern_files(valid_files, n_layer=10_000),
+        modern_files(valid_files, n_layer=1_000),
     ]
     contexts = [with_config(valid, "data", block_size=size) for size in (8, 10**8, 10**30)]
     lines = sample_limited(*(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged + contexts)))

@@ -144,6 +144,13 @@ def test_load_without_a_snapshot(store):
         load(f"{store.url}/step_00000004")
 
 
+def test_a_path_that_does_not_exist_is_told_from_one_without_snapshots(tmp_path):
+    for path, reason in ((tmp_path / "nowhere", ", which does not exist"), (tmp_path, "")):
+        for find in (load, find_steps):
+            with pytest.raises(SnapshotError, match=f"there (is|are) no .* at {path}{reason}; name a run directory"):
+                find(str(path))
+
+
 def test_load_of_a_damaged_step_names_the_file(store):
     """If a step is requested, no other one is loaded instead."""
     commit(store, small_snapshot(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -200,7 +201,7 @@ def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, l
     train(tmp_path, "run", *moved, f"run.init_from={source}")  # the same weights
     with pytest.raises(SnapshotError, match="the run has not started from run"):
         train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'whole'}")
-    with pytest.raises(SnapshotError, match="there is no whole snapshot"):
+    with pytest.raises(SnapshotError, match=r"nothing does not exist; .* nothing is downloaded by a model's name"):
         train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'nothing'}")
     with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ there, None now\)"):
         sizes = ["model=gpt_nano", "model.n_head=4"]
@@ -216,7 +217,7 @@ def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, l
     [
         (["model.n_layer=1"], ["model.n_layer"], ConfigError, "model.n_layer=1 is 2 in the weights of run.init_from="),
         (["model=gpt_mini"], ["model"], ConfigError, "in the weights of run.init_from="),
-        (["data.block_size=32"], ["data.block_size"], ConfigError, "data.block_size=32 is 16 in the weights"),
+        (["data.block_size=32"], ["data.block_size"], ConfigError, "data.block_size=32 is more than the 16 of"),
         (["run.init_sha256=abc"], [], ConfigError, "not run.init_sha256=abc; set that to null to use it"),
     ],
 )
@@ -281,6 +282,43 @@ def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
         train(
             tmp_path, "new", f"data.path={texts / 'second.txt'}", f"run.init_from={source}", typed=("data.tokenizer",)
         )
+
+
+def bad_weight(kind: str, tensor: Tensor) -> Tensor:
+    """Return a tensor that no model can start from."""
+    if kind == "whole numbers":
+        return tensor.round().to(torch.int64)
+    if kind == "booleans":
+        return tensor > 0
+    values = tensor.double() if kind == "beyond fp32" else tensor.clone()
+    values.view(-1)[3] = {"nan": math.nan, "infinite": -math.inf, "beyond fp32": 1e300}[kind]
+    return values
+
+
+@pytest.mark.parametrize("form", ["gpt2", "export"])
+@pytest.mark.parametrize("kind", ["nan", "infinite", "beyond fp32", "whole numbers", "booleans"])
+def test_weights_that_are_no_numbers_to_train_from(kind, form, source, texts, tmp_path):
+    """Refused before anything is written, the cache of the text included."""
+    directory = tmp_path / form
+    if form == "gpt2":
+        write_gpt2(directory, small_gpt2(40))
+    else:
+        export(ExportConfig(str(source), str(directory)))
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in sorted(tensors) if "c_fc.weight" in name or "up.weight" in name)
+    save_file({**tensors, name: bad_weight(kind, tensors[name])}, directory / "model.safetensors")
+    before = sorted(tmp_path.rglob("*"))
+    refusal = "cannot be used: .*not finite|has whole numbers|do not fit the model: .* in (int64|bool)"
+    with pytest.raises(SnapshotError, match=refusal):
+        train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={directory}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_weights_without_a_tokenizer_are_named(texts, tmp_path, log_lines):
+    write_gpt2(tmp_path / "gpt2", small_gpt2(40))
+    train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={tmp_path / 'gpt2'}", *FROZEN)
+    (line,) = [line for line in log_lines if "has no tokenizer" in line]
+    assert line.startswith("WARNING run.init_from=") and "trains on the tokens of data.tokenizer=char" in line
 
 
 @pytest.mark.parametrize(
