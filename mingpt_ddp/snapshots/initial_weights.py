@@ -6,6 +6,7 @@ All of it is untrusted: tensors are safetensors, the rest is JSON.
 import contextlib
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from mingpt_ddp.snapshots.load_model import read_model_spec
 from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
+
+log = logging.getLogger(__name__)
 
 PICKLES = ("model.pt", "pytorch_model.bin")  # of an export, of Hugging Face; never read
 
@@ -60,6 +63,12 @@ def read_initial_weights(url: str) -> InitialWeights:
         if type(layers := weights.model.get("n_layer")) is int and layers > len(weights.tensors):
             raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")  # layers take time to build
         json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
+    if weights.data and not weights.state:
+        log.warning(
+            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the run uses the tokens of "
+            "data.tokenizer, for which the embeddings were not trained",
+            url,
+        )
     return weights
 
 

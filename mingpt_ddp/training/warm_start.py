@@ -84,13 +84,6 @@ def warm_start(config: Config, recorded: Any, typed: Container[str], group: Proc
         return {**asdict(replace(weights, tensors={})), "sha256": sha256, "is_first": recorded is None}
 
     found = group.run_on_rank_zero(find)
-    if found["is_first"] and not found["state"] and isinstance(config.data, DataConfig):
-        log.warning(
-            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the run trains on the "
-            "tokens of data.tokenizer=%s, whose embeddings mean something else there",
-            config.run.init_from,
-            config.data.tokenizer,
-        )
     config = _with_sizes(config, found, typed)
     return WarmStart(config, found["state"], found["sizes"], tensors)
 
