@@ -65,8 +65,8 @@ def read_initial_weights(url: str) -> InitialWeights:
         json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
     if weights.data and not weights.state:
         log.warning(
-            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the run uses the tokens of "
-            "data.tokenizer, for which the embeddings were not trained",
+            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the run uses the tokens "
+            "of data.tokenizer, for which the embeddings were not trained",
             url,
         )
     return weights
