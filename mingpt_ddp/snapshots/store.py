@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt_ddp.distributed.device import installed_memory
+from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
