@@ -24,7 +24,9 @@ ENVIRONMENT = {
     **{"AWS_SECRET_ACCESS_KEY": "b", "TORCH_CPP_LOG_LEVEL": "ERROR", "TERM": "dumb"},
 }
 # Lines of the log that may precede an error.
-NOTICES = r"not taken from |damaged snapshot .* is ignored|data\.path=.*: skipped "
+NOTICES = r"not taken from |damaged snapshot .* is ignored|retrying: |data\.path=.*: skipped "
+# Names of exceptions that no user's mistake explains.
+INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"
 
 
 class Worker:
@@ -69,9 +71,7 @@ def faults(command: str, done: dict[str, Any]) -> list[str]:
         found.append(f"{len(lines)} lines of error")
     if done["code"] == 2 and lines and not re.match(r"(\w+ )?error: ", lines[-1]):
         found.append("a line that is no error")
-    if re.search(
-        r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision)Error\b", done["stderr"]
-    ):
+    if lines and not lines[-1].startswith("code error: ") and re.search(INTERNAL, lines[-1]):
         found.append("an exception that is no explanation")
     if done["code"] == 2 and done["changed"]:
         found.append(f"left behind: {', '.join(done['changed'][:5])}")

@@ -14,45 +14,13 @@ WORDS = (
     *("ä€😀", "\x1b[2J\x07", "a\nb", "\udcff", "\u202e", "..", "/", "~", "-", " ", "%s{0}", "\\", "a" * 100_000),
     *("\ud800", "$(touch ran)", "'", "\x9b", "ﬀ" * 200, "." * 300, "[" * 2000, "${" * 300, "a/" * 3000, "a" * 256),
 )
-URLS = (
-    *(
-        "foo://bar",
-        "http://127.0.0.1:9/x",
-        "https://[",
-        "http://127.0.0.1:99999/x",
-        "://",
-        "file://",
-        "file:///",
-        "data:,a",
-    ),
-    *(
-        "memory://x",
-        "memory://",
-        "zip://a.txt::good.zip",
-        "simplecache::http://127.0.0.1:9/x",
-        "tar://a::b",
-        "a::b",
-        "::",
-    ),
-    *("reference://x", "dir://x", "ftp://127.0.0.1:9/x", "sftp://127.0.0.1:9/x", "github://a:b@/x", "local://good.txt"),
-    *(
-        "filecache://x",
-        "blockcache::file://good.txt",
-        "gs://b/x",
-        "hf://b/x",
-        "s3://",
-        "http://user:secret@127.0.0.1:9/",
-    ),
-    *(
-        "git://x",
-        "jupyter://x",
-        "libarchive://x",
-        "smb://127.0.0.1:9/x",
-        "webhdfs://127.0.0.1:9/x",
-        "dask://x",
-        "root://",
-    ),
-)
+URLS = """
+foo://bar http://127.0.0.1:9/x https://[ http://127.0.0.1:99999/x :// file:// file:/// data:,a memory://x memory://
+zip://a.txt::good.zip simplecache::http://127.0.0.1:9/x tar://a::b a::b :: reference://x dir://x ftp://127.0.0.1:9/x
+sftp://127.0.0.1:9/x github://a:b@/x local://good.txt filecache://x blockcache::file://good.txt gs://b/x hf://b/x s3://
+s3://bucket/x http://user:secret@127.0.0.1:9/ git://x jupyter://x libarchive://x smb://127.0.0.1:9/x dask://x root://
+webhdfs://127.0.0.1:9/x
+""".split()  # noqa: SIM905
 JSON_VALUES: tuple[Any, ...] = (
     *(2**31, 2**63, 10**400, -1, 0, 1, 3, 1e308, 5e-324, float("nan"), float("inf"), "", "x", "ä\ud800", "a" * 100_000),
     *(
@@ -74,7 +42,7 @@ JSON_VALUES: tuple[Any, ...] = (
 )
 # Trees that a hostile file may stand in, by the end of the key: the argument, and the files in it that are read.
 STEP = "snapshots/step_00000004"
-RUN_FILES = ["config.yaml", "result.json", "metrics.jsonl", "snapshots", STEP]
+RUN_FILES = [".lock", "config.yaml", "result.json", "metrics.jsonl", "snapshots", STEP]
 RUN_FILES += [
     f"{STEP}/{name}" for name in ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
 ]

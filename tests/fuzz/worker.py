@@ -84,6 +84,8 @@ def stop_before_training() -> None:
         sys.argv = ["main.py", *argv[3:]]
         train()
 
+    for name in ("storage.remote.OPERATION_DEADLINE_S", "storage.run_dir.LOCK_WAIT_S", "training.run.LOCK_WAIT_S"):
+        replace_attribute(f"mingpt_ddp.{name}", 1.0)
     replace_attribute(
         "hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None
     )  # would compose everything twice
