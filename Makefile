@@ -8,10 +8,12 @@ LANES ?= 4
 # The test files with integrations, the longest first.
 INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
+CASES ?= 10000
+SEED ?= $(shell date +%Y%m%d)
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-integrations test-slow check coverage mutation lowest lines clean
+.PHONY: help train test test-integrations test-slow check fuzz coverage mutation lowest lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -33,6 +35,9 @@ check: $(VENV)/.dev  ## format, lint, types and the fast tests
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/unit
+
+fuzz: $(VENV)/.test  ## CASES=10000 commands with hostile values and files, drawn by SEED=20300101, by default of today
+	@FUZZ_CASES=$(CASES) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -n $(LANES) --dist load $(ARGS) tests/fuzz
 
 coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worker processes included
 	@rm -f .coverage .coverage.*

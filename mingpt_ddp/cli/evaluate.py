@@ -91,6 +91,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     runtime = Runtime(run_config, read_env())
     with attribute_errors_to_user_code():
         task = build_task(run_config, runtime.group, kept=states[first])
+    with attribute_errors_to_user_code(), task.discarded_if_refused():
         data = ("text",) if config.data_path is not None else ()
         check_same_outputs(states, [key for key in task.state() if key not in data])
         try:

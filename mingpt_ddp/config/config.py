@@ -129,7 +129,8 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
         if isinstance(error, MissingMandatoryValue):
             raise ConfigError(f"{error.full_key} is missing; give it a value") from error
         key = f"{error.full_key}: " if error.full_key else ""
-        raise ConfigError(f"{key}{str(error).splitlines()[0]}") from error
+        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+        raise ConfigError(f"{key}{reason}") from error
     return dict(values)
 
 

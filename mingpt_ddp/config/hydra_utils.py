@@ -206,6 +206,8 @@ def explain(error: Exception) -> str:
         return f"{added[1]} is already in the defaults list; write {preset}"
     elif several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text):
         return f"{several[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
+    elif isinstance(error, RecursionError):
+        return "a value on the command line or in a configuration file is nested too deeply; unfold it"
     if isinstance(error, OverrideParseException):
         text = f"cannot read {error.override!r}, quote special characters twice as in 'key=\"a=b\"': {text}"
     elif not isinstance(error, (HydraException, OmegaConfBaseException)):

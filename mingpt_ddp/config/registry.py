@@ -6,6 +6,7 @@ run's recorded configuration are never followed. docs/your-own-model.md is the t
 
 import contextlib
 import hashlib
+import stat
 import sys
 import traceback
 import types
@@ -45,6 +46,7 @@ CONFIGS["hook"], BUILDERS["hook"] = {}, {}
 EVENTS = ("step", "evaluate", "end")
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
+MAX_CODE_BYTES = 1 << 24
 
 
 def register(group: str, name: str, config: type) -> Callable[[Builder], Builder]:
@@ -194,9 +196,12 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
             CONFIGS[group][name], BUILDERS[group][name] = config, builder
         return known
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CODE_BYTES:  # reading a pipe would block
+            raise OSError(f"it is not a file of at most {MAX_CODE_BYTES:,} bytes")
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{key}={path} cannot be read: {error.strerror or error}") from error
     found = hashlib.sha256(content).hexdigest()
     if sha256 not in (None, found):
         raise ConfigError(f"{key}={path} has SHA-256 {found}, not {key}_sha256={sha256}; set that to null to use it")
@@ -209,10 +214,19 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     _entries.clear()
     try:
         with attribute_errors_to_user_code():  # compile, unlike import, writes no __pycache__ to the user's directory
-            exec(compile(content, str(path), "exec"), module.__dict__)
+            exec(_compile(content, path), module.__dict__)
     finally:
         _files[path][1].extend(_entries)
     return found
+
+
+def _compile(content: bytes, path: Path) -> types.CodeType:
+    try:
+        return compile(content, str(path), "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        if getattr(error, "filename", None):  # with the line, which attribute_errors_to_user_code shows
+            raise
+        raise CodeError(f"{_relative(path)} is not Python: {error}") from error
 
 
 @contextlib.contextmanager

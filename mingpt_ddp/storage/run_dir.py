@@ -1,6 +1,7 @@
 """The run directory: name, lock, recorded configurations, result."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -32,6 +33,7 @@ PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..*.partial", ".
 # Files that a run appends to: a symbolic link there could lead to any file.
 WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "samples.jsonl", "tensorboard", "tensorboard/*", "wandb")
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
+NAME_MAX, PATH_MAX = 255, 4096 - 64  # bytes of a name, and of a path with the names of files in it
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
@@ -243,6 +245,24 @@ def acquire_lock(
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
+
+
+def check_can_lock(directory: Path, *, what: str = "the run directory", key: str = "run.root") -> None:
+    """Refuse a directory that `acquire_lock` could not create or write to, before anything is written.
+
+    Raises:
+        RunError: names it and `key`.
+    """
+    path = directory.absolute()
+    existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    longest = max(len(os.fsencode(name)) for name in path.parts)
+    reasons = {
+        errno.ENOTDIR: not existing.is_dir(),
+        errno.EACCES: not os.access(existing, os.W_OK | os.X_OK),
+        errno.ENAMETOOLONG: longest > NAME_MAX or len(os.fsencode(path)) > PATH_MAX,
+    }
+    if code := next((code for code, is_so in reasons.items() if is_so), None):
+        raise RunError(f"cannot write to {what} {directory}: {os.strerror(code)}; choose another {key}")
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

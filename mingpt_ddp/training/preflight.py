@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.storage.run_dir import check_can_lock, run_directory
 from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.train_step import build_model_and_optimizer
 
@@ -29,6 +30,17 @@ from mingpt_ddp.training.train_step import build_model_and_optimizer
 RecordedBatch: TypeAlias = tuple[int | None, int | None, int, str | None, Any]
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
+
+
+def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
+    """Refuse directories of a run and of its snapshots that could not be locked.
+
+    Raises:
+        RunError: names the directory.
+    """
+    check_can_lock(directory)
+    for storage in (store.storage for store in stores if store.storage.local):
+        check_can_lock(Path(storage.root), what="the snapshot directory", key="path for snapshots")
 
 
 def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch:

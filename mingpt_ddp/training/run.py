@@ -33,6 +33,7 @@ from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.preflight import (
     RecordedBatch,
+    check_directories,
     check_fits,
     check_resumes_exactly,
     recorded_batch,
@@ -92,6 +93,7 @@ class Attempt:
         self.runtime, self.started_at = runtime, started_at
         self.directory = run_directory(config)
         self.stores = [SnapshotStore(url) for url in snapshot_urls(config, self.directory)]
+        runtime.group.run_on_rank_zero(partial(check_directories, self.directory, self.stores))
         recorded = runtime.group.run_on_rank_zero(partial(recorded_batch, config, self.stores))
         self.warm = warm_start(config, recorded[-1], typed, runtime.group)
         self.config = with_batch_size(self.warm.config if self.warm else config, runtime.group.data_size, recorded[0])

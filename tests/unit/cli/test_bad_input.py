@@ -140,6 +140,7 @@ def cwd(tmp_path):
     (directory / "extra" / "experiment").mkdir(parents=True)
     (directory / "extra" / "experiment" / "broken.yaml").write_text("trainer: [1\n")
     (directory / "extra" / "experiment" / "number.yaml").write_text("7\n")
+    (directory / "extra" / "experiment" / "deep.yaml").write_text("[" * 100_000 + "]" * 100_000)
     (directory / "own" / "model").mkdir(parents=True)
     for name, code in CODE.items():
         (directory / "own" / f"{name}.py").write_text(code)
@@ -266,6 +267,8 @@ CASES = [
     ("run.name=''", "config error: run.name= must be a directory name"),
     ("run.root=memory://runs", "config error: run.root=memory://runs must be a local directory"),
     ("run.root=good.txt", "run error: cannot write to the run directory good.txt/"),
+    ("snapshot.path=good.txt", "run error: cannot write to the snapshot directory /"),
+    ("snapshot.fallback_path=good.txt/a/b", "run error: cannot write to the snapshot directory /"),
     ("snapshot.path=foo://bar", "config error: snapshot.path=foo://bar: no such protocol as foo://"),
     ("snapshot.path=http://127.0.0.1:9/snapshots", "config error: snapshot.path=http://127.0.0.1:9/snapshots"),
     ("snapshot.path=reference://x", "config error: snapshot.path=reference://x: reference:// needs more than a URL"),
@@ -381,11 +384,13 @@ CASES = [
     ("~model", "config error: the group model is missing"),
     ("~model.n_head", "config error: model.n_head is missing; give it a value"),
     ("optimizer.lr='${nowhere}'", "config error: optimizer.lr: Interpolation key 'nowhere' not found"),
+    ("optimizer.lr='${oc.env:NOWHERE}'", "config error: optimizer.lr: \"Environment variable 'NOWHERE' not found\""),
     ("optimizer.lr='${optimizer.lr}'", "config error: optimizer.lr: Recursive interpolation"),
     ("--config-name nowhere", "config error: Cannot find primary config 'nowhere'"),
     ("--config-dir nowhere", "config error: Additional config directory '"),
     ("--config-dir extra experiment=broken", "config error: "),
     ("--config-dir extra experiment=number", "config error: "),
+    ("--config-dir extra experiment=deep", "config error: a value on the command line or in a configuration file is"),
 ]
 
 SWEEPS = [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
-from mingpt_ddp.config.registry import BUILDERS, run_code
+from mingpt_ddp.config.registry import BUILDERS, run_code, run_file
 from mingpt_ddp.config.schema import GROUPS, DDPConfig
 from mingpt_ddp.errors import CodeError, ConfigError
 
@@ -102,3 +104,27 @@ def test_the_name_of_a_communication_hook_is_taken(tmp_path):
         CodeError, match=r"ring.py:4: ValueError: @register\('comm_hook', 'ring', ...\): the name is taken"
     ):
         run_code({"data": {"code": "ring.py"}}, [tmp_path])
+
+
+@pytest.mark.parametrize(
+    "content", [b"a = 1\0\n", b"\x89PNG\r\n\x1a\n\0\0", b"(" * 5000, b"a = " + b"-" * 100_000 + b"1"]
+)
+def test_a_file_that_is_not_python(content, tmp_path):
+    (tmp_path / "mine.py").write_bytes(content)
+    with pytest.raises(CodeError, match=r"mine\.py(:1)?"):
+        run_code({"model": {"code": "mine.py"}}, [tmp_path])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "device"])
+def test_code_that_is_no_file_of_usual_size(kind, tmp_path):
+    path = tmp_path / "mine.py"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "sparse":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="cannot be read: it is not a file of at most 16,777,216 bytes"):
+        run_file(path, "code")

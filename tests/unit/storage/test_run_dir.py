@@ -21,7 +21,14 @@ from launching import ROOT
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage.run_dir import RunDirectory, difference, next_free_name, read_result, recorded_config
+from mingpt_ddp.storage.run_dir import (
+    RunDirectory,
+    check_can_lock,
+    difference,
+    next_free_name,
+    read_result,
+    recorded_config,
+)
 from mingpt_ddp.storage.urls import open_storage
 
 CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
@@ -140,6 +147,25 @@ def test_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError, match=r"cannot write to the run directory .*; choose another run.root"):
         RunDirectory(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("name", ["file/run", "file", "dangling/run", "loop", "a" * 256, "a/" * 2500, "b/" + "ä" * 128])
+def test_a_directory_that_cannot_be_locked_is_refused_before_anything_is_written(name, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(RunError, match=r"cannot write to the run directory .*; choose another run\.root"):
+        check_can_lock(tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises((RunError, OSError)):
+        RunDirectory(tmp_path / name)
+
+
+def test_a_directory_that_can_be_locked(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    for name in (".", "new/run", "link/run", "b/" + "ä" * 120):
+        check_can_lock(tmp_path / name)
 
 
 def test_the_next_free_name(tmp_path):

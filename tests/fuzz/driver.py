@@ -1,0 +1,102 @@
+"""Judge the cases that tests/fuzz/worker.py runs.
+
+python tests/fuzz/driver.py SEED NUMBER      # make the directory of one case, and print its command
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 10
+LIMIT_MB = 1024
+# No network, no credentials, no GPU, no compiler, one thread.
+ENVIRONMENT = {
+    **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)},
+    **{"AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a"},
+    **{"AWS_SECRET_ACCESS_KEY": "b", "TORCH_CPP_LOG_LEVEL": "ERROR", "TERM": "dumb"},
+}
+# Lines of the log that may precede an error.
+NOTICES = r"not taken from |damaged snapshot .* is ignored|retrying: |data\.path=.*: skipped "
+# Names of exceptions that no user's mistake explains.
+INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"
+
+
+class Worker:
+    """A process that runs cases, in a directory of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        kept = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")}
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("worker.py")), str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=kept | ENVIRONMENT,
+            text=True,
+        )
+
+    def run(self, seed: int, number: int) -> dict[str, Any]:
+        """Return what a case did."""
+        assert self.process.stdin and self.process.stdout
+        print(json.dumps([seed, number]), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        for name in ("stdout", "stderr"):
+            answer[name] = (self.directory / name).read_text(errors="backslashreplace")
+        return dict(answer)
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def faults(command: str, done: dict[str, Any]) -> list[str]:
+    """Return what is wrong with the outcome of a case."""
+    found, lines = [], [line for line in done["stderr"].splitlines() if not re.match(NOTICES, line)]
+    allowed = (0, 1, 2) if command == "snapshots verify" else (0, 2)
+    if done["code"] not in allowed:
+        found.append(f"exit code {done['code']}")
+    if re.search(r"Traceback \(most recent|Stack \(most|panicked", done["stderr"] + done["stdout"]):
+        found.append("a traceback")
+    if done["code"] == 2 and len(lines) != 1:
+        found.append(f"{len(lines)} lines of error")
+    if done["code"] == 2 and lines and not re.match(r"(\w+ )?error: ", lines[-1]):
+        found.append("a line that is no error")
+    if lines and not lines[-1].startswith("code error: ") and re.search(INTERNAL, lines[-1]):
+        found.append("an exception that is no explanation")
+    if done["code"] == 2 and done["changed"]:
+        found.append(f"left behind: {', '.join(done['changed'][:5])}")
+    elif temporary := [name for name in done["changed"] if name.startswith("tmp/")]:
+        found.append(f"left in TMPDIR: {', '.join(temporary[:5])}")
+    if done["seconds"] >= LIMIT_S:
+        found.append(f"{done['seconds']} s")
+    if done["megabytes"] > LIMIT_MB:
+        found.append(f"{done['megabytes']} MB more memory")
+    return found
+
+
+def main() -> None:
+    """Make the directory of one case and print its command, with what the case does to the files before."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from fuzz.cases import draw
+
+    seed, number = map(int, sys.argv[1:])
+    directory, case = Path(tempfile.mkdtemp(prefix=f"fuzz-{seed}-{number}-")), draw(seed, number)
+    worker = Worker(directory)
+    done = worker.run(seed, number)
+    worker.close()
+    print(f"cd {directory}/cwd; {case.shell()}".encode(errors="backslashreplace").decode())
+    print({**done, "steps": case.steps})
+
+
+if __name__ == "__main__":
+    main()

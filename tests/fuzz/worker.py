@@ -1,0 +1,220 @@
+"""Run cases one after another in one process, from the entry point of each command to its exit.
+
+    python tests/fuzz/worker.py DIRECTORY
+
+reads a line [seed, number] for each case and prints a line of JSON with what it did. The process that has imported
+torch forks one that runs up to CASES_PER_PROCESS cases, and another after a case that ends it: by a timeout, a crash.
+Training itself is left out: a command that nothing has refused ends once the run directory is locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import io
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from fuzz.cases import Case, draw  # noqa: E402
+from fuzz.world import STEPS, World  # noqa: E402
+
+CASES_PER_PROCESS = 200
+FULL = 3  # exit code of a process that has run CASES_PER_PROCESS
+LIMIT_S = 10  # of a case
+MARGIN_S = 5  # after which SIGALRM ends what LIMIT_S has not ended
+MAX_ADDRESSES = 6 << 30  # bytes that a case may allocate before it gets a MemoryError, besides those of torch
+COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "collectives", "again")
+
+
+class AcceptedError(SystemExit):
+    """The command would begin to train."""
+
+
+def accept(*args: Any, **kwargs: Any) -> NoReturn:
+    raise AcceptedError(0)
+
+
+def leave(code: int) -> NoReturn:
+    raise SystemExit(code)
+
+
+def replace_attribute(name: str, value: Any) -> Any:
+    """Replace an attribute, by its dotted name, and return what it was."""
+    module, _, last = name.rpartition(".")
+    try:
+        owner: Any = importlib.import_module(module)
+    except ModuleNotFoundError:
+        owner = getattr(importlib.import_module(module.rpartition(".")[0]), module.rpartition(".")[2])
+    before = getattr(owner, last)
+    setattr(owner, last, value)
+    return before
+
+
+def stop_before_training() -> None:
+    """End commands where they begin to train, start other processes, or generate more than a few tokens."""
+    import torch
+
+    for name in ("training.run.Attempt.build", "distributed.launcher._run_with_restarts", "training.plan._measure"):
+        replace_attribute(f"mingpt_ddp.{name}", accept)
+    for name in ("cli.train.start_server", "distributed.launcher.start_server", "cli.train.die_with_parent"):
+        replace_attribute(f"mingpt_ddp.{name}", lambda *args: None)
+    generate = replace_attribute(
+        "mingpt_ddp.inference.generate.generate",
+        lambda model, tokens, count, *rest: generate(model, tokens[:4], min(count, 4), *rest),
+    )
+    train = importlib.import_module("mingpt_ddp.cli.train").main
+
+    def execute(path: str, argv: list[str]) -> None:
+        sys.argv = ["main.py", *argv[3:]]
+        train()
+
+    for name in ("storage.remote.OPERATION_DEADLINE_S", "storage.run_dir.LOCK_WAIT_S", "training.run.LOCK_WAIT_S"):
+        replace_attribute(f"mingpt_ddp.{name}", 1.0)
+    replace_attribute(
+        "hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None
+    )  # would compose everything twice
+    os._exit, os.execv, os.execve = leave, execute, accept
+    torch.use_deterministic_algorithms(False)  # imports what the first call needs
+    from hydra import compose, initialize_config_dir
+
+    from mingpt_ddp.config.hydra_utils import config_directory
+
+    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+        compose("config", ["optimizer.lr=1"])
+
+
+exit_now = os._exit
+
+
+def entry(case: Case) -> Any:
+    """Return the function that a command begins with, and set its arguments."""
+    name, *first = case.command.split()
+    sys.argv = [f"{name}.py", *first, *case.words]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    return importlib.import_module(f"mingpt_ddp.cli.{name}").main
+
+
+def reset(world: World) -> None:
+    """Undo what a command changes in its process."""
+    import fsspec
+    from hydra.core.global_hydra import GlobalHydra
+
+    GlobalHydra.instance().clear()
+    fsspec.filesystem("memory").store.clear()
+    os.environ.clear()
+    os.environ.update(world.environ)
+    tempfile.tempdir = None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    logger = logging.getLogger("mingpt_ddp")
+    for handler in [*logger.handlers]:
+        logger.removeHandler(handler)
+    gc.collect()
+
+
+def memory(name: str) -> int:
+    """Return VmRSS or VmHWM, its peak since it was cleared, in MiB."""
+    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith(name))
+
+
+def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
+    """Run a command; return its exit code and what it took."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, begin, cpu = memory("VmRSS"), time.perf_counter(), time.process_time()
+    for target, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(os.dup(n), "wb", 0), write_through=True) for n in (1, 2))
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=2)
+    signal.alarm(LIMIT_S + MARGIN_S)
+    code, accepted = 0, False
+    with warnings.catch_warnings():  # each is shown again
+        try:
+            entry(case)()
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+            accepted = isinstance(left, AcceptedError)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    signal.alarm(0)
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.close()
+    sys.stderr.close()
+    seconds, megabytes = round(time.perf_counter() - begin, 1), memory("VmHWM") - before
+    cpu = round(time.process_time() - cpu, 2)
+    return {"code": code, "accepted": accepted, "seconds": seconds, "cpu": cpu, "megabytes": megabytes}
+
+
+def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -> int:
+    """Run the cases that are asked for, at most CASES_PER_PROCESS; return the exit code."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_ADDRESSES, used + MAX_ADDRESSES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+    outputs = [world.template.with_name(name) for name in ("stdout", "stderr")]
+    for _ in range(CASES_PER_PROCESS):
+        if not (line := requests.readline()):
+            return 0
+        case = draw(*json.loads(line))
+        reset(world)
+        world.restore()
+        for name, *arguments in case.steps:
+            STEPS[name](*arguments)
+        before = world.listing()
+        answer = run(case, outputs)
+        os.chdir(world.cwd)
+        after = world.listing()
+        changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+        print(json.dumps({**answer, "changed": changed}), file=answers, flush=True)
+    return FULL
+
+
+def forked(work: Callable[[], int]) -> int:
+    """Call a function in a child, kill what it has started, and return its exit code."""
+    if (child := os.fork()) == 0:
+        os.setpgid(0, 0)
+        try:
+            exit_now(work())
+        finally:
+            traceback.print_exc()
+            exit_now(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return status
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    for name in (*(f"cli.{name}" for name in COMMANDS), "training.run", "training.plan", "inference.generate"):
+        importlib.import_module(f"mingpt_ddp.{name}")
+    stop_before_training()
+    world = World(Path(sys.argv[1]))
+    forked(lambda: world.make() or 0)  # not here: the threads of libraries would not outlive the next fork
+    gc.freeze()
+    while status := forked(lambda: serve(world, os.fdopen(os.dup(0)), answers)):
+        if status != FULL:
+            ended = {"code": status, "accepted": False, "seconds": LIMIT_S, "megabytes": 0, "changed": []}
+            print(json.dumps(ended), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
