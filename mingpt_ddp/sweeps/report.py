@@ -1,5 +1,8 @@
 """The report of a sweep or a run: a table for the terminal and a page for the browser, without torch."""
 
+import hashlib
+import os
+import re
 from pathlib import Path
 
 from mingpt_ddp.errors import RunError
@@ -8,6 +11,25 @@ from mingpt_ddp.sweeps.runs import read_jobs, varying
 from mingpt_ddp.sweeps.table import table
 
 PAGE = "report.html"
+MAX_NAME = 100  # characters of the names of several directories
+
+
+def page_path(directories: list[Path]) -> Path:
+    """Return the page of a directory, or of several: next to them, under their names, so that each keeps its own.
+
+    It is in the lowest directory that holds them all; in the current one if that is not writable.
+    """
+    if len(directories) == 1:
+        return directories[0] / PAGE
+    found = [os.path.realpath(directory) for directory in directories]
+    above = os.path.commonpath(found)
+    names = "+".join(os.path.relpath(path, above) if path != above else os.path.basename(path) for path in found)
+    readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", names)
+    if len(readable) > MAX_NAME:
+        digest = hashlib.sha256(os.fsencode(names)).hexdigest()[:8]
+        readable = f"{readable[:MAX_NAME]}-{digest}"
+    parent = Path(os.path.relpath(above) if Path(above).is_relative_to(Path.cwd()) else above)
+    return (parent if os.access(parent, os.W_OK) else Path()) / f"report-{readable}.html"
 
 
 def report(directories: list[Path], page: Path) -> str:
