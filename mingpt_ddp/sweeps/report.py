@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.storage import atomic_write
+from mingpt_ddp.sweeps.comparison import comparison_notes
 from mingpt_ddp.sweeps.runs import read_jobs, varying
 from mingpt_ddp.sweeps.table import table
 
@@ -46,8 +47,9 @@ def report(directories: list[Path], page: Path) -> str:
         RunError: one of the directories holds no run, or the page cannot be written.
     """
     jobs = read_jobs(directories)
-    keys = varying(jobs)
-    text = table(jobs, keys)
+    keys, notes = varying(jobs), comparison_notes(jobs)
+    is_run = directories == [jobs[0].directory]
+    text = table(jobs, keys, notes, is_run)
     try:
         from mingpt_ddp.sweeps.page import render_page
         from mingpt_ddp.sweeps.run_page import render_run
@@ -55,8 +57,7 @@ def report(directories: list[Path], page: Path) -> str:
         return f"{text}\nthe page needs plotly; pip install 'mingpt_ddp[report]'"
     try:
         title = ", ".join(directory.resolve().name for directory in directories)
-        is_run = directories == [jobs[0].directory]
-        document = render_run(title, jobs[0]) if is_run else render_page(title, jobs, keys)
+        document = render_run(title, jobs[0]) if is_run else render_page(title, jobs, keys, notes)
         atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
         print(text, flush=True)
