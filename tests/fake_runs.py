@@ -26,6 +26,7 @@ def fake_run(
     steps: int = 100,
     faults: int = 0,
     overrides: list[str] | None = None,
+    bits_per_byte: float | None = None,
 ) -> Path:
     """Write a run whose loss falls from 4.5 to `val_loss` in `steps` steps.
 
@@ -33,6 +34,7 @@ def fake_run(
         values: configuration values that differ from CONFIG, by dotted key.
         status: None for a run without a result.json.
         val_loss: None for a run without metrics.
+        bits_per_byte: the last; None for a run that has not measured it.
     """
     config = {group: dict(keys) for group, keys in CONFIG.items()}
     for key, value in (values or {}).items():
@@ -49,9 +51,14 @@ def fake_run(
             loss = val_loss + (4.5 - val_loss) * math.exp(-step / steps * 5)
             lines.append({"step": step, "train_loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 40_000.0})
             if step % 20 == 0:
-                lines.append({"step": step, "val_loss": val_loss if step == steps else loss + 0.05})
+                measured = {"val_loss": val_loss if step == steps else loss + 0.05}
+                if bits_per_byte is not None:
+                    measured["val_bits_per_byte"] = measured["val_loss"] / val_loss * bits_per_byte
+                lines.append({"step": step, **measured})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if status is not None:
         result = {"status": status, "step": steps, "val_loss": val_loss, "wall_seconds": 61.5}
+        if bits_per_byte is not None:
+            result |= {"val_bits_per_byte": bits_per_byte, "bits_per_byte": bits_per_byte}
         (directory / "result.json").write_text(json.dumps(result))
     return directory

@@ -5,7 +5,8 @@
     python -m mingpt_ddp.evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
-                several: the loss of each, and the metrics of the mean of their probabilities
+                several: the loss of each, and the metrics of the mean of their probabilities; or the metrics of each,
+                if they have no mean: other tokenizers (compare bits_per_byte), context lengths, or a regression
 step            newest (the default), best (lowest validation loss) or a number
 split           val (the default) or test
 data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
@@ -16,13 +17,14 @@ code            your Python file that registers the task, the model or the datas
 The metrics are printed as JSON.
 """
 
+import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.cli.arguments import echo, run_command
-from mingpt_ddp.config.config import Config, NotRegisteredError, from_mapping
+from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, NotRegisteredError, from_mapping
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined, run_file
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mingpt_ddp.tasks.task import Task
+
+OF_TOKENS = ("tokenizer", "vocab_size", "block_size")  # keys of data
+AVERAGED = ("language_model", "classification")  # tasks whose models give probabilities
 
 
 @dataclass(frozen=True)
@@ -66,17 +71,17 @@ def _command(config: EvaluateConfig) -> int:
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Return the metrics by name; of an ensemble also the loss of each of its `runs`.
+    """Return the metrics by name; of an ensemble also the loss of each of its `runs`, or why it is `not_averaged`.
 
     A collective of all ranks that a launcher has started.
 
     Raises:
-        SnapshotError: there is no snapshot, no model can be built from it, or the snapshots do not fit each other.
+        SnapshotError: there is no snapshot, no model can be built from it, or the snapshots do not compare.
         DataError: the data is not there, has changed, or has characters that the model does not know.
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
-    from mingpt_ddp.inference.ensemble import Ensemble, check_same_outputs
+    from mingpt_ddp.inference.ensemble import Ensemble, why_not_averaged
     from mingpt_ddp.snapshots.load import load
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluate import Evaluator
@@ -85,33 +90,48 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         run_file(Path(config.code), "code")
     snapshots = {url: load(url, ("model",), config.step) for url in config.snapshot}
     states, (first, *others) = {url: snapshot.state for url, snapshot in snapshots.items()}, snapshots
-    run_config = _run_config(config, first, states[first])
-    averages = run_config.task.name in ("language_model", "classification")
-    check(not others or averages, f"task.name={run_config.task.name} has no probabilities to average; give one run")
-    runtime = Runtime(run_config, read_env())
-    with attribute_errors_to_user_code():
-        task = build_task(run_config, runtime.group, kept=states[first])
-    with attribute_errors_to_user_code(), task.discarded_if_refused():
+    configs = {first: _run_config(config, first, states[first])}
+    configs |= {url: _run_config(config, url, states[url], states[first]) for url in others}
+    runtime = Runtime(configs[first], read_env())
+    with attribute_errors_to_user_code(), contextlib.ExitStack() as refusals:
+        task = build_task(configs[first], runtime.group, kept=states[first])
+        refusals.enter_context(task.discarded_if_refused())
         data = ("text",) if config.data_path is not None else ()
-        check_same_outputs(states, [key for key in task.state() if key not in data])
-        try:
-            task.adopt(states[first], is_other_data=config.data_path is not None)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise SnapshotError(f"the snapshot of {first} has an invalid state: {error}") from error
+        reason = why_not_averaged(states, [key for key in task.state() if key not in data])
+        if others and configs[first].task.name not in AVERAGED:
+            reason = f"task.name={configs[first].task.name} has no probabilities to average"
+        tasks = dict.fromkeys(states, task)
+        if reason:
+            for url in others:
+                tasks[url] = build_task(configs[url], runtime.group, kept=states[url])
+                refusals.enter_context(tasks[url].discarded_if_refused())
+        for url in states if reason else [first]:
+            _adopt(tasks[url], config, url, states[url])
         models = {
-            url: _build(task, _run_config(config, url, snapshot.state), snapshot.model).to(runtime.device)
+            url: _build(tasks[url], configs[url], snapshot.model).to(runtime.device)
             for url, snapshot in snapshots.items()
         }
-        evaluator = Evaluator(task, runtime)
-        found = {url: evaluator.run(model, config.split) or {} for url, model in models.items()}
+        evaluators = {id(each): Evaluator(each, runtime) for each in tasks.values()}
+        found = {url: evaluators[id(tasks[url])].run(model, config.split) or {} for url, model in models.items()}
         if not found[first]:
             raise DataError(f"the data of {first} has no {config.split} split")
         metrics: dict[str, Any] = found[first]
-        if others:
+        if reason:
+            metrics = {"not_averaged": reason, "runs": [{"snapshot": url, **each} for url, each in found.items()]}
+        elif others:
             runs = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
-            metrics = {**(evaluator.run(Ensemble([*models.values()]), config.split) or {}), "runs": runs}
+            average = evaluators[id(task)].run(Ensemble([*models.values()]), config.split) or {}
+            metrics = {**average, "runs": runs}
     runtime.close()
     return metrics
+
+
+def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
+    """Prepare a task for the model of a snapshot, whose state is untrusted."""
+    try:
+        task.adopt(state, is_other_data=config.data_path is not None)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotError(f"the snapshot of {url} has an invalid state: {error}") from error
 
 
 def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "nn.Module":
@@ -125,12 +145,18 @@ def _build(task: "Task", run_config: Config, tensors: dict[str, "Tensor"]) -> "n
     return build_around(run_config.model, task.shape, tensors)
 
 
-def _run_config(config: EvaluateConfig, url: str, state: Any) -> Config:
-    """Return the configuration of the snapshot's run, from an untrusted state, for this machine."""
+def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None) -> Config:
+    """Return the configuration of the snapshot's run, from an untrusted state, for this machine.
+
+    Args:
+        first: the state of the snapshot whose text is measured, if that is another; also untrusted.
+    """
     try:
         values = {group: dict(keys) for group, keys in state["config"].items()}
         values["trainer"] |= {"device": config.device, "precision": config.precision, "eval_steps": None}
         values |= {"ddp": {}, "snapshot": {}}
+        if first is not None:
+            _measure_like(values, first["config"])
         data = values["data"]
         given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
         if config.data_path is not None:
@@ -150,3 +176,17 @@ def _run_config(config: EvaluateConfig, url: str, state: Any) -> Config:
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = str(error.args[0]) if error.args else type(error).__name__
         raise SnapshotError(f"the snapshot of {url} cannot be evaluated: {message}") from error
+
+
+def _measure_like(values: dict[str, Any], first: Any) -> None:
+    """Give a run's configuration the same split of the same text as the first, for its own tokenizer and length.
+
+    Raises:
+        ValueError: they have other tasks.
+    """
+    own, default = values["data"], DEFAULT_CHOICE["task"]
+    name, expected = (each.get("task", {}).get("name", default) for each in (values, first))
+    if name != expected:
+        raise ValueError(f"task.name={name} does not compare with task.name={expected}; measure it alone")
+    if "block_size" in own:  # a text
+        values["data"] = {**first["data"], **{key: own[key] for key in OF_TOKENS if key in own}}

@@ -105,7 +105,7 @@ def prepare(env: DistEnv) -> None:
 
 
 def train(cfg: DictConfig) -> float:
-    """Run one job, from the composed configuration to its validation loss.
+    """Run one job, from the composed configuration to its validation loss, or what else its sweep is ranked by.
 
     Raises:
         JobError: all ranks have failed in the same way, or the only one has; the sweep continues with the next job.
@@ -147,19 +147,20 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     signals.exits.is_symmetric = env.world_size == 1
     runtime = Runtime(config, env, hydra_utils.job_number())
     group = signals.exits.group = runtime.group
-    config, known_loss = sweep.start_job(config, group.run_on_rank_zero)
-    if known_loss is not None:
+    config, known = sweep.start_job(config, group.run_on_rank_zero)
+    if known is not None:
         runtime.close()
-        return known_loss
+        return known
     if config.run.resume == "never":
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
     env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
+    files, typed, metric = hydra_utils.hydra_artifacts(cfg), hydra_utils.typed_keys(), sweep.objective.metric
     with notifying(config, env):
-        loss = run(config, runtime, hydra_utils.hydra_artifacts(cfg), signals, started_at, hydra_utils.typed_keys())
+        value = run(config, runtime, files, signals, started_at, typed, metric)
     signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
     runtime.close()
-    return sweep.finish_job(run_directory(config), loss, signalled, config.ddp.preempted_exit_code)
+    return sweep.finish_job(run_directory(config), value, signalled, config.ddp.preempted_exit_code)
 
 
 def _report_directory(directory: Path) -> None:
@@ -192,9 +193,9 @@ def _count_gpus(per_worker: int) -> int:
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:
     overrides = hydra_utils.worker_overrides()
-    config, known_loss = sweep.start_job(config, lambda work: work())
-    if known_loss is not None:
-        return known_loss
+    config, known = sweep.start_job(config, lambda work: work())
+    if known is not None:
+        return known
     if config.run.resume == "never" and env.is_standalone:  # one new directory for all restarts
         config = with_run_name(config, next_free_name(config))
         overrides.append("run.resume=auto")
@@ -208,8 +209,8 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
         raise sweep.record_failed(f"job error: its workers exited with code {code}", code)
     result = read_result(directory)
     ended = code == 0 and result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
-    loss = float(result["val_loss"]) if ended else None
-    return sweep.finish_job(directory, loss, signalled, code)
+    value = sweep.objective.value(result) if ended else None
+    return sweep.finish_job(directory, value, signalled, code)
 
 
 def _check_urls(config: Config) -> None:

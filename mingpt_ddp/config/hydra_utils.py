@@ -25,6 +25,8 @@ PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slur
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
+OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in the environment of the jobs of a sweep: what they return
+OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
 FLAGS = (*SWITCHES, "--cfg", "--package", "--shell-completion", "--experimental-rerun", *FLAGS_WITH_VALUE[::2])
 
 
@@ -154,10 +156,15 @@ def job_label() -> str:
     return ", ".join("=".join(pair) for pair in swept_overrides().items()) or "the only job"
 
 
+def objective_metric() -> str | None:
+    """Return the metric that the jobs of this sweep return; None if it is the validation loss."""
+    return HydraConfig.get().job.env_set.get(OBJECTIVE) if is_multirun() else None
+
+
 def worker_overrides() -> list[str]:
     """Return the command line that composes the configuration of this job as a single run."""
     hydra = HydraConfig.get()
-    sweep_keys = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra.job.config.override_dirname")
+    sweep_keys = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra.job.config.override_dirname", OBJECTIVE_KEY)
     hydra_overrides = [o for o in hydra.overrides.hydra if not key_of(o).replace("/", ".").startswith(sweep_keys)]
     return [*config_flags(hydra), *hydra.overrides.task, *hydra_overrides, "hydra.mode=RUN"]
 

@@ -6,17 +6,18 @@ import re
 from pathlib import Path
 
 from mingpt_ddp.config.config import LIMITS, Config, flatten, numeric_keys, numeric_values
+from mingpt_ddp.metrics.objective import Objective
 from mingpt_ddp.storage.run_dir import RunStatus, read_result, recorded_config, run_directory, with_run_name
 
 
-def look_up(config: Config, swept: dict[str, str]) -> tuple[str, float | None]:
-    """Return the run.name of a job, and its validation loss if it is complete.
+def look_up(config: Config, swept: dict[str, str], objective: Objective) -> tuple[str, float | None]:
+    """Return the run.name of a job, and its objective if it is complete.
 
     Args:
         swept: the overrides that the sweep varies, by key.
     """
     name = job_name(config, swept)
-    return name, _validation_loss(run_directory(with_run_name(config, name)), config)
+    return name, _final_value(run_directory(with_run_name(config, name)), config, objective)
 
 
 def job_name(config: Config, swept: dict[str, str]) -> str:
@@ -40,8 +41,8 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     return f"{config.run.name}/{directory}"
 
 
-def _validation_loss(directory: Path, config: Config) -> float | None:
-    """Return the validation loss of a job that has reached the limits of `config`, else None."""
+def _final_value(directory: Path, config: Config, objective: Objective) -> float | None:
+    """Return the objective of a job that has reached the limits of `config`, else None."""
     result, recorded = read_result(directory), recorded_config(directory) or {}
     if config.run.resume == "never":
         return None
@@ -54,6 +55,6 @@ def _validation_loss(directory: Path, config: Config) -> float | None:
         reached = all(old is None or (new is not None and new <= old) for old, new in limits)
         same = numeric_values(recorded) == numeric_values(config.to_dict())
         valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
-        return float(result["val_loss"]) if ended and reached and same and valid else None
+        return objective.value(result) if ended and reached and same and valid else None
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):  # not written by a run
         return None

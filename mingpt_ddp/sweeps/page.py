@@ -13,7 +13,8 @@ from typing import Any
 from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 
-from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, identity, number
+from mingpt_ddp.metrics.objective import LOSS
+from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, identity, number, why_no_best
 from mingpt_ddp.sweeps.table import brief, cells, cut, fixed, short_names, shown
 
 DRAWN = 12  # parameters with a plot; the table has all
@@ -26,7 +27,7 @@ CURVE_HOVER = "step %{x}: %{y:.4f}<br>%{text}<extra></extra>"  # a plotly templa
 LABEL = {"showarrow": False, "xanchor": "right", "xshift": -5, "font": {"size": 11}, "bgcolor": "white"}
 
 
-def render_page(title: str, jobs: list[Job], keys: list[str]) -> str:
+def render_page(title: str, jobs: list[Job], keys: list[str], notes: list[str]) -> str:
     """Return the whole document.
 
     Names and values of runs are untrusted: they are escaped in HTML and in plotly's labels, which render some tags.
@@ -35,23 +36,28 @@ def render_page(title: str, jobs: list[Job], keys: list[str]) -> str:
     Args:
         jobs: best first.
         keys: the parameters in which they differ.
+        notes: on their comparison.
     """
     plots, statuses = Plots(jobs, keys), [job.status for job in jobs]
     counts = ", ".join(f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses))
     faults = sum(job.faults or 0 for job in jobs)
     summary = f"{len(jobs)} job{'s' * (len(jobs) > 1)}: {counts}. Faults survived: {faults}."
     more = f"The first {DRAWN} parameters; the table has the other {len(keys) - DRAWN}." if len(keys) > DRAWN else ""
-    curves = plots.curves("val_loss", "validation loss") + plots.curves("train_loss", "training loss")
+    objective = jobs[0].ranked_by
+    training = "training loss" if objective is LOSS else "training loss, per token of each tokenizer"
+    curves = plots.curves(objective.series, objective.title) + plots.curves("train_loss", training)
     against = "".join(map(plots.against, keys[:DRAWN]))
     parallel = plots.parallel(keys[:DRAWN])
-    notes = "".join(f"<li>{escape(note)}</li>" for job in jobs for note in job.notes)
+    unread = "".join(f"<li>{escape(note)}</li>" for job in jobs for note in job.notes)
+    comparison = "".join(f"<li>{escape(note)}</li>" for note in notes)
     sections = {
+        "Comparison": comparison and f"<ul>{comparison}</ul>",
         "Best configuration": _best(jobs, keys),
         "Loss curves": curves and f'<p>{plots.legend()}</p><div class="plots">{curves}</div>',
         "Objective against each parameter": against and f'<p>{more}</p><div class="plots">{against}</div>',
         "Parallel coordinates": parallel and f'<div class="wide">{parallel}</div>',
         "Jobs": _table(jobs, keys),
-        "Notes": notes and f"<ul>{notes}</ul>",
+        "Notes": unread and f"<ul>{unread}</ul>",
     }
     return document(title, summary, sections, plots.figures)
 
@@ -101,16 +107,20 @@ def html_table(titles: list[str], rows: list[list[str]]) -> str:
 def _best(jobs: list[Job], keys: list[str]) -> str:
     best, names = best_of(jobs), short_names(keys)
     if best is None or best.objective is None:
-        return "<p>No job is complete.</p>"
-    metrics = "".join(f", {cut(name)} {fixed(value, '.4f')}" for name, value in best.metrics.items())
+        return f"<p>{why_no_best(jobs).capitalize()}.</p>"
+    ranked_by, measured = best.ranked_by, {LOSS.title: best.val_loss, **best.metrics}
+    others = {name: value for name, value in measured.items() if name not in (ranked_by.title, ranked_by.metric)}
+    metrics = "".join(f", {cut(name)} {fixed(value, '.4f')}" for name, value in others.items())
     values = "".join(f", {names[key]} {shown(best.config[key])}" for key in keys if key in best.config)
-    text = f"Validation loss {fixed(best.objective, '.4f')}{metrics}{values}."
+    text = f"{ranked_by.title.capitalize()} {fixed(best.objective, '.4f')}{metrics}{values}."
     return f"<p>{escape(text)}</p><pre>{escape(command_line(best))}</pre>"
 
 
 def _table(jobs: list[Job], keys: list[str]) -> str:
     names = [cut(name, LONGEST) for name in short_names(keys).values()]
-    titles = ["#", "validation loss", "status", *names, "step", f"{jobs[0].unit}/s", "faults", "time", "directory"]
+    objective = jobs[0].ranked_by
+    others = ["time", "directory"] if objective is LOSS else ["time", LOSS.title, "directory"]
+    titles = ["#", objective.title, "status", *names, "step", f"{jobs[0].unit}/s", "faults", *others]
     rows = [[str(rank), *cells(job, keys), cut(job.name)] for rank, job in enumerate(jobs, start=1)]
     return html_table(titles, rows)
 
@@ -120,15 +130,15 @@ class Plots:
 
     def __init__(self, jobs: list[Job], keys: list[str]) -> None:
         self.figures: list[dict[str, Any]] = []
-        self._jobs, self._best = jobs[::-1], best_of(jobs)
+        self._jobs, self._best, self._title = jobs[::-1], best_of(jobs), jobs[0].ranked_by.title
         names = self._names = short_names(keys)
         self._objectives = [job.objective for job in jobs if job.objective is not None]
-        self._highest = _highest(self._objectives or [job.val_loss for job in jobs if job.val_loss is not None])
+        self._highest = _highest(self._objectives or [job.value for job in jobs if job.value is not None])
         self._hovers = {}
         for rank, job in enumerate(jobs, start=1):
-            loss = "" if job.val_loss is None else f", validation loss {brief(job.val_loss)}"
+            value = "" if job.value is None else f", {self._title} {brief(job.value)}"
             values = [f"{_label(names[key])}: {_label(shown(job.config[key]))}" for key in keys if key in job.config]
-            self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{loss}", *values[:DRAWN]])
+            self._hovers[job.directory] = "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{value}", *values[:DRAWN]])
 
     def legend(self) -> str:
         """Return the legend of the colours."""
@@ -136,41 +146,48 @@ class Plots:
         if self._objectives:
             low, more = fixed(min(self._objectives), ".3f"), " or more" * (max(self._objectives) > self._highest)
             text = f"Blue to orange: objectives from {low} to {fixed(self._highest, '.3f')}{more}. "
-        incomplete = "Grey, dashed or hollow: not complete, the last validation loss."
+        incomplete = f"Grey, dashed or hollow: not complete, the last {self._title}."
         return text + incomplete * (len(self._objectives) < len(self._jobs))
 
     def curves(self, key: str, title: str) -> str:
-        """Draw a loss over the steps of every job that has logged it."""
+        """Draw a measurement over the steps of every job that has logged it; a single one is a point."""
         traces: list[dict[str, Any]] = []
         for job in self._jobs:
-            steps, losses = thinned(job.history.series(key))
+            steps, values = thinned(job.history.series(key))
             if steps:
-                traces.append(self._line(job, steps, losses) | {"hovertemplate": CURVE_HOVER})
-        axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": loss_axis([y for trace in traces for y in trace["y"]])}
+                traces.append(self._line(job, steps, values) | {"hovertemplate": CURVE_HOVER})
+            if len(steps) == 1:
+                symbol = "circle" if job.objective is not None else "circle-open"
+                marker = {"symbol": symbol, "size": 13 if job is self._best else 9, "color": self._colour(job)}
+                traces[-1] |= {"mode": "markers", "marker": marker}
+        yaxis = loss_axis([y for trace in traces for y in trace["y"]], title.partition(",")[0])
+        axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": yaxis}
         return draw(self.figures, traces, {"title": {"text": title}, **axes}, 340)
 
     def against(self, key: str) -> str:
         """Draw the objective of every job over one parameter; outliers are triangles at the edge."""
-        drawn = [(job, job.val_loss) for job in self._jobs if key in job.config and job.val_loss is not None]
+        drawn = [(job, job.value) for job in self._jobs if key in job.config and job.value is not None]
         at, ticks = _positions(job.config[key] for job, _ in drawn)
-        losses = [min(loss, self._highest) for _, loss in drawn]
+        values = [min(value, self._highest) for _, value in drawn]
         colours = [self._colour(job) for job, _ in drawn]
-        shapes = ["circle" if loss <= self._highest else "triangle-up" for _, loss in drawn]
+        shapes = ["circle" if value <= self._highest else "triangle-up" for _, value in drawn]
         symbols = [shape + "-open" * (job.objective is None) for shape, (job, _) in zip(shapes, drawn, strict=True)]
         sizes = [13 if job is self._best else 9 for job, _ in drawn]
         marker = {"symbol": symbols, "size": sizes, "color": colours, "line": {"color": colours, "width": 1.5}}
         x = [at[identity(job.config[key])] for job, _ in drawn]
         texts = [self._hovers[job.directory] for job, _ in drawn]
-        trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": losses, "text": texts, "marker": marker}
+        trace = {"mode": "markers", "cliponaxis": False, "x": x, "y": values, "text": texts, "marker": marker}
         xaxis = {"title": {"text": _label(self._names[key])}, "range": [-0.15, 1.15], **_ticks(ticks)}
-        return draw(self.figures, [trace] if drawn else [], {"xaxis": xaxis, "yaxis": loss_axis(losses)}, 260)
+        return draw(
+            self.figures, [trace] if drawn else [], {"xaxis": xaxis, "yaxis": loss_axis(values, self._title)}, 260
+        )
 
     def parallel(self, keys: list[str]) -> str:
         """Draw a line per job through its parameters to its objective, below the axes of those it lacks."""
         jobs = [job for job in self._jobs if any(key in job.config for key in keys)]
         columns: list[dict[Path, Value]]
         columns = [{job.directory: job.config[key] for job in jobs if key in job.config} for key in keys]
-        columns.append({job.directory: min(job.val_loss, self._highest) for job in jobs if job.val_loss is not None})
+        columns.append({job.directory: min(job.value, self._highest) for job in jobs if job.value is not None})
         ways, labels = [], []
         for column, values in enumerate(columns):
             at, ticks = _positions(values.values())
@@ -178,7 +195,7 @@ class Plots:
             ticks |= {LACKING: "none"} if len(values) < len(jobs) else {}
             labels += [{**LABEL, "x": column, "y": y, "text": text} for y, text in ticks.items()]
         lines = [self._line(job, range(len(columns)), y) for job, y in zip(jobs, zip(*ways, strict=True), strict=True)]
-        names = [*(_label(self._names[key], 18) for key in keys), "validation loss"]
+        names = [*(_label(self._names[key], 18) for key in keys), self._title]
         xaxis = {"side": "top", "range": [-0.65, len(keys) + 0.5], **_ticks(dict(enumerate(names)))}
         yaxis = {"visible": False, "range": [LACKING - 0.08, 1.05]}
         layout = {"xaxis": xaxis, "yaxis": yaxis, "annotations": labels, "margin": {"l": 0, "r": 0, "t": 40, "b": 10}}
@@ -235,7 +252,7 @@ def _highest(losses: list[float]) -> float:
     return max(loss for loss in losses if loss <= third + 3 * (third - first))
 
 
-def loss_axis(losses: list[float], title: str = "validation loss") -> dict[str, Any]:
+def loss_axis(losses: list[float], title: str) -> dict[str, Any]:
     low, high = min(losses, default=0.0), _highest(losses)
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
     return {"title": {"text": title}, "range": [low - margin, high + margin]}

@@ -1,13 +1,36 @@
 """The report of a sweep or a run: a table for the terminal and a page for the browser, without torch."""
 
+import hashlib
+import os
+import re
 from pathlib import Path
 
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.storage import atomic_write
+from mingpt_ddp.sweeps.comparison import comparison_notes
 from mingpt_ddp.sweeps.runs import read_jobs, varying
 from mingpt_ddp.sweeps.table import table
 
 PAGE = "report.html"
+MAX_NAME = 100  # characters of the names of several directories
+
+
+def page_path(directories: list[Path]) -> Path:
+    """Return the page of a directory, or of several: next to them, under their names, so that each keeps its own.
+
+    It is in the lowest directory that holds them all; in the current one if that is not writable.
+    """
+    if len(directories) == 1:
+        return directories[0] / PAGE
+    found = [os.path.realpath(directory) for directory in directories]
+    above = os.path.commonpath(found)
+    names = "+".join(os.path.relpath(path, above) if path != above else os.path.basename(path) for path in found)
+    readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", names)
+    if len(readable) > MAX_NAME:
+        digest = hashlib.sha256(os.fsencode(names)).hexdigest()[:8]
+        readable = f"{readable[:MAX_NAME]}-{digest}"
+    parent = Path(os.path.relpath(above) if Path(above).is_relative_to(Path.cwd()) else above)
+    return (parent if os.access(parent, os.W_OK) else Path()) / f"report-{readable}.html"
 
 
 def report(directories: list[Path], page: Path) -> str:
@@ -24,8 +47,9 @@ def report(directories: list[Path], page: Path) -> str:
         RunError: one of the directories holds no run, or the page cannot be written.
     """
     jobs = read_jobs(directories)
-    keys = varying(jobs)
-    text = table(jobs, keys)
+    keys, notes = varying(jobs), comparison_notes(jobs)
+    is_run = directories == [jobs[0].directory]
+    text = table(jobs, keys, notes, is_run)
     try:
         from mingpt_ddp.sweeps.page import render_page
         from mingpt_ddp.sweeps.run_page import render_run
@@ -33,8 +57,7 @@ def report(directories: list[Path], page: Path) -> str:
         return f"{text}\nthe page needs plotly; pip install 'mingpt_ddp[report]'"
     try:
         title = ", ".join(directory.resolve().name for directory in directories)
-        is_run = directories == [jobs[0].directory]
-        document = render_run(title, jobs[0]) if is_run else render_page(title, jobs, keys)
+        document = render_run(title, jobs[0]) if is_run else render_page(title, jobs, keys, notes)
         atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
         print(text, flush=True)

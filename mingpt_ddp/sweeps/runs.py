@@ -8,7 +8,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import glob
 from pathlib import Path
@@ -19,6 +19,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from mingpt_ddp.config.hydra_utils import config_flags
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
+from mingpt_ddp.metrics.objective import LOSS, Objective, loss_unit, objective_of
 from mingpt_ddp.storage.run_dir import MAX_RECORD_BYTES, RESULT, load_yaml, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular, read_regular
 
@@ -42,19 +43,26 @@ class Job:
     result: dict[str, Any]
     history: MetricsHistory
     notes: list[str]  # which files cannot be read
+    ranked_by: Objective = LOSS
 
     @cached_property
     def objective(self) -> float | None:
-        """The final validation loss; only a complete job has one."""
-        return number(self.result.get("val_loss")) if self.status == "complete" else None
+        """The final value of what the jobs are ranked by; only a complete job has one."""
+        return self.value if self.status == "complete" else None
+
+    @cached_property
+    def value(self) -> float | None:
+        """The objective, or the last value of a job that is not complete."""
+        return self._last(self.ranked_by)
 
     @cached_property
     def val_loss(self) -> float | None:
-        """The objective, or the last validation loss of a job that is not complete."""
-        if self.status == "complete":
-            return self.objective
-        series = self.history.series("val_loss")
-        return number(series[-1][1] if series else self.result.get("val_loss"))
+        """The final validation loss, or the last one of a job that is not complete."""
+        return self._last(LOSS)
+
+    def _last(self, measured: Objective) -> float | None:
+        series = [] if self.status == "complete" else self.history.series(measured.series)
+        return number(series[-1][1] if series else measured.of(self.result))
 
     @cached_property
     def step(self) -> int | None:
@@ -88,6 +96,8 @@ class Job:
 def read_jobs(directories: list[Path]) -> list[Job]:
     """Read the jobs in these directories; sort them by objective, those without one last.
 
+    Where their tokenizers differ, the objective is bits per byte.
+
     Args:
         directories: runs, or parents of runs one or two levels below.
 
@@ -107,12 +117,21 @@ def read_jobs(directories: list[Path]) -> list[Job]:
             name = (base / run.relative_to(directory)).relative_to(above).as_posix()
             found.setdefault(run.resolve(), (run, name))
     jobs = [_read(path, name) for path, name in found.values()]
-    return sorted(jobs, key=lambda job: (job.objective is None, job.val_loss is None, job.val_loss or 0.0, job.name))
+    objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
+    jobs = [replace(job, ranked_by=objective) for job in jobs]
+    return sorted(jobs, key=lambda job: (job.objective is None, job.value is None, job.value or 0.0, job.name))
 
 
 def best_of(jobs: list[Job]) -> Job | None:
-    """Return the complete job with the lowest validation loss; `jobs` are sorted as `read_jobs` returns them."""
+    """Return the complete job with the lowest objective; `jobs` are sorted as `read_jobs` returns them."""
     return jobs[0] if jobs[0].objective is not None else None
+
+
+def why_no_best(jobs: list[Job]) -> str:
+    """Return why none of the jobs is the best."""
+    objective, statuses = jobs[0].ranked_by, [job.status for job in jobs]
+    is_lacking = objective is not LOSS and "complete" in statuses
+    return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
 
 
 def varying(jobs: list[Job]) -> list[str]:

@@ -22,12 +22,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config import hydra_utils
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
 from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.metrics.objective import (
+    BITS_PER_BYTE,
+    LOSS,
+    WHY_BITS_PER_BYTE,
+    Objective,
+    loss_unit,
+    objective_of,
+)
 from mingpt_ddp.storage.run_dir import acquire_lock, run_directory, with_run_name
 from mingpt_ddp.sweeps import search
 from mingpt_ddp.sweeps.jobs import look_up
@@ -69,37 +77,43 @@ class Sweep:
             if "ray" in sys.modules:
                 sys.modules["ray"].shutdown()
 
+    @property
+    def objective(self) -> Objective:
+        """What the jobs return: `_start` has decided it, in this process or in the one of an external launcher."""
+        return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
+
     def start_job(self, config: Config, run_on_rank_zero: RunOnRankZero) -> tuple[Config, float | None]:
-        """Return the configuration of a job with its own run.name, and its loss if it is already complete.
+        """Return the configuration of a job with its own run.name, and its objective if it is already complete.
 
         Outside a sweep return the configuration unchanged.
         """
         if not hydra_utils.is_multirun():
             return config, None
-        name, loss = run_on_rank_zero(lambda: look_up(config, hydra_utils.swept_overrides()))
+        objective = self.objective
+        name, value = run_on_rank_zero(lambda: look_up(config, hydra_utils.swept_overrides(), objective))
         config = with_run_name(config, name)
         directory = run_directory(config)
-        if loss is not None:
+        if value is not None:
             self.n_done_before += directory not in self.done
             self.done.append(directory)
-            log.info("%s: already complete, validation loss %.4f", directory, loss)
+            log.info("%s: already complete, %s %.4f", directory, objective.title, value)
         else:
             total = f" of {self.planned}" if self.planned else ""
             log.info("job %d%s: %s", hydra_utils.job_number() + 1, total, hydra_utils.job_label())
-        return config, loss
+        return config, value
 
-    def finish_job(self, directory: Path, loss: float | None, signalled: bool, exit_code: int) -> float:
-        """Record a complete job and return its loss; exit if it is incomplete, or if a signal ends the sweep.
+    def finish_job(self, directory: Path, value: float | None, signalled: bool, exit_code: int) -> float:
+        """Record a complete job and return its objective; exit if it is incomplete, or if a signal ends the sweep.
 
         Args:
-            loss: None: the job is incomplete.
+            value: the objective; None: the job is incomplete.
             signalled: this process received a signal, which is ignored if no job is left.
             exit_code: of this process if the job ends it.
         """
-        if loss is not None:
+        if value is not None:
             self.done.append(directory)
             if not signalled or not self.launcher or self.planned <= len(self.done) + len(self.failed):
-                return loss
+                return value
         if self.launcher:
             log.info("sweep: %d of %d jobs done; rerun the same command to resume", len(self.done), self.planned)
         exit_process(None, signal_exit_code(read_env(), exit_code))
@@ -174,7 +188,8 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
         UserError: the sweep cannot run.
     """
     overrides = _parse_overrides(config)
-    first = _check_jobs(config.hydra, overrides, env)
+    jobs = _check_jobs(config.hydra, overrides, env)
+    first = jobs[0]
     if search.is_search(config):
         search.check_search(config)
     if first.trainer.prune != "none" and first.run.name is None:
@@ -188,7 +203,11 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     if first.run.name is not None:
         sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
     log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)  # Hydra composes all of them first
+    objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
     with read_write(config), open_dict(config):
+        if objective is not LOSS:
+            log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
+            config.hydra.overrides.hydra.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
         constant = [hydra_utils.key_of(str(o.input_line)) for o in overrides if not o.is_sweep_override()]
         excluded = f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
         config.hydra.overrides.hydra.append(excluded)
@@ -227,11 +246,11 @@ def _parse_overrides(config: DictConfig) -> list[Override]:
     return overrides
 
 
-def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> Config:
+def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> list[Config]:
     """Compose the first job, and each other value (of many the first ones and the last) with the first of other keys.
 
     Returns:
-        The configuration of the first job.
+        These configurations, that of the first job first.
 
     Raises:
         ConfigError: a job is invalid.
@@ -253,7 +272,7 @@ def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> C
         raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
     if len({(config.run.root, config.run.name) for config in configs}) > 1:
         raise ConfigError("run.root and run.name must be the same for all jobs of a sweep; they name its directory")
-    return configs[0]
+    return configs
 
 
 def _expand(override: Override) -> list[str]:

@@ -4,35 +4,38 @@ import json
 from datetime import timedelta
 
 from mingpt_ddp.errors import printable
-from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, number
+from mingpt_ddp.metrics.objective import LOSS
+from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, number, why_no_best
 
-TOKENIZER_KEYS = {"data.tokenizer", "data.vocab_size"}
 COLUMNS = 8  # for parameters; the page has all
 LONGEST = 60  # characters of a value or a name
 
 
-def table(jobs: list[Job], keys: list[str]) -> str:
+def table(jobs: list[Job], keys: list[str], notes: list[str], is_run: bool) -> str:
     """Return a line per job, best first, and the command line of the best.
 
     Args:
         keys: the parameters in which the jobs differ.
+        notes: on the comparison of the jobs.
+        is_run: the user has named this one run, which is compared with nothing.
     """
     names, best = short_names(keys), best_of(jobs)
     parameters = [cut(names[key]) for key in keys[:COLUMNS]]
-    bits = ["bits_per_byte"] if {*keys} & TOKENIZER_KEYS else []  # the losses are per token of different sizes
-    head = ["", "val loss", "status", *parameters, "step", f"{jobs[0].unit}/s", "faults", "time", *bits, "job"]
+    objective = jobs[0].ranked_by
+    others = [] if objective is LOSS else [LOSS.column]
+    head = ["", objective.column, "status", *parameters, "step", f"{jobs[0].unit}/s", "faults", "time", *others, "job"]
     rows = [head]
     for job in jobs:
-        measured = [fixed(number(job.result.get(name)), ".4f") for name in bits]
-        rows.append(["*" if job is best else "", *cells(job, keys[:COLUMNS]), *measured, job.name])
+        rows.append(["*" if job is best and not is_run else "", *cells(job, keys[:COLUMNS]), job.name])
     left = (2, len(head) - 1)  # columns of text
     columns = enumerate(zip(*rows, strict=True))
     forms = [f"{'<' if number in left else '>'}{max(map(len, column))}" for number, column in columns]
     lines = ["  ".join(map(format, row, forms)).rstrip() for row in rows]
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
-    lines += [f"note: {note}" for job in jobs for note in job.notes]
-    lines.append("no job is complete" if best is None else f"best: {best.directory}")
+    lines += [f"note: {note}" for note in [*notes, *(note for job in jobs for note in job.notes)]]
+    if not is_run:
+        lines.append(why_no_best(jobs) if best is None else f"best: {best.directory}")
     lines = [line.replace("\n", "\\n") for line in lines]
     if best:
         lines.append(command_line(best))
@@ -40,16 +43,17 @@ def table(jobs: list[Job], keys: list[str]) -> str:
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
-    """Format validation loss, status, parameters, step, speed, faults and time of a job."""
-    loss, seconds = fixed(job.val_loss, ".4f"), number(job.result.get("wall_seconds"))
+    """Format objective, status, parameters, step, speed, faults and time of a job, and its loss if that is another."""
+    value, seconds = fixed(job.value, ".4f"), number(job.result.get("wall_seconds"))
     return [
-        loss if job.objective is not None or job.val_loss is None else f"({loss})",
+        value if job.objective is not None or job.value is None else f"({value})",
         shown(job.status),
         *(shown(job.config[key]) if key in job.config else "-" for key in keys),
         fixed(job.step, "d"),
         fixed(job.speed, ",.0f"),
         fixed(job.faults, "d"),
         "-" if seconds is None or not 0 <= seconds < 1e13 else str(timedelta(seconds=round(seconds))),
+        *([] if job.ranked_by is LOSS else [fixed(job.val_loss, ".4f")]),
     ]
 
 

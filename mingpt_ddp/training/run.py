@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 import uuid
 from collections.abc import Container
@@ -61,6 +62,7 @@ def run(
     interrupt: SignalHandler | None = None,
     started_at: float | None = None,
     typed: Container[str] = (),
+    metric: str = "loss",
 ) -> float | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
@@ -69,9 +71,11 @@ def run(
         interrupt: handler of the signals that may end the run early; None: no handler.
         started_at: time.monotonic() when this attempt began; None: when the process did.
         typed: the keys that the command line sets.
+        metric: of the validation split, to return.
 
     Returns:
-        The last validation loss, or None if a signal ended the run early.
+        The last validation loss, or other metric (infinity if the task has none of this name); None if a signal ended
+        the run early.
     """
     attempt = Attempt(config, runtime, typed, started_at or process_start_time())  # refuses before anything is written
     with contextlib.ExitStack() as resources:
@@ -81,7 +85,9 @@ def run(
         attempt.open_outboxes(resources)
         status = attempt.measure() if attempt.is_complete else attempt.train(interrupt or SignalHandler())
         attempt.record_end(status)
-    return None if status is RunStatus.PREEMPTED else attempt.state.val_loss
+    if status is RunStatus.PREEMPTED:
+        return None
+    return {"loss": attempt.state.val_loss, **attempt.state.val_metrics}.get(metric, math.inf)
 
 
 class Attempt:

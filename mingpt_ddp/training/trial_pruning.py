@@ -5,13 +5,17 @@ Golovin et al., "Google Vizier: A Service for Black-Box Optimization", 2017.
 
 import contextlib
 import logging
+import math
 import statistics
+from collections.abc import Hashable
 from pathlib import Path
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
+from mingpt_ddp.metrics.objective import LOSS, loss_unit, objective_of
+from mingpt_ddp.storage.run_dir import recorded_config
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +25,8 @@ MIN_JOBS = 5  # for a median
 class MedianPruner:
     """End a job whose lowest validation loss is above the median of earlier jobs at the same step.
 
-    Only jobs that started earlier count, so that pruning does not depend on where a sweep was interrupted.
+    Where the units of their losses differ, bits per byte take their place. Only jobs that started earlier count, so
+    that pruning does not depend on where a sweep was interrupted.
     """
 
     def __init__(self, config: Config, runtime: Runtime, directory: Path) -> None:
@@ -33,26 +38,45 @@ class MedianPruner:
         self.enabled = config.trainer.prune == "median" and in_sweep
         self.after, self.runtime, self.directory = config.trainer.prune_after, runtime, directory
         self._histories: dict[Path, tuple[tuple[int, int], MetricsHistory]] = {}  # by file, with its size and time
+        self._units: dict[Path, Hashable] = {}  # by directory, once recorded
 
     def should_prune(self, step: int, best_val_loss: float) -> bool:
         """Return whether to end the job after `step`. A collective."""
         if not self.enabled or step < self.after:
             return False
-        median = self.runtime.group.run_on_rank_zero(lambda: self._median(step))
-        if median is None or best_val_loss <= median:
+        reason = self.runtime.group.run_on_rank_zero(lambda: self._reason(step, best_val_loss))
+        if reason is None:
             return False
-        values = (step, best_val_loss, median)
-        log.info("pruned at step %d: validation loss %.4f is above the median %.4f of earlier jobs", *values)
+        log.info("pruned at step %d: %s", step, reason)
         return True
 
-    def _median(self, step: int) -> float | None:
-        """Return the median of the earlier jobs' lowest losses up to `step`; None if too few have reached it."""
+    def _reason(self, step: int, best_val_loss: float) -> str | None:
+        """Return why to end the job, that its lowest value is above the median; None if it goes on."""
         own = self._history(self.directory)
-        jobs = map(self._history, self.directory.parent.iterdir())
-        earlier = [job.series("val_loss") for job in jobs if own and job and job.began < own.began]
-        reached = [losses for losses in earlier if losses and losses[0][0] <= step <= losses[-1][0]]
-        lowest = [min(loss for at, loss in losses if at <= step) for losses in reached]
-        return statistics.median(lowest) if len(lowest) >= MIN_JOBS else None
+        if own is None:
+            return None
+        earlier = self._earlier(own.began)
+        objective = objective_of(map(self._unit, [self.directory, *earlier]))
+        series = [job.series(objective.series) for job in earlier.values()]
+        reached = [values for values in series if values and values[0][0] <= step <= values[-1][0]]
+        if len(reached) < MIN_JOBS:
+            return None
+        median = statistics.median(_lowest(values, step) for values in reached)
+        best = best_val_loss if objective is LOSS else _lowest(own.series(objective.series), step)
+        if best <= median:
+            return None
+        return f"{objective.title} {best:.4f} is above the median {median:.4f} of earlier jobs"
+
+    def _earlier(self, began: float) -> dict[Path, MetricsHistory]:
+        """Return the jobs that began before, by directory."""
+        found = {path: self._history(path) for path in self.directory.parent.iterdir()}
+        return {path: job for path, job in found.items() if job and job.began < began}
+
+    def _unit(self, directory: Path) -> Hashable:
+        """Return the unit of a job's loss; None if its configuration cannot be read."""
+        if directory not in self._units and (config := recorded_config(directory)):
+            self._units[directory] = loss_unit(flatten(config), directory)
+        return self._units.get(directory)
 
     def _history(self, directory: Path) -> MetricsHistory | None:
         """Return what a job has logged; the file is read again only if it has changed."""
@@ -64,3 +88,8 @@ class MedianPruner:
                 self._histories[path] = (version, read_history(path))
             return self._histories[path][1]
         return None
+
+
+def _lowest(values: list[tuple[int, float]], step: int) -> float:
+    """Return the lowest value up to a step; minus infinity if there is none, which is above no median."""
+    return min((value for at, value in values if at <= step), default=-math.inf)

@@ -139,6 +139,26 @@ def test_two_ranks_in_lockstep_or_below_one_parent(tmp_path):
 
 
 @needs_optuna
+@pytest.mark.slow
+def test_a_search_over_tokenizers_minimizes_bits_per_byte(tmp_path):
+    """Also of the jobs that are complete when the search is resumed."""
+    command = [
+        *python_main(),
+        *SHORT,
+        "hydra.sweeper.n_trials=4",
+        "data.tokenizer=choice(char,byte)",
+        "hydra.sweeper.sampler.seed=2",
+    ]
+    for complete in (0, 4):
+        done = call(command, tmp_path)
+        assert f"sweep: 4 jobs, {complete} already complete, 0 failed" in done.stdout, done.stdout
+        trials = study(tmp_path / DIRECTORY)
+        assert {params["data.tokenizer"] for _, params, _ in trials} == {"char", "byte"}
+        results = [json.loads(path.read_text()) for path in (tmp_path / DIRECTORY).glob("*/result.json")]
+        assert sorted(value for _, _, value in trials) == sorted(result["bits_per_byte"] for result in results)
+
+
+@needs_optuna
 def test_a_failed_trial_does_not_end_the_search_and_is_retried(tmp_path):
     """Some learning rates make the loss non-finite."""
     command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=4", "optimizer.lr=tag(log,interval(1e-8,1e30))"]

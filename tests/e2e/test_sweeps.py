@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -196,6 +197,47 @@ def test_a_preempted_sweep_saves_and_starts_no_other_job(launch, tmp_path):
     result = json.loads((run / "result.json").read_text())
     assert result["status"] == "preempted"
     assert committed(run)[-1] == result["step"]
+
+
+RETURNS = """
+import os
+from hydra.experimental.callback import Callback
+
+class Print(Callback):
+    def on_job_end(self, config, job_return, **kwargs):
+        if config.hydra.mode.name == "MULTIRUN":  # not of a worker
+            os.write(1, f"returned {job_return.return_value!r}\\n".encode())
+"""
+
+
+def returned(command: list[str], cwd: Path) -> tuple[str, list[float]]:
+    """Run a sweep; return its output, and what its jobs return to Hydra."""
+    (cwd / "printing.py").write_text(RETURNS)
+    command = [*command, "+hydra.callbacks.print._target_=printing.Print"]
+    done = call(command, cwd, PYTHONPATH=os.pathsep.join([str(cwd), str(ROOT)]))
+    assert done.returncode == 0, done.stdout
+    return done.stdout, [float(text) for text in re.findall(r"returned (\S+)", done.stdout)]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_tokenizers_are_ranked_by_bits_per_byte(workers, tmp_path):
+    """Of letters of two bytes, the first almost certain: a loss per byte is lower than one per character."""
+    letters = random.Random(0).choices("αβγδεζηθ", k=8000)
+    (tmp_path / "greek.txt").write_text("".join(letters))
+    settings = [word for word in SHORT if not word.startswith("data.truncate")]
+    settings += ["data.path=greek.txt", "trainer.max_steps=40", "trainer.eval_every=40", "optimizer.lr=1e-2"]
+    command = single_process(*settings, f"ddp.nproc_per_node={workers}", "run.name=sweep", "data.tokenizer=byte,char")
+    text, values = returned(command, tmp_path)
+    jobs = {path.parent.name.split("=")[1][:4]: path for path in (tmp_path / "outputs/sweep").glob("*/result.json")}
+    byte, char = (json.loads(jobs[name].read_text()) for name in ("byte", "char"))
+    assert byte["val_loss"] < char["val_loss"] and char["bits_per_byte"] < byte["bits_per_byte"]
+    assert values == [byte["bits_per_byte"], char["bits_per_byte"]]
+    assert "the objective is bits per byte: losses per token of different tokenizers do not compare" in text
+    assert f"best: {jobs['char'].parent.relative_to(tmp_path)}" in text
+    again, same = returned(command, tmp_path)
+    assert same == values
+    assert "sweep: 2 jobs, 2 already complete, 0 failed" in again
+    assert again.count("already complete, bits per byte ") == 2
 
 
 COUNT = """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.inference.ensemble import Ensemble, check_same_outputs
+from mingpt_ddp.inference.ensemble import Ensemble, why_not_averaged
 
 
 def test_the_mean_of_probabilities():
@@ -30,18 +30,37 @@ def state(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (state(vocabulary="abd"), "b cannot be averaged with a: it has another vocabulary; give runs"),
-        (state(text={"sha256": "2"}), "b cannot be averaged with a: it has another text; give runs"),
-        (state(config={"data": {"block_size": 9}}), "another block_size;"),
+        (state(vocabulary="abd"), "another vocabulary"),
+        (state(config={"data": {"block_size": 9}}), "another block_size"),
+        (state(vocabulary="abd", config={"data": {"block_size": 9}}), "another vocabulary and another block_size"),
         (
             {**{key: value for key, value in state().items() if key != "vocabulary"}, "tokenizer": {"type": "byte"}},
-            "b cannot be averaged with a: it has another vocabulary; give runs",
+            "another vocabulary",
         ),
+    ],
+)
+def test_models_of_other_outputs_have_no_average(other, message):
+    reason = f"b cannot be averaged with a: it has {message}"
+    assert why_not_averaged({"a": state(), "b": other}, ["vocabulary", "text"]) == reason
+    assert why_not_averaged({"a": state(), "b": other, "c": other}, ["vocabulary", "text"]) == reason
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (state(text={"sha256": "2"}), "b has other data than a; measure it alone, or all on a text: data.path="),
+        (state(text={"sha256": "2"}, vocabulary="abd"), "b has other data than a"),
         ({"vocabulary": "abc"}, "the snapshot of b has an invalid state"),
         ("no state", "the snapshot of b has an invalid state"),
     ],
 )
 def test_other_runs_are_refused(other, message):
     with pytest.raises(SnapshotError, match=message):
-        check_same_outputs({"a": state(), "b": other}, ["vocabulary", "text"])
-    check_same_outputs({"a": state(), "c": state()}, ["vocabulary", "text"])
+        why_not_averaged({"a": state(), "b": other}, ["vocabulary", "text"])
+    assert why_not_averaged({"a": state(), "c": state()}, ["vocabulary", "text"]) is None
+
+
+def test_one_text_in_tokens_of_two_tokenizers():
+    """Its length differs; its SHA-256 is that of the bytes."""
+    one, other = ({"tokenizer": {"json": name}, "text": {"sha256": "1", "length": len(name)}} for name in ("a", "bb"))
+    assert "another tokenizer" in str(why_not_averaged({"a": state(**one), "b": state(**other)}, ["tokenizer", "text"]))

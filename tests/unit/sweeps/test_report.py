@@ -383,7 +383,7 @@ def test_curves_of_any_height_and_length(tmp_path):
     fake_run(tmp_path / "long", steps=20_000)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
-    assert page.traces("lines")[:2] == [4, 4], "a loss of 1e299 cannot be a coordinate"
+    assert [len(figure["data"]) for figure in page.figures[:2]] == [4, 4], "a loss of 1e299 cannot be a coordinate"
     long = max((trace for trace in page.figures[1]["data"]), key=lambda trace: len(trace["x"]))
     assert len(long["x"]) <= POINTS + 1
     assert long["x"][-1] == 20_000, "the last one is drawn"

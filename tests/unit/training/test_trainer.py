@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,20 @@ def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -
     run(config, runtime, {}, interrupt)
     runtime.close()
     return read_result(root / "run")
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_run_returns_a_metric_of_the_validation_split(tmp_path, is_complete):
+    """The loss, another one that the task has, or infinity, which is ranked last; also of a run that was complete."""
+    result = train(tmp_path) if is_complete else None
+    config = from_mapping(configure(*SETTINGS, f"run.root={tmp_path}", "run.name=run"))
+    for metric in ("loss", "bits_per_byte", "unknown"):
+        runtime = Runtime(config, DistEnv())
+        value = run(config, runtime, {}, metric=metric)
+        runtime.close()
+        result = result or read_result(tmp_path / "run")
+        assert value == result.get(f"val_{metric}", math.inf)
+    assert result["val_loss"] < result["val_bits_per_byte"] < math.inf
 
 
 def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:

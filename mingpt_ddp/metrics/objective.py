@@ -1,0 +1,93 @@
+"""What the jobs of a sweep or a report are ranked by: the validation loss, or bits per byte."""
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.config import DEFAULT_CHOICE, default_values
+from mingpt_ddp.storage.storage import read_regular
+
+TEXT_KEYS = ("path", "reader", "sources", "sha256", "truncate", "train_split", "test_split")  # of data
+TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
+MAX_TOKENIZER_BYTES = 1 << 26
+WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
+DEFAULTS = {f"data.{key}": value for key, value in default_values(DataConfig).items()}  # of a text
+DEFAULTS |= {"task.name": DEFAULT_CHOICE["task"]}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A measurement of the validation split; the job with the lowest one is the best."""
+
+    metric: str  # its name among the task's metrics
+    title: str
+    column: str
+
+    @property
+    def series(self) -> str:
+        """The key in metrics.jsonl."""
+        return f"val_{self.metric}"
+
+    def of(self, result: Mapping[str, Any]) -> Any:
+        """Return the value in a result.json, untrusted; None if there is none."""
+        return result.get(self.series, result.get(self.metric))
+
+    def value(self, result: Mapping[str, Any]) -> float:
+        """Return the value in a result.json; infinity if there is none, which is ranked last."""
+        found = self.of(result)
+        return float(found) if type(found) in (int, float) and math.isfinite(found) else math.inf
+
+
+LOSS = Objective("loss", "validation loss", "val loss")
+BITS_PER_BYTE = Objective("bits_per_byte", "bits per byte", "bits_per_byte")
+
+
+def objective_of(units: Iterable[Hashable]) -> Objective:
+    """Return what jobs are ranked by.
+
+    Args:
+        units: what `loss_unit` returns for each job.
+    """
+    return BITS_PER_BYTE if len({*units} - {None}) > 1 else LOSS
+
+
+def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hashable:
+    """Return what identifies the unit of a job's loss, which is its tokenizer; None if it has none.
+
+    Args:
+        config: by dotted key, untrusted.
+        directory: of the run; None if it has not begun.
+    """
+    if not is_text(config):
+        return None
+    values = {**DEFAULTS, **config}
+    kind = values["data.tokenizer"]
+    source = values.get("run.init_from")
+    if source is not None and values.get("run.init_sha256") is None:  # recorded by the first start
+        return "that of the weights", frozen(source)
+    if kind in ("char", "byte"):
+        return str(kind)
+    if directory is not None:
+        with contextlib.suppress(OSError):
+            return hashlib.sha256(read_regular(directory / TOKENIZER, MAX_TOKENIZER_BYTES)).hexdigest()
+    trained_on = [values.get(f"data.{key}") for key in ("vocab_size", *TEXT_KEYS)] if kind == "bpe" else []
+    return frozen([kind, source, *trained_on])
+
+
+def is_text(config: Mapping[str, Any]) -> bool:
+    """Return whether a job's data is a text, which has a tokenizer."""
+    return "data.path" in config and "data.dataset" not in config
+
+
+def frozen(value: Any) -> Hashable:
+    """Return a hashable value that is equal for equal values of a YAML file."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(frozen, value))
+    if isinstance(value, dict):
+        return tuple((frozen(key), frozen(each)) for key, each in value.items())
+    return value if isinstance(value, Hashable) else type(value).__name__
