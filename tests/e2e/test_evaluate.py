@@ -146,7 +146,7 @@ def change_state(trained: Path, target: Path, change: Callable[[dict], None]) ->
         (lambda state: state.pop("vocabulary"), "has an invalid state"),
         (lambda state: state.update(data=7, text=None), "has an invalid state"),
         (lambda state: state["config"]["model"].update(n_embd=24_000), "the snapshot's weights do not fit the model"),
-        (lambda state: state["config"]["model"].update(n_layer=10_000), "are not those of 10000 layers"),
+        (lambda state: state["config"]["model"].update(n_layer=1_000), "are not those of 1000 layers"),
         (lambda state: state["config"]["data"].update(path="a::b"), "a chain of URLs is not followed"),
     ],
 )
