@@ -4,8 +4,10 @@ Each function checks that torch has what it uses, and falls back if not. tests/u
 it, so that a torch upgrade breaks that test and not a run.
 """
 
+import contextlib
+import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -129,6 +131,34 @@ def keep_process_group(wrapped: DistributedDataParallel) -> None:
 def clone_store(store: S) -> S:
     """Open another connection to a store, for another thread. Fallback: the same connection, which is locked."""
     return store.clone() if hasattr(store, "clone") else store
+
+
+# Profiles.
+
+
+@contextlib.contextmanager
+def without_profiler_marks() -> Iterator[None]:
+    """Drop the lines `USDT:...` that Kineto writes to standard error when a profile begins and ends.
+
+    KINETO_LOG_LEVEL cannot do that: these lines have a higher level than errors. So file descriptor 2 is a file in
+    memory within this context, and all other lines are written when it ends. Fallback: all lines are.
+    """
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with open(os.memfd_create("stderr"), "w+b") as lines:
+        os.dup2(lines.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            lines.seek(0)
+            kept = b"".join(line for line in lines if not line.startswith(b"USDT:"))
+            with contextlib.suppress(OSError):  # the reader of a pipe exited
+                os.write(2, kept)
 
 
 # Memory of GPUs.

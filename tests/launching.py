@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,14 @@ def call(
 ) -> subprocess.CompletedProcess[str]:
     """Run to completion; standard output and error are both in `stdout`, unless they are to be `separate`."""
     return run_command(command, cwd, environment(cwd, **extra), timeout, separate)
+
+
+def copy_source(target: Path) -> None:
+    """Copy to a new directory what a build of the package reads from the checkout."""
+    for name in ("mingpt_ddp", "conf"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, target)
 
 
 class Job:

@@ -66,7 +66,8 @@ class Profiler:
         if self._profile is None:
             begin = time.perf_counter()
             self._profile = torch.profiler.profile(profile_memory=True)
-            self._profile.start()
+            with torch_internals.without_profiler_marks():
+                self._profile.start()
             self._pause(time.perf_counter() - begin)
         begin = time.perf_counter()
         with torch.profiler.record_function(f"{STEP}{step}"):
@@ -81,7 +82,8 @@ class Profiler:
         if profile is None:
             return
         begin = time.perf_counter()
-        profile.stop()
+        with torch_internals.without_profiler_marks():
+            profile.stop()
         rank = self.runtime.group.rank
         path, partial = self._directory / f"rank{rank}.json.gz", self._directory / f"rank{rank}.partial.json.gz"
         try:

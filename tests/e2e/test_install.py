@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, TINY, call
+from launching import ROOT, TINY, call, copy_source
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -64,10 +64,7 @@ def wheel(tmp_path_factory) -> Path:
     if probe.returncode:
         pytest.skip(f"no package index answers: {probe.stdout.splitlines()[-1]}")
     source = work / "source"
-    for name in ("mingpt_ddp", "conf"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    copy_source(source)
     built = pip("wheel", "--quiet", "--no-deps", "--wheel-dir", work / "wheels", source, cwd=work)
     assert built.returncode == 0, built.stdout
     return next((work / "wheels").glob("mingpt_ddp-*.whl"))

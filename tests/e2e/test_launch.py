@@ -10,7 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, committed, environment, last_step, python_main, torchrun, wait_for
+from launching import (
+    ROOT,
+    TINY,
+    Job,
+    call,
+    committed,
+    copy_source,
+    environment,
+    last_step,
+    python_main,
+    torchrun,
+    wait_for,
+)
 from ports import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -287,11 +299,7 @@ def make_clone(tmp_path: Path) -> Path:
 def test_installed_wheel_contains_its_configuration(tmp_path):
     """`pip install .`, then `torchrun -m mingpt_ddp` in any directory."""
     source, site = tmp_path / "source", tmp_path / "site"
-    source.mkdir()
-    for name in ("mingpt_ddp", "conf"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
+    copy_source(source)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(source)]
     subprocess.run(pip, check=True, env=environment(tmp_path))
     assert (site / "mingpt_ddp" / "conf" / "experiment" / "demo.yaml").exists()

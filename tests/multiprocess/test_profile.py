@@ -66,6 +66,12 @@ def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
     assert {path.name for path in (root / name / "profile").iterdir()} == {"rank0.json.gz", "rank1.json.gz"}
 
 
+def test_torch_writes_nothing_to_the_console(root):
+    outputs = [path.read_text() for path in (root / "ranks").glob("rank*.txt")]
+    assert sum("the trace is" in text for text in outputs) == 1
+    assert not any("USDT" in text or "profiler_" in text for text in outputs)
+
+
 def test_the_bytes_are_those_of_a_run_without_profile(root):
     plain, profiled = (root / name / "snapshots" / "step_00000006" for name in ("plain", "ddp"))
     for file in ("model.safetensors", "optimizer.safetensors"):

@@ -71,7 +71,7 @@ def test_the_compiler_has_what_is_used():
 def test_every_function_is_listed_here():
     defined = {n.name for n in ast.parse(FILES[MODULE].read_text()).body if isinstance(n, ast.FunctionDef)}
     others = {"can_pack", "compile_deterministically", "compile_error", "cut_graph_at_buckets", "keep_process_group"}
-    assert defined == {*NAMES, *others}
+    assert defined == {*NAMES, *others, "without_profiler_marks"}
 
 
 # No other module uses it
@@ -266,3 +266,32 @@ def test_a_store_is_cloned(tmp_path):
     assert store.get("key") == b"value"
     nothing = object()
     assert internals.clone_store(nothing) is nothing
+
+
+def test_a_profile_writes_no_lines_of_its_own(capfd):
+    """All else that arrives at standard error meanwhile, such as errors of the profiler, is kept."""
+    with internals.without_profiler_marks():
+        profile = torch.profiler.profile()
+        profile.start()
+        os.write(2, b"ERROR:2026 CuptiActivityApi.cpp:1] no permission\n")
+        torch.ones(2).add(1)
+        profile.stop()
+    with pytest.raises(ValueError, match="x"), internals.without_profiler_marks():
+        os.write(2, b"before an exception")
+        raise ValueError("x")
+    os.write(2, b" and after it\n")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines == ["ERROR:2026 CuptiActivityApi.cpp:1] no permission", "before an exception and after it"]
+
+
+def test_a_profile_without_standard_error(capfd):
+    kept = os.dup(2)
+    os.close(2)
+    try:
+        with internals.without_profiler_marks():
+            pass
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(2)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -62,7 +62,8 @@ class Outbox:
         self._changed = threading.Condition()
         self._cache: dict[int, dict[str, Any]] = {}  # records by step
         self._only_in_file: float = step  # for steps up to this one, metrics.jsonl is read
-        self._covered: float = covered  # steps below it will not be repeated
+        # Steps below it will not be repeated. A complete run that is started again has nothing to connect for.
+        self._covered: float = 0 if self._has_sent_all(step) else covered
         self._tried: float = 1  # steps below it have been sent, or their sending has failed
         self._sent: float = 1
         self._result: dict[str, Any] = {}
@@ -95,12 +96,17 @@ class Outbox:
 
     def finish(self, step: int, result: dict[str, Any]) -> None:
         """Send all points and the result, unless a run of the same length has done so."""
+        if self._has_sent_all(step):
+            return
         self._id_and_step = f"{self._id} {step}"
-        with contextlib.suppress(OSError, ValueError):
-            if self._marker.read_text() == self._id_and_step:
-                return
         self._result, self._deadline = result, time.monotonic() + self._patience
         self.cover(math.inf)
+
+    def _has_sent_all(self, step: int) -> bool:
+        """Return whether the tracker has all points and the result of the run of this length."""
+        with contextlib.suppress(OSError, ValueError):
+            return self._marker.read_text() == f"{self._id} {step}"
+        return False
 
     def join(self) -> None:
         """Wait until all is sent, but not for a call that takes longer than it should."""

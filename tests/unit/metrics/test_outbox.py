@@ -172,6 +172,18 @@ def test_a_tracker_that_is_away_at_the_end_gets_the_rest_from_the_same_command(s
     assert store.results == [{"step": 3}]
 
 
+def test_a_complete_run_that_is_started_again_does_not_connect(store, tmp_path):
+    """W&B offline would replace the complete file by one that lacks the last points."""
+    Attempt(tmp_path, store).train(1, 2, 3).end(3)
+    Attempt(tmp_path, store, step=3).settle().end(3)
+    assert (store.connections, store.points) == (1, points(1, 2, 3))
+    longer = Attempt(tmp_path, store, step=3).settle().train(4, 5)
+    assert store.connections == 1
+    longer.end(5)
+    assert (store.connections, store.points) == (2, points(1, 2, 3, 4, 5))
+    assert store.results == [{"step": 3}, {"step": 5}]
+
+
 def test_the_end_does_not_wait_for_a_tracker_that_hangs(store, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(outbox_module, "REMOTE_S", 0.2)
     store.answers.clear()

@@ -1,0 +1,159 @@
+"""The distributions that a package index would serve: their files and metadata, and the types that they promise."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+from launching import ROOT, call, copy_source
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+# setuptools sets sys.argv.
+BUILD = """
+import sys
+_, kind, directory = sys.argv
+from setuptools import build_meta
+print({"sdist": build_meta.build_sdist, "wheel": build_meta.build_wheel}[kind](directory))
+"""
+# What docs/python.md and docs/your-own-model.md show, typed.
+SCRIPT = """
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+import mingpt_ddp
+from mingpt_ddp.errors import UserError
+from mingpt_ddp.registry import ModelConfig, check, on, register
+
+
+@dataclass(frozen=True)
+class MineConfig(ModelConfig):
+    n_hidden: int
+
+    def __post_init__(self) -> None:
+        check(self.n_hidden > 0, "model.n_hidden must be positive")
+
+
+@register("model", "mine", MineConfig)
+class Mine(nn.Module):
+    def __init__(self, config: MineConfig, vocab_size: int, block_size: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, config.n_hidden)
+
+
+@on("end")
+def report(result: dict[str, object]) -> None:
+    print(result["val_loss"])
+
+
+def complete(run: mingpt_ddp.LoadedRun, prompt: str) -> str:
+    return run.generate(prompt, max_new_tokens=100, top_k=40)
+
+
+try:
+    result = mingpt_ddp.train(["trainer.max_steps=30"], nproc=2)
+except UserError as error:
+    raise SystemExit(str(error)) from error
+run = mingpt_ddp.load(result["run"], step="best")
+logits: Tensor = run.model(Tensor([run.tokenizer.encode("The")]).long())
+print(complete(run, "The "), logits.shape, run.config["model"], run.step + 1)
+losses: list[float] = [row["val_loss"] for row in mingpt_ddp.history(result["run"]) if "val_loss" in row]
+"""
+WRONG = {
+    "mingpt_ddp.train(5)": "arg-type",
+    "mingpt_ddp.load('run', step='last')": "arg-type",
+    "mingpt_ddp.load('run').generate(1)": "arg-type",
+    "mingpt_ddp.load('run').steps": "attr-defined",
+    "mingpt_ddp.history('run').keys()": "attr-defined",
+}
+
+
+def build(kind: str, source: Path, directory: Path) -> Path:
+    """Build a distribution with the installed setuptools, so that no index is needed."""
+    pytest.importorskip("setuptools", "77")
+    done = subprocess.run([sys.executable, "-c", BUILD, kind, str(directory)], cwd=source, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    return directory / done.stdout.decode().split("\n")[-2]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the sdist and the wheel of the checkout."""
+    work = tmp_path_factory.mktemp("package")
+    copy_source(work / "source")
+    return build("sdist", work / "source", work / "dist"), build("wheel", work / "source", work / "dist")
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Return the checksum of each file of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {info.filename: info.CRC for info in archive.infolist()}
+
+
+def test_an_index_takes_both(built):
+    pytest.importorskip("twine")
+    done = call([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)], built[0].parent)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_the_wheel_has_presets_and_types(built):
+    files = {*contents(built[1])}
+    assert "mingpt_ddp/py.typed" in files
+    presets = {f"mingpt_ddp/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    package = {str(path.relative_to(ROOT)) for path in (ROOT / "mingpt_ddp").rglob("*") if path.is_file()}
+    missing = {name for name in presets | package if "__pycache__" not in name} - files
+    assert not missing
+
+
+def test_the_links_of_the_description_name_files_of_the_repository(built):
+    """A package index shows the README on a page of its own, where relative links lead nowhere."""
+    with zipfile.ZipFile(built[1]) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = message_from_bytes(archive.read(name))
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    repository = setup["metadata"]["url"]
+    assert metadata["Home-page"] == repository
+    assert all(field.split(", ")[1].startswith(repository) for field in metadata.get_all("Project-URL"))
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    description = metadata.get_payload()
+    links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", description)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text())) > 30
+    for image, link in links:
+        path = link.removeprefix(f"{repository}/{'raw' if image else 'blob'}/main/")
+        assert path != link and (ROOT / path).exists(), link
+    assert not re.search(r"<\w+ [^>]*(src|href)=", description)
+
+
+def test_the_sdist_builds_the_same_wheel(built, tmp_path):
+    shutil.unpack_archive(built[0], tmp_path)
+    (source,) = tmp_path.iterdir()
+    assert contents(build("wheel", source, tmp_path / "dist")) == contents(built[1])
+
+
+def test_mypy_checks_a_users_script(built, tmp_path):
+    """It finds nothing in a typed script, and what is wrong in wrong calls; without py.typed it would find neither."""
+    pytest.importorskip("mypy")
+    venv.create(tmp_path / "env", symlinks=True)
+    site = next(tmp_path.glob("env/lib/python*/site-packages"))
+    with zipfile.ZipFile(built[1]) as archive:
+        archive.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "wrong.py").write_text("\n".join(["import mingpt_ddp", *WRONG]) + "\n")
+    options = ["--strict", "--no-error-summary", "--python-executable", str(tmp_path / "env" / "bin" / "python")]
+    checked = call([sys.executable, "-m", "mypy", *options, "script.py", "wrong.py"], tmp_path, timeout=500)
+    found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
+    expected = [("wrong.py", str(line), code) for line, code in enumerate(WRONG.values(), 2)]
+    assert found == expected, checked.stdout
