@@ -20,6 +20,11 @@ help:  ## show this list
 
 train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processes, show its loss and a sample
 	@$(BIN)/python main.py experiment=demo ddp.nproc_per_node=$(RANKS) $(ARGS)
+	@echo
+	@echo 'next, after `. $(BIN)/activate`:'
+	@echo '  python sample.py outputs/demo prompt="The " max_new_tokens=500    # more text'
+	@echo '  python main.py data.path=my.txt                                   # train on your text'
+	@echo '  tensorboard --logdir outputs                                      # curves of loss and speed'
 
 test: $(VENV)/.test  ## set up .venv, run all tests, LANES=4 files at a time; ARGS go to pytest
 	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)

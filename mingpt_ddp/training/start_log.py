@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from mingpt_ddp.config.components import OptimizerConfig
 from mingpt_ddp.config.config import LIMITS, Config
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
@@ -37,6 +38,8 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
     log.info("%s", task.describe_data())
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
     log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
+    rates = {"lr": config.optimizer.lr, **_further_rates(config.optimizer)}
+    log.info("optimizer %s: %s", config.optimizer.name, ", ".join(f"{key} {rate:g}" for key, rate in rates.items()))
     if end := early_end(config, steps.stop):
         log.info(end)
     if config.optimizer.lr_scaling != "none":
@@ -51,6 +54,11 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
         log.info("complete: the snapshot of step %d is of the last step", steps.stop)
     elif steps.start:
         log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
+
+
+def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
+    """Return the learning rates of parameters that an optimizer treats apart, by key: Muon's `lr` is of matrices."""
+    return {field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name.endswith("_lr")}
 
 
 def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_epoch: int) -> None:

@@ -16,8 +16,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from make_format2 import DATA, MORE_STEPS, STEPS, configuration, train
+from multiprocess.ranks import configure
 from tasks import text_task
 
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.training import run as composition
@@ -212,3 +214,19 @@ def test_the_age_of_a_process():
     begin = time.monotonic()
     age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
     assert 0.5 <= age <= time.monotonic() - begin + 0.02
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["optimizer=adamw", "optimizer.lr=3e-4"], "INFO optimizer adamw: lr 0.0003"),
+        (["optimizer=muon"], "INFO optimizer muon: lr 0.04, embedding_lr 0.1, head_lr 0.02, vector_lr 0.1"),
+    ],
+)
+def test_the_optimizer_and_its_rates_are_named(words, expected, log_lines, tmp_path):
+    """Muon's rate is of another size than AdamW's."""
+    config = from_mapping(configure("model=gpt_nano", "trainer.device=cpu", *words))
+    task = SimpleNamespace(config=config, describe_data=lambda: "data")
+    runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
+    log_start(runtime, task, torch.nn.Linear(2, 2), tmp_path, range(0, 1000))
+    assert expected in log_lines
