@@ -30,13 +30,13 @@ from tqdm import tqdm
 from mingpt_ddp.cli.arguments import echo, human_size, run_command
 from mingpt_ddp.cli.export import export
 from mingpt_ddp.config.fields import PositiveInt
-from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
+from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
 from mingpt_ddp.snapshots.load import find_steps, recorded_train_state, step_in
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import RemoteStorage
-from mingpt_ddp.storage.run_dir import RunDirectory
+from mingpt_ddp.storage.run_dir import LOCK, RunDirectory
 from mingpt_ddp.storage.urls import open_storage
 
 HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
@@ -180,13 +180,16 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
     paths = [Path(run.root)] if run.local and (Path(run.root) / "config.yaml").exists() else []
     shared = [s.storage for s in stores if isinstance(s.storage, RemoteStorage) and s.storage.shared]
     for path in (Path(store.storage.root) for store in stores if store.storage.local):
-        in_run = path.name == "snapshots" and (path.parent in paths or (path.parent / ".lock").exists())
+        in_run = path.name == "snapshots" and (path.parent in paths or (path.parent / LOCK).exists())
         paths.append(path.parent if in_run else path)
     with contextlib.ExitStack() as held:
         try:
             for path in dict.fromkeys(path.resolve() for path in paths):
+                is_new = not (path / LOCK).exists()
                 owners.append(RunDirectory(path, wait_s=0))
                 held.callback(owners[-1].release)
+                if is_new:
+                    held.enter_context(_deleted_if_refused(path / LOCK))
             for storage in shared:
                 if owners:
                     owners[0].lock_snapshots(storage)
@@ -195,3 +198,12 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         except RunError as error:
             raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
         yield
+
+
+@contextlib.contextmanager
+def _deleted_if_refused(lock: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        lock.unlink(missing_ok=True)
+        raise

@@ -117,13 +117,11 @@ class RunDirectory:
             RunError: names the one that was deleted or moved.
         """
         for path, lock in self._locks.items():
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
-                    continue
-            raise RunError(
-                f"{path} was deleted or moved during the run, which ends here and writes nothing more; run the same "
-                "command again to start from what is there now"
-            )
+            if not _is_in(path, lock):
+                raise RunError(
+                    f"{path} was deleted or moved during the run, which ends here and writes nothing more; run the "
+                    "same command again to start from what is there now"
+                )
 
     def release(self) -> None:
         """Release all locks and leases."""
@@ -241,10 +239,20 @@ def acquire_lock(
             if attempt == 10:
                 log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
             time.sleep(0.1)
+    if not _is_in(directory, lock):  # deleted before it was locked
+        lock.close()
+        return acquire_lock(directory, wait_s, what=what, key=key)
     with contextlib.suppress(OSError):  # a full disk: a later write reports it
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
+
+
+def _is_in(directory: Path, lock: IO[str]) -> bool:
+    """Return whether an open file is the lock that other processes find in the directory."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
+    return False
 
 
 def check_can_lock(directory: Path, *, what: str = "the run directory", key: str = "run.root") -> None:

@@ -38,8 +38,8 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
     log.info("%s", task.describe_data())
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
     log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
-    rates = {"lr": config.optimizer.lr, **_further_rates(config.optimizer)}
-    log.info("optimizer %s: %s", config.optimizer.name, ", ".join(f"{key} {rate:g}" for key, rate in rates.items()))
+    by_key = {"lr": config.optimizer.lr, **_further_rates(config.optimizer)}
+    log.info("optimizer %s: %s", config.optimizer.name, ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()))
     if end := early_end(config, steps.stop):
         log.info(end)
     if config.optimizer.lr_scaling != "none":

@@ -21,7 +21,9 @@ from launching import ROOT
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage import run_dir
 from mingpt_ddp.storage.run_dir import (
+    LOCK,
     RunDirectory,
     check_can_lock,
     difference,
@@ -300,4 +302,20 @@ def test_a_lost_directory_of_snapshots(tmp_path):
     shutil.rmtree(tmp_path / "snapshots")
     with pytest.raises(RunError, match="/snapshots was deleted"):
         owner.check()
+    owner.release()
+
+
+def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path, monkeypatch):
+    flock, deleted = run_dir.fcntl.flock, []
+
+    def deleted_meanwhile(lock, operation):
+        if not deleted:
+            (tmp_path / "run" / LOCK).unlink()
+        deleted.append(True)
+        flock(lock, operation)
+
+    monkeypatch.setattr(run_dir.fcntl, "flock", deleted_meanwhile)
+    owner = RunDirectory(tmp_path / "run")
+    owner.check()
+    assert len(deleted) == 2
     owner.release()
