@@ -52,7 +52,7 @@ lowest:  ## run the unit tests with the lowest versions in setup.cfg, but torch 
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[test]'
 	@$(LOWEST)/bin/python -m pytest tests/unit $(ARGS)
 
-lines:  ## count the package's lines of code: without blanks, comments and docstrings
+lines:  ## count the package's tokens and lines of code: without blanks, comments and docstrings
 	@$(PYTHON) scripts/count_lines.py
 
 clean:  ## remove .venv and what tools left behind; runs and data stay

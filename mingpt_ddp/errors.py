@@ -44,6 +44,12 @@ class RunError(UserError):
     kind = "run error"
 
 
+class StorageUnusableError(UserError):
+    """The storage is full or may not be written: the same command fails until someone mends it."""
+
+    kind = "storage error"
+
+
 class StorageUnavailableError(UserError):
     """The storage does not respond; the same command may succeed later."""
 

@@ -1,4 +1,6 @@
-"""Count the lines of code of mingpt_ddp, without blank lines, comments and docstrings, per module and subpackage.
+"""Count tokens and lines of code of mingpt_ddp per module and subpackage, and those of the reading path.
+
+Comments, docstrings, blank lines, line ends and indents do not count; an f-string is one token on every Python.
 
 Usage: python scripts/count_lines.py, from the root of the checkout; `make lines` does it.
 """
@@ -10,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path("mingpt_ddp")
+READING_PATH = ("training/", "models/", "optim/", "tasks/", "distributed/strategies/")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -18,6 +21,8 @@ NOT_CODE = {
     tokenize.DEDENT,
     tokenize.ENDMARKER,
 }
+FSTRING_START = getattr(tokenize, "FSTRING_START", None)  # Python 3.12 splits f-strings
+FSTRING_END = getattr(tokenize, "FSTRING_END", None)
 
 
 def docstring_lines(source: str) -> set[int]:
@@ -31,6 +36,20 @@ def docstring_lines(source: str) -> set[int]:
     return found
 
 
+def code_tokens(source: str) -> int:
+    """Count the tokens of code."""
+    docstrings, count, depth = docstring_lines(source), 0, 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == FSTRING_END:
+            depth -= 1
+        if depth == 0 and token.type not in NOT_CODE and token.start[0] not in docstrings:
+            count += 1
+        if token.type == FSTRING_START:
+            depth += 1
+            count -= depth == 1  # its end counts
+    return count
+
+
 def code_lines(source: str) -> int:
     """Count the lines that hold at least one token of code; every line of a multi-line string counts."""
     found: set[int] = set()
@@ -41,11 +60,15 @@ def code_lines(source: str) -> int:
 
 
 if __name__ == "__main__":
-    counts: Counter[str] = Counter()
+    lines: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
-        inner = path.relative_to(PACKAGE)
-        name = inner.name if len(inner.parts) == 1 else f"{inner.parts[0]}/"
-        counts[name] += code_lines(path.read_text(encoding="utf-8"))
-    for name, count in counts.most_common():
-        print(f"{count:6} {name}")
-    print(f"{counts.total():6} {PACKAGE} in all")
+        inner, source = path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
+        names = [inner.name if len(inner.parts) == 1 else f"{inner.parts[0]}/", "in all"]
+        names += ["the reading path"] if inner.as_posix().startswith(READING_PATH) else []
+        for name in names:
+            lines[name] += code_lines(source)
+            tokens[name] += code_tokens(source)
+    print("tokens  lines  tokens per line")
+    for name, count in sorted(tokens.items(), key=lambda item: (item[0] == "in all", -item[1])):
+        print(f"{count:6} {lines[name]:6} {count / max(1, lines[name]):16.1f}  {name}")

@@ -39,6 +39,7 @@ from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process
+from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
 from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.storage.storage import atomic_write
 
@@ -74,6 +75,7 @@ class CollectivesConfig:
         check(smallest <= largest, f"min_bytes={smallest} must be at most max_bytes={largest}")
         for name in self.operations:
             check(name in OPERATIONS, f"{name} is not an operation; {hint_at(name, OPERATIONS)}")
+        check_processes("nproc_per_node", self.nproc_per_node or 1, min_bytes=MIN_RANK_BYTES)
         for key, path in (("plot", self.plot), ("json", self.json)):
             is_file = path is None or (bool(path.strip()) and "://" not in path)
             check(is_file, f"{key}={path} must be a local file")

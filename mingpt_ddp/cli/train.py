@@ -33,6 +33,7 @@ from mingpt_ddp.distributed.env import (
 from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
 from mingpt_ddp.distributed.fork_server import start_server
 from mingpt_ddp.distributed.launcher import train_on_workers
+from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.metrics.trackers.outboxes import check_installed
@@ -100,7 +101,7 @@ def prepare(env: DistEnv) -> None:
     logs.to_console(env)
     for word in sys.argv[1:]:
         refuse_credentials(word.partition("=")[0], word)
-    hydra_utils.check_words(sys.argv[1:])
+    hydra_utils.check_words(words)
 
 
 def train(cfg: DictConfig) -> float:
@@ -136,6 +137,7 @@ def train(cfg: DictConfig) -> float:
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
     config = checked_config(cfg)
+    check_machine(config)
     env = read_env(config.ddp.local_workers or 1)
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())

@@ -4,6 +4,7 @@ The rest of the schema, and the table of all groups, is in schema.py.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
+import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -65,7 +66,7 @@ class ModelConfig(UserCodeConfig):
 class TransformerConfig(ModelConfig):
     """The keys of the built-in decoders."""
 
-    n_layer: Annotated[PositiveInt, Field(le=10_000)] = key(..., "blocks")
+    n_layer: Annotated[PositiveInt, Field(le=1_000)] = key(..., "blocks")
     n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "attention heads per block; a divisor of n_embd")
     n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "width of the residual stream", "features")
     dropout: DecayFactor = key(0.0, "fraction of the activations that dropout zeroes", "probability")
@@ -179,6 +180,9 @@ class DataConfig(UserCodeConfig):
         None, "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by these weights"
     )
     val_paths: dict[str, str] | None = neutral(None, "further validation texts by name, as {wiki: wiki.txt}")
+    max_expansion: Annotated[float, Field(ge=1, le=1e6)] = neutral(
+        100.0, "most bytes of a decompressed text per byte of its file; 64 MiB are always allowed"
+    )
 
     def __post_init__(self) -> None:
         paths = {"data.path": self.path, "data.tokenizer": self.tokenizer}
@@ -191,6 +195,8 @@ class DataConfig(UserCodeConfig):
         trains = self.vocab_size is None or self.tokenizer == "bpe"
         check(trains, f"data.vocab_size={self.vocab_size} needs data.tokenizer=bpe")
         check(self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null")
+        total = sum(weight for _, weight in self.sources or ())
+        check(math.isfinite(total), "the weights of data.sources have no finite sum; give smaller ones, as in 3 and 1")
         check(not (self.sources and self.sha256), "data.sha256 is of data.path; set it to null with data.sources")
         for name in self.val_paths or ():
             check(name.isidentifier() and name.isascii(), f"data.val_paths.{name}: a name is of letters, digits and _")
@@ -213,7 +219,7 @@ class DatasetConfig(UserCodeConfig):
 
     name: str = neutral(..., "a label for directories and logs")
     dataset: str = key(..., "the registered dataset to build: digits, mnist, toy or your own")
-    num_workers: NonNegativeInt = neutral(0, "processes per rank that load samples; 0: the rank itself")
+    num_workers: NonNegativeInt = neutral(0, "processes per rank that load samples, at most 16 per core; 0: the rank")
     pin_memory: bool = neutral(True, "load batches into page-locked memory, for a GPU")
 
     @property

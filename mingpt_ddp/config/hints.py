@@ -3,12 +3,21 @@
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mingpt_ddp.config.fields import describe
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import did_you_mean, hint_at
+
+# What a key of ours is, where another program's has another meaning.
+FORMULAS = {
+    "gradient_accumulation_steps": "trainer.batch_size / (ranks x gradient_accumulation_steps)",
+    "accumulate_grad_batches": "trainer.batch_size / (ranks x accumulate_grad_batches)",
+    "min_lr": "min_lr / optimizer.lr",
+    "warmup_ratio": "warmup_ratio x steps",
+}
 
 
 def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
@@ -17,22 +26,31 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     Args:
         chosen: the names of the keys in its group, if the group is known.
     """
-    classes = [(group, cls) for group, (_, choices) in GROUPS.items() for cls in choices.values()]
-    known = {f"{group}.{field.name}": field for group, cls in classes for field in dataclasses.fields(cls)}
+    known = known_keys()
     group, _, name = key.rpartition(".")
     names = [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")] if chosen is None else [*chosen]
     if key in known:
         return f" of the chosen {group}"
-    ours = {theirs: k for k, words in other_names().items() for theirs in words.split()}.get(name)
+    theirs = {word: k for k, words in other_names().items() for word in words.split()}
+    ours = theirs.get(key) or theirs.get(name)
     if ours and (not names or not ours.startswith(f"{group}.") or ours.removeprefix(f"{group}.") in names):
         meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""  # the unit may differ
-        return f"; did you mean {ours}{meaning}?"
+        formula = f" = {FORMULAS[name]}" if name in FORMULAS else ""
+        return f"; did you mean {ours}{meaning}{formula}?"
     if same_name := [k for k in known if k.endswith(f".{name}")]:
         return f"; did you mean {same_name[0]}?"
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
-    meant = did_you_mean(key, [*GROUPS, *known])
+    last_parts = {k.rpartition(".")[2]: k for k in reversed(known)}
+    similar = did_you_mean(name, last_parts)
+    meant = did_you_mean(key, [*GROUPS, *known]) or (last_parts[similar] if similar else None)
     return f"; did you mean {meant}?" if meant else ""
+
+
+def known_keys() -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of all keys by dotted name."""
+    classes = [(group, cls) for group, (_, choices) in GROUPS.items() for cls in choices.values()]
+    return {f"{group}.{field.name}": field for group, cls in classes for field in dataclasses.fields(cls)}
 
 
 def other_names() -> dict[str, str]:

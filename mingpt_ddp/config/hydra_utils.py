@@ -1,6 +1,5 @@
 """Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in one line."""
 
-import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -16,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp import __version__
 from mingpt_ddp.config.config import LIMITS, Config, default_values, from_mapping, to_plain
-from mingpt_ddp.config.hints import suggest
+from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
@@ -76,13 +75,18 @@ def check_words(argv: list[str]) -> None:
     Raises:
         ConfigError: names the first other word.
     """
-    for previous, word in itertools.pairwise(["", *argv]):
-        name = word.partition("=")[0]
+    for previous, word, following in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
         meant = [flag for flag in FLAGS if flag.startswith(name)]
         if word.startswith("--") and name not in meant and len(meant) != 1:
             key = name.lstrip("-").replace("-", "_")
-            raise ConfigError(f"{name} is not an option{f'; write {word[2:]}' if '.' in key else suggest(key)}")
-        if "=" not in word and not word.startswith(("-", "~")) and not previous.startswith("-"):
+            value = value if equals else "VALUE" if following.startswith("-") else following or "VALUE"
+            hint = f"; write {key}={value}" if key in known_keys() else suggest(key)
+            raise ConfigError(f"{name} is not an option{hint}")
+        spaced = (previous[-1:], word[:1], following[:1])
+        if "=" in spaced and not (equals and name and value):
+            raise ConfigError(f"{word}: write key=value without spaces around =")
+        if not equals and not word.startswith(("-", "~")) and not previous.startswith("-"):
             raise ConfigError(f"{word} is not of the form key=value; for a recipe write experiment=NAME")
 
 

@@ -30,6 +30,13 @@ WANTED = {
     "list_type": "a list",
     "dict_type": "a mapping",
 }
+# What other programs call a value.
+SYNONYMS = {
+    **dict.fromkeys(("float32", "32", "32-true", "float", "no"), "fp32"),
+    **dict.fromkeys(("float16", "16", "16-mixed", "half", "amp"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
+    **dict.fromkeys(("gpu", "mps"), "cuda"),
+}
 COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 
 
@@ -129,7 +136,16 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     wanted = dict.fromkeys(_wanted(error, hint) for error in errors if error["type"] != "literal_error")
     literals = [str(v) for part in parts(hint) if typing.get_origin(part) is Literal for v in typing.get_args(part)]
     must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"  # of a union, all
-    return f"{prefix}{key}{index}={_shown(errors[0])} must {must}"
+    meant = _meant(errors[0]["input"], literals)
+    return f"{prefix}{key}{index}={_shown(errors[0])} must {must}{f'; did you mean {meant}?' if meant else ''}"
+
+
+def _meant(value: Any, literals: list[str]) -> str | None:
+    """Return the one of the allowed texts that a text was meant to be."""
+    if not isinstance(value, str):
+        return None
+    synonym = SYNONYMS.get(value.lower())
+    return synonym if synonym in literals else did_you_mean(value, literals)
 
 
 def _index(error: Any) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.data.download import open_filesystem
+from mingpt_ddp.data.download import read_file
+from mingpt_ddp.data.native import call_native
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.data.tokenizer_base import Tokenizer, begins_character, decode_bytes, utf8
 from mingpt_ddp.errors import ConfigError, DataError
@@ -22,6 +23,9 @@ MAX_PATTERN_CHARS = 1000  # of a regular expression
 DEFAULT_VOCAB_SIZE = 4096
 CHUNK_CHARS = 1 << 16  # encoded by one thread
 CHUNKS = 16  # encoded at a time, by all cores
+# CPU time for the library's answer: a stranger's pattern may backtrack. It encodes a million characters in a second.
+MIN_SECONDS, MIN_CHARS_PER_S = 5.0, 1 << 17
+MAX_SECONDS_TO_PARSE = 60.0
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -55,15 +59,15 @@ class BPETokenizer(Tokenizer):
         """
         Raises:
             ConfigError: the library is not installed.
-            DataError: the library refuses the tokenizer.
+            DataError: the library refuses the tokenizer or the text, or takes too long.
         """
-        return list(self._library().encode(utf8(text).decode(), add_special_tokens=False).ids)
+        return list(self._encode([utf8(text).decode()])[0].ids)
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
         """Yield the tokens of a text, encoded by all cores; the same ones on any number of them."""
-        encoder, chunks = self._library(), split_at_words(texts)
+        chunks = split_at_words(texts)
         while batch := list(islice(chunks, CHUNKS)):
-            for encoding in encoder.encode_batch_fast(batch, add_special_tokens=False):
+            for encoding in self._encode(batch):
                 yield np.array(encoding.ids, dtype=np.uint32)
 
     def decode(self, tokens: list[int]) -> str:
@@ -72,12 +76,22 @@ class BPETokenizer(Tokenizer):
     def state(self) -> dict[str, Any]:
         return {"tokenizer": {"type": "bpe", "json": self.json}}
 
+    def _encode(self, texts: list[str]) -> list[Any]:
+        """Return the library's encoding of each text."""
+        encoder = self._library()
+        seconds = MIN_SECONDS + sum(map(len, texts)) / MIN_CHARS_PER_S
+        try:
+            return list(call_native(lambda: encoder.encode_batch_fast(texts, add_special_tokens=False), seconds))
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"the tokenizer cannot encode the text: {str(error)[:200]}; use another data.tokenizer"
+            ) from error
+
     def _library(self) -> Any:
         if self._encoder is None:
+            lib = library()
             try:
-                self._encoder = library().Tokenizer.from_str(self.json)
-            except ConfigError:
-                raise
+                self._encoder = call_native(lambda: lib.Tokenizer.from_str(self.json), MAX_SECONDS_TO_PARSE)
             except Exception as error:  # the library raises nothing narrower
                 raise DataError(f"the library tokenizers refuses the tokenizer: {str(error)[:200]}") from error
             for token in json.loads(self.json).get("added_tokens") or ():  # the library numbers them in their order
@@ -122,11 +136,10 @@ def read_bpe(path: str) -> BPETokenizer:
         DataError: there is none, or it is not a byte-level BPE that inverts exactly.
     """
     try:
-        fs, name, _ = open_filesystem(path)
-        with fs.open(name, "rb") as file:
-            return BPETokenizer(file.read(4 * MAX_JSON_CHARS + 1).decode())
+        return BPETokenizer(read_file(path, 4 * MAX_JSON_CHARS).decode())
     except FileNotFoundError as error:
-        raise DataError(f"data.tokenizer={path}: there is no such file; use char, byte, bpe or a path") from error
+        advice = "name a tokenizer.json, or use char, byte or bpe (nothing is downloaded by a model's name)"
+        raise DataError(f"data.tokenizer={path}: there is no such file; {advice}") from error
     except Exception as error:  # exceptions differ by protocol
         raise DataError(f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}") from error
 

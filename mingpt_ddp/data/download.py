@@ -9,6 +9,8 @@ from typing import Any
 
 import fsspec
 
+from mingpt_ddp.storage.storage import read_regular
+
 
 def user_cache() -> Path:
     """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute path."""
@@ -47,13 +49,33 @@ def download(fs: Any, name: str, target: Path, check: Callable[[Path], object] =
         os.replace(part, target)
 
 
-def fetch(url: str, cache: Path) -> bytes | None:
-    """Return the content of a file, from the cache if it has been downloaded before; None if there is none."""
+def fetch(url: str, cache: Path, limit: int) -> bytes | None:
+    """Return the content of a file, from the cache if it has been downloaded before; None if there is none.
+
+    Raises:
+        OSError: it is not a regular file, or has more than `limit` bytes.
+    """
     fs, name, is_local = open_filesystem(url)
     path = Path(name) if is_local else download_path(url, cache)
     try:
         if not is_local and not path.exists():
             download(fs, name, path)
-        return path.read_bytes()
+        return read_regular(path, limit)
     except FileNotFoundError:
         return None
+
+
+def read_file(url: str, limit: int) -> bytes:
+    """Read a file at a URL; a local one must be a regular file.
+
+    Raises:
+        OSError: it is a pipe or a device, or has more than `limit` bytes; other exceptions differ by protocol.
+    """
+    fs, name, is_local = open_filesystem(url)
+    if is_local:
+        return read_regular(Path(name), limit)
+    with fs.open(name, "rb") as file:
+        content = bytes(file.read(limit + 1))
+    if len(content) > limit:
+        raise OSError(f"it has more than {limit:,} bytes")
+    return content

@@ -19,6 +19,7 @@ from mingpt_ddp.config.components import DigitsConfig, MNISTConfig
 from mingpt_ddp.data.download import fetch, user_cache
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.data.samples import Datasets
+from mingpt_ddp.data.texts import expanded_limit
 from mingpt_ddp.errors import DataError
 
 DIGITS_VAL, DIGITS_TEST = 200, 300  # of 1,797 images
@@ -26,6 +27,7 @@ MNIST_VAL = 5_000  # the last of the 60,000 training images
 CLASSES = 10
 IDX_TYPE = 8  # unsigned bytes
 MAX_BYTES = 1 << 30  # of an idx file; MNIST has 47 million
+MAX_EXPANSION = 100.0  # of a gzip file; MNIST's labels, the densest, expand 5 times
 
 
 class RandomShift(Dataset[Any]):
@@ -110,7 +112,8 @@ def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
     content = None
     for suffix in ("", ".gz"):
         try:
-            content = fetch(f"{config.path.rstrip('/')}/{name}{suffix}", cache) if content is None else content
+            if content is None:
+                content = fetch(f"{config.path.rstrip('/')}/{name}{suffix}", cache, MAX_BYTES)
         except Exception as error:  # exceptions differ by protocol
             raise DataError(f"cannot read {name} at data.path={config.path}: {str(error)[:200]}") from error
     if content is None:
@@ -122,6 +125,8 @@ def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
             raise ValueError(f"it begins with {start}, not {(0, IDX_TYPE, n_dims)}")
         shape = struct.unpack(f">{n_dims}I", file.read(4 * n_dims))
         size = math.prod(shape)
+        if size > expanded_limit(len(content), MAX_EXPANSION):
+            raise ValueError(f"it declares {size:,} bytes, which is too many for its size")
         values = file.read(min(size, MAX_BYTES) + 1)  # no more than declared is decompressed
         if len(values) != size:
             raise ValueError(f"it has {len(values):,} of {size:,} bytes" if len(values) < size else "it is too long")

@@ -5,10 +5,9 @@ parts, and to encode them. A cache directory holds `tokens.bin` and `meta.json` 
 """
 
 import codecs
-import fcntl
 import gzip
-import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -22,17 +21,24 @@ from typing import Any
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.bpe import read_bpe, train_bpe
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
-from mingpt_ddp.data.download import exists, user_cache
-from mingpt_ddp.data.texts import CHUNK_BYTES, GZIP, OpenBytes, open_source, opener
+from mingpt_ddp.data.download import exists
+from mingpt_ddp.data.text_cache import TextCache, digest_of, file_sha256
+from mingpt_ddp.data.texts import (
+    CHUNK_BYTES,
+    GZIP,
+    OpenBytes,
+    expanded_limit,
+    expands_too_far,
+    open_source,
+    opener,
+)
 from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer, tokenizer_from_state
 from mingpt_ddp.data.tokenizer_base import code_points
 from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
-FORMAT = 4
 TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
 
 
@@ -45,60 +51,63 @@ class Source:
     sha256: str
 
 
-def prepare_all(config: DataConfig, tokenizer: Tokenizer | None = None) -> dict[str, EncodedText]:
+def prepare_all(
+    config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
+) -> dict[str, EncodedText]:
     """Return the training text as "", and those of `data.val_paths` by name, encoded by its tokenizer.
 
     Args and Raises: as `prepare`.
     """
-    named = config.tokenizer not in TRAINED and tokenizer is not None and exists(config.tokenizer)
-    if tokenizer and named and read_bpe(config.tokenizer).state() != tokenizer.state():
-        advice = "restore it, or choose another run.name"
-        raise DataError(f"data.tokenizer={config.tokenizer} differs from that of the snapshot; {advice}")
-    encoded = {"": prepare(config, tokenizer)}
-    tokenizer = tokenizer_from_state(encoded[""].tokenizer)
-    for name, path in (config.val_paths or {}).items():
-        text = replace(config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0)
-        try:
-            encoded[name] = prepare(text, tokenizer)
-        except DataError as error:
-            raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
+    cache = cache or TextCache(config)
+    try:
+        named = config.tokenizer not in TRAINED and tokenizer is not None and exists(config.tokenizer)
+        if tokenizer and named and read_bpe(config.tokenizer).state() != tokenizer.state():
+            advice = "restore it, or choose another run.name"
+            raise DataError(f"data.tokenizer={config.tokenizer} differs from that of the snapshot; {advice}")
+        encoded = {"": prepare(config, tokenizer, cache)}
+        tokenizer = tokenizer_from_state(encoded[""].tokenizer)
+        for name, path in (config.val_paths or {}).items():
+            text = replace(config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0)
+            try:
+                encoded[name] = prepare(text, tokenizer, cache)
+            except DataError as error:
+                raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
+    except UserError:
+        cache.discard()
+        raise
     return encoded
 
 
-def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> EncodedText:
+def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None) -> EncodedText:
     """Find the text in the cache, or fetch and encode it.
 
     Args:
         tokenizer: the one of a snapshot; None: that of `data.tokenizer`.
+        cache: notes what is added; None: that of `data.cache_dir`.
 
     Raises:
         ConfigError: the tokenizer needs a library that is not installed.
         DataError: a text cannot be read, has another SHA-256 than `data.sha256`, or cannot be encoded; or there are no
             two distinct characters to learn.
     """
-    cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
+    cache = cache or TextCache(config)
     paths = [path for path, _ in config.sources or ()] or [config.path]
-    sources = [_open(replace(config, path=path, sources=None), cache) for path in paths]
-    sha256 = sources[0].sha256 if len(sources) == 1 else _digest([source.sha256 for source in sources])
+    sources = [_open(replace(config, path=path, sources=None), cache.root) for path in paths]
+    sha256 = sources[0].sha256 if len(sources) == 1 else digest_of([source.sha256 for source in sources])
     if tokenizer is None and config.tokenizer not in TRAINED:
         tokenizer = read_bpe(config.tokenizer)
     key = sha256
     if splits_texts(config, tokenizer) or tokenizer:  # the encoding depends on more than the content
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
-        key = _digest([sha256, chosen, config.truncate, config.train_split, config.test_split])
-    directory = cache / f"{key[:16]}-{FORMAT}"
-    if cached := _read_cache(directory, sha256):
+        key = digest_of([sha256, chosen, config.truncate, config.train_split, config.test_split])
+    directory = cache.directory(key)
+    if cached := cache.read(directory, sha256):
         return cached
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        # O_NOFOLLOW: a symbolic link could lead to any file.
-        with open(os.open(cache / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process encodes, the others wait for its result
-            for leftover in cache.glob(".partial-*"):  # of killed processes
-                shutil.rmtree(leftover, ignore_errors=True)
-            return _read_cache(directory, sha256) or _encode(sources, config, tokenizer, directory, sha256)
-    except OSError as error:
-        raise DataError(f"cannot write the encoded text to data.cache_dir={cache}: {error}; choose another") from error
+    with cache.locked():
+        if cached := cache.read(directory, sha256):
+            return cached
+        with cache.adding(directory):
+            return _encode(sources, config, tokenizer, directory, sha256)
 
 
 def splits_texts(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
@@ -117,46 +126,19 @@ def _open(config: DataConfig, cache: Path) -> Source:
         raise
     except Exception as error:  # exceptions differ by protocol
         reason = str(error) or type(error).__name__
-        raise DataError(
-            f"cannot read data.path={config.path} ({reason[:200]}); without a network, set data.path to a local copy"
-        ) from error
-
-
-def _sha256(open_bytes: OpenBytes) -> str:
-    digest = hashlib.sha256()
-    with open_bytes() as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        advice = "; without a network, set data.path to a local copy" if "://" in config.path else ""
+        raise DataError(f"cannot read data.path={config.path} ({reason[:200]}){advice}") from error
 
 
 def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
     """Return the SHA-256 of a text; raise DataError if it differs from `data.sha256`."""
-    sha256 = _sha256(open_bytes)
+    sha256 = file_sha256(open_bytes)
     if config.sha256 not in (None, sha256):
         raise DataError(
             f"data.path={config.path} has SHA-256 {sha256}, not data.sha256={config.sha256}; "
             "set data.sha256=null to use it anyway"
         )
     return sha256
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def _read_cache(directory: Path, sha256: str) -> EncodedText | None:
-    """Return the cached encoding if it is complete and undamaged."""
-    try:
-        meta, digest = json.loads((directory / "meta.json").read_text()).values()
-        encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
-        whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
-        whole = whole and (sha256, digest) == (encoded.sha256, _digest(meta))
-        whole = whole and _sha256(opener(directory / "tokens.bin")) == encoded.tokens_sha256
-        tokenizer_from_state(encoded.tokenizer)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError):
-        return None
-    return encoded if whole else None
 
 
 def _decode(source: Source) -> Iterator[str]:
@@ -170,10 +152,13 @@ def _decode(source: Source) -> Iterator[str]:
     with source.open() as raw:
         zipped = raw.peek(2)[:2] == GZIP  # which is invalid UTF-8
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else raw
+        limit = expanded_limit(os.fstat(raw.fileno()).st_size, source.config.max_expansion) if zipped else math.inf
         while True:
             try:
                 chunk = stream.read(CHUNK_BYTES)
                 position += len(chunk)
+                if position > limit:
+                    raise expands_too_far(path, int(limit))
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 at = position - len(error.object) + error.start  # the chunk ends at the end of the decoder's input
@@ -243,13 +228,13 @@ def _encode(
             file.flush()
             os.fsync(file.fileno())
         for source in sources:
-            if _sha256(source.open) != source.sha256:
+            if file_sha256(source.open) != source.sha256:
                 raise DataError(f"data.path={source.config.path} changed while being read; run again")
         length, parts = sum(map(sum, sizes)), sizes if divided else []
-        digest = _sha256(opener(tokens))
+        digest = file_sha256(opener(tokens))
         encoded = EncodedText(str(directory), sha256, length, tokenizer.state(), str(dtype), digest, parts)
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
-        content = {"text": meta, "digest": _digest(meta)}
+        content = {"text": meta, "digest": digest_of(meta)}
         atomic_write(Path(name) / "meta.json", json.dumps(content).encode())
         shutil.rmtree(directory, ignore_errors=True)  # a damaged one
         os.replace(name, directory)

@@ -9,6 +9,7 @@ import gzip
 import io
 import logging
 import os
+import struct
 import tarfile
 import zipfile
 import zlib
@@ -27,11 +28,16 @@ log = logging.getLogger(__name__)
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = 1 << 18
-MAX_EXPANSION, MIN_EXPANDED_BYTES = 100, 1 << 26  # an archive may have this many times its size, or at least so much
+MIN_EXPANDED_BYTES = 1 << 26  # which any compressed file may have
 MAX_MEMBERS = 100_000  # of an archive
 MAX_HEADER_BYTES = 1 << 20  # of a member of a tar archive
 MAX_LOGGED = 10  # skipped files
 GZIP, ZIPS, TAR = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06"), b"ustar"
+# The last five come from damaged numbers in the headers of an archive.
+UNPACKING_ERRORS = (
+    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError, NotImplementedError),
+    *(ValueError, LookupError, OverflowError, TypeError, struct.error),
+)
 OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
 Member: TypeAlias = tuple[str, Callable[[], Any]]  # a name, and a function that opens the bytes
 
@@ -57,17 +63,29 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
             download(fs, name, target, check)
         name = str(target)
     elif not os.path.exists(name) and glob.has_magic(name):
-        return _joined(config.path, _files(Path(), sorted(glob.glob(name, recursive=True))))
+        return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
     elif os.path.isdir(name):
         paths = sorted(Path(at, file).relative_to(name).as_posix() for at, _, files in os.walk(name) for file in files)
-        return _joined(config.path, _files(Path(name), paths))
+        return _joined_files(config, Path(name), paths)
     elif os.path.exists(name) and not os.path.isfile(name):
         raise DataError(f"data.path={config.path} is not a regular file")
     kind = _archive(name)
     if kind is None:
         return opener(name)
-    limit = max(MIN_EXPANDED_BYTES, MAX_EXPANSION * os.path.getsize(name))
+    limit = expanded_limit(os.path.getsize(name), config.max_expansion)
     return _joined(config.path, partial(_zip_members if kind == "zip" else _tar_members, name, limit), limit)
+
+
+def expanded_limit(size: int, max_expansion: float) -> int:
+    """Return how many bytes a compressed file of `size` bytes may expand to."""
+    return max(MIN_EXPANDED_BYTES, int(max_expansion * size))
+
+
+def expands_too_far(path: str, limit: int) -> DataError:
+    return DataError(
+        f"data.path={path} expands to over {limit:,} bytes; raise data.max_expansion if you trust it, or unpack it "
+        "yourself"
+    )
 
 
 def opener(path: str | Path) -> OpenBytes:
@@ -133,23 +151,24 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
 # Several texts in one: sorted by name, a line feed after each that has none.
 
 
-def _files(root: Path, names: list[str]) -> Callable[[], Any]:
-    """Return a context manager of the files below `root`; gzip files are decompressed."""
+def _joined_files(config: DataConfig, root: Path, names: list[str]) -> OpenBytes:
+    """Return a function that opens the files below `root` as one text; gzip files are decompressed."""
+    paths = {name: root / name for name in names if (root / name).is_file()}
 
     @contextmanager
     def members() -> Iterator[list[Member]]:
-        paths = [(name, root / name) for name in names]
-        yield [(name, partial(_unzipped, path)) for name, path in paths if path.is_file()]
+        yield [(name, partial(_unzipped, path)) for name, path in paths.items()]
 
-    return members
+    size = sum(path.stat().st_size for path in paths.values())
+    return _joined(config.path, members, expanded_limit(size, config.max_expansion))
 
 
-def _joined(path: str, members: Callable[[], Any], limit: int | None = None) -> OpenBytes:
+def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
     """Return a function that opens all texts as one, without the hidden and binary files, which the log names once.
 
     Args:
         members: a context manager of the list of members.
-        limit: bytes that all members may have; None: any number.
+        limit: bytes that all members may have.
     """
     skipped: set[str] = set()
 
@@ -172,8 +191,8 @@ def _joined(path: str, members: Callable[[], Any], limit: int | None = None) -> 
                         continue
                     while chunk:
                         found, total, last = True, total + len(chunk), chunk[-1:]
-                        if limit is not None and total > limit:
-                            raise DataError(f"data.path={path} expands to over {limit:,} bytes; unpack it yourself")
+                        if total > limit:
+                            raise expands_too_far(path, limit)
                         yield chunk
                         chunk = file.read(CHUNK_BYTES)
                         if not chunk and last != b"\n":
@@ -189,7 +208,7 @@ def _errors_of(path: str) -> Iterator[None]:
     """Turn what a damaged archive raises into a DataError."""
     try:
         yield
-    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+    except UNPACKING_ERRORS as error:
         raise DataError(f"data.path={path} cannot be unpacked: {str(error)[:200]}") from error
 
 
@@ -248,12 +267,16 @@ class _BoundedReader(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_HEADER_BYTES or self._file.tell() > self._limit:
-            raise tarfile.ReadError("it expands too far; unpack it yourself")
+            raise tarfile.ReadError(
+                "it expands too far; raise data.max_expansion if you trust it, or unpack it yourself"
+            )
         return bytes(self._file.read(size))
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if offset > self._limit:
-            raise tarfile.ReadError("it expands too far; unpack it yourself")
+            raise tarfile.ReadError(
+                "it expands too far; raise data.max_expansion if you trust it, or unpack it yourself"
+            )
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
+from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import ops
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
 TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of the container, or `max`
 
 
 def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1) -> torch.device:
@@ -111,14 +111,6 @@ def keep_freed_memory(mmap_threshold: int = MMAP_THRESHOLD) -> None:
     if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
         mallopt(M_MMAP_THRESHOLD, mmap_threshold)
         mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
-
-
-def installed_memory() -> int:
-    """Return the bytes that this process may use: the smallest of physical memory, container limit and `ulimit -v`."""
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), resource.getrlimit(resource.RLIMIT_AS)[0]]
-    with contextlib.suppress(OSError, ValueError):
-        limits.append(int(CGROUP.read_text()))
-    return min(limit for limit in limits if limit != resource.RLIM_INFINITY)
 
 
 def device_name(device: torch.device) -> str:

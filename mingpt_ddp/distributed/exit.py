@@ -5,7 +5,6 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import sys
@@ -19,7 +18,7 @@ from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError, StorageUnavailableError, UserError, printable
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.process_group import ProcessGroup
+    from mingpt_ddp.distributed.process_group import Failure, ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class ProcessExit:
     def user_error(self, error: UserError) -> NoReturn:
         """Log the error once per agent, even if every rank has it, and exit."""
         if self.group is not None:
-            self.group.report_failure(str(error))
+            self.group.report_failure(str(error), type(error).__name__)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
@@ -135,15 +134,14 @@ class ProcessExit:
 
         return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
 
-    def _log_peer_failure(self, cause: str) -> None:
+    def _log_peer_failure(self, failure: "Failure") -> None:
         """Log the failure of another rank; a user error as that rank would, and once per agent."""
-        message = cause.partition(": ")[2]  # without the rank
-        if not re.match(r"[a-z]+ error: ", message):
-            log.error("error: %s", cause)
-        elif message.startswith(StorageUnavailableError.kind):
-            self.env.call_on_rank_zero(lambda: log.error(message))
-        elif self._claim_report(message):
-            log.error(message)
+        if not failure.kind:
+            log.error("error: rank %d: %s", failure.rank, failure.message)
+        elif failure.kind == StorageUnavailableError.__name__:
+            self.env.call_on_rank_zero(lambda: log.error(failure.message))
+        elif self._claim_report(failure.message):
+            log.error(failure.message)
 
     def failure(self, error: Exception) -> NoReturn:
         """Report the error of this rank and exit; after losing a peer, wait for its report and log that instead."""
@@ -162,8 +160,10 @@ class ProcessExit:
             log.error("rank %d failed", rank, exc_info=error, extra={"file_only": is_known})
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
-        cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) or f"rank {rank} lost another rank: {summary[:200]}"
-        self._log_peer_failure(cause)
+        if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
+            self._log_peer_failure(cause)
+        else:
+            log.error("error: rank %d lost another rank: %s", rank, summary[:200])
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
@@ -184,6 +184,6 @@ class ProcessExit:
         """Return whether every rank has this error, so that all can start the next job of a sweep."""
         return self.is_symmetric or (self.group is not None and self.group.have_all_failed(str(error)))
 
-    def peer_failure(self, wait_s: float = 0.0) -> str | None:
+    def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
         """Return the failure that another rank has reported, or reports within `wait_s` seconds."""
         return self.group.reported_failure(wait_s) if self.group is not None else None

@@ -25,6 +25,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, start_server, stop_server
+from mingpt_ddp.distributed.machine import threads_per_worker
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
@@ -158,12 +159,6 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
             shared.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     shared.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
     return shared
-
-
-def threads_per_worker(workers: int) -> int:
-    """Return the threads of each of several workers on the cores of this machine."""
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return max(1, cores // workers)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,12 +31,21 @@ FAILURE = "failure"  # key in the store: the error of the first rank that failed
 ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
 
 
-def _serialize_error(error: Exception) -> tuple[str, str]:
-    """Return class and message of an error as JSON values; all but UserErrors become OSErrors."""
+@dataclass(frozen=True)
+class Failure:
+    """The error of the first rank that failed."""
+
+    rank: int
+    kind: str  # the class of a UserError; "" for any other error
+    message: str  # one line
+
+
+def _serialize_error(error: Exception) -> tuple[str, str, int | None]:
+    """Return class, message and errno of an error as JSON values; all but UserErrors become OSErrors."""
     if isinstance(error, UserError):
-        return type(error).__name__, str(error.args[0])
+        return type(error).__name__, str(error.args[0]), None
     message = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
-    return "OSError", " ".join(message.split())
+    return "OSError", " ".join(message.split()), getattr(error, "errno", None)
 
 
 def check_ranks(ddp: DDPConfig, world_size: int) -> None:
@@ -222,7 +232,7 @@ class ProcessGroup:
 
         Raises:
             UserError: of the same class, if the first failing rank raised one.
-            OSError: names that rank and its error.
+            OSError: names that rank and its error, with the same errno.
         """
         failure: Exception | None = None
         try:
@@ -231,10 +241,12 @@ class ProcessGroup:
             failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # not this frame
         for rank, packed in enumerate(self.all_gather(_serialize_error(failure) if failure else None, io)):
             if packed is not None:
-                kind, message = packed
+                kind, message, code = packed
                 if kind != "OSError":
                     raise getattr(errors, kind)(message) from failure
-                raise OSError(message if self.world_size == 1 else f"rank {rank}: {message}") from failure
+                raised = OSError(message if self.world_size == 1 else f"rank {rank}: {message}")
+                raised.errno = code
+                raise raised from failure
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
         """Return the value of `make` from the first attempt; restarts by the same agent get the same value."""
@@ -255,22 +267,27 @@ class ProcessGroup:
 
     # Failures: the first rank that fails writes its error to the store, where its peers find the root cause.
 
-    def report_failure(self, message: str) -> None:
-        """Write the error of this rank to the store, unless another rank failed before."""
+    def report_failure(self, message: str, kind: str = "") -> None:
+        """Write the error of this rank to the store, unless another rank failed before.
+
+        Args:
+            kind: the class of a UserError; "" for any other error.
+        """
         if self.store is not None:
-            store, report = self.store, f"rank {self.rank}: {message}"
+            store, report = self.store, json.dumps(asdict(Failure(self.rank, kind, message)))
             ask_store(lambda: store.compare_set(FAILURE, "", report), otherwise=b"")
 
-    def reported_failure(self, wait_s: float) -> str | None:
+    def reported_failure(self, wait_s: float) -> Failure | None:
         """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
         if self.store is None:
             return None
         store, deadline = self.store, time.monotonic() + wait_s
 
-        def poll() -> str | None:
+        def poll() -> Failure | None:
             while not store.check([FAILURE]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            return get_now(store, FAILURE) or None
+            report = get_now(store, FAILURE)
+            return Failure(**json.loads(report)) if report else None
 
         return ask_store(poll, None, wait_s)
 

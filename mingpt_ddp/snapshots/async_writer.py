@@ -64,7 +64,7 @@ class AsyncSave(threading.Thread):
             for store in self.stores:
                 try:
                     with group.raise_everywhere():
-                        group.env.call_on_rank_zero(partial(store.clear, self.step))
+                        group.env.call_on_rank_zero(partial(store.begin, self.step))
                     with group.raise_everywhere():
                         own = store.write_files(self.step, contents)
                     written = group.all_gather(own, io=True)

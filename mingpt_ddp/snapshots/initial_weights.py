@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.data.tokenizer import Tokenizer
-from mingpt_ddp.distributed.device import installed_memory
+from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots import transformers_import
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json

@@ -4,6 +4,7 @@ If the strategy divides the state, every rank writes and reads its own part.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import time
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError
+from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
 from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, shard_name, shard_tensors
 from mingpt_ddp.snapshots.load import load, stores_of_run
@@ -32,6 +33,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
 
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)  # what no restart mends
 QUICK_S = 1.0  # a faster save is awaited when the next one is due
 
 
@@ -234,8 +236,9 @@ class SnapshotManager:
         A collective: the save is done once it is done on all ranks.
 
         Raises:
-            StorageUnavailableError: it failed, and snapshot.max_failures are exceeded.
-            RunError: another process has taken over the lease.
+            StorageUnavailableError: it failed, and snapshot.max_failures are exceeded; a restart may succeed.
+            StorageUnusableError: so it did, and a restart would fail too.
+            RunError: another process has taken over the lease, or the run directory was deleted.
         """
         save = self._save
         if save is None:
@@ -252,12 +255,13 @@ class SnapshotManager:
         if save.url is None:
             self._failures += 1
             message = f"cannot write the snapshot of step {save.step}: {reason}"
+            older = "older snapshots are intact: fix this and run again, or set snapshot.fallback_path"
             if self._failures > (allowed := self.config.snapshot.max_failures):
                 times = f", {self._failures} times in a row" if self._failures > 1 else ""
-                raise StorageUnavailableError(
-                    f"{message}{times}; older snapshots are intact: fix this and run again, or set "
-                    "snapshot.fallback_path"
-                ) from (save.failure[1] if save.failure else None)
+                cause = save.failure[1] if save.failure else None
+                is_lasting = cause is not None and cause.errno in LASTING
+                kind = StorageUnusableError if is_lasting else StorageUnavailableError
+                raise kind(f"{message}{times}; {older}") from cause
             log.warning("%s; training continues (failure %d of %d allowed)", message, self._failures, allowed)
             return True
         self.last_step, self.durable_s = save.step, save.duration_s

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt_ddp.distributed.device import installed_memory
+from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
@@ -36,6 +36,7 @@ class SnapshotStore:
         self.storage = open_storage(url)
         self.damaged: set[int] = set()  # steps that failed verification; retention does not count them
         self.lease: Lease | None = None  # ownership on an object store, which has no file locks
+        self.check_owner: Callable[[], None] = lambda: None  # raises RunError if a locked directory is gone
 
     def steps(self) -> list[int]:
         """List the steps that have a directory, committed or not, in ascending order.
@@ -63,7 +64,16 @@ class SnapshotStore:
         except OSError:
             return None
 
-    # Writing: clear, write_files (every rank its shards), make_manifest, write_files.
+    # Writing: begin, write_files (every rank its shards), make_manifest, write_files.
+
+    def begin(self, step: int) -> None:
+        """Make room for a snapshot, unless the run has lost its directory.
+
+        Raises:
+            RunError: it was deleted or moved.
+        """
+        self.check_owner()
+        self.clear(step)
 
     def clear(self, step: int) -> None:
         """Delete a snapshot or the files of a failed save; manifest first, so that a partial deletion uncommits it."""
@@ -89,11 +99,12 @@ class SnapshotStore:
 
         Raises:
             OSError: a file is missing or has another size.
-            RunError: another process has taken over the lease.
+            RunError: another process has taken over the lease, or the run directory was deleted.
         """
         for name, file in files.items():
             if self.storage.size(f"{layout.directory_name(step)}/{name}") != file["bytes"]:
                 raise OSError(f"{name} is missing or has another size than was written")
+        self.check_owner()
         if self.lease is not None:
             self.lease.check()
         return {layout.MANIFEST: layout.encode_manifest(step, files)}

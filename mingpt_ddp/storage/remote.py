@@ -7,6 +7,7 @@ sooner, including those in flight.
 """
 
 import asyncio
+import errno
 import inspect
 import logging
 import math
@@ -36,7 +37,8 @@ PARALLEL = 4  # parts in flight, and in memory, at a time
 
 _RETRY_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Throttling", "XAmzContentSHA256Mismatch"}
 _RETRY_STATUS = {408, 409, 425, 429}
-_PERMANENT_STATUS = {501, 507}  # not implemented; full
+FULL_STATUS, DENIED_STATUS = 507, (401, 403)
+_PERMANENT_STATUS = {501, FULL_STATUS}  # 501: not implemented
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 _jitter = random.SystemRandom()  # does not touch a run's seeded generators
 
@@ -63,6 +65,16 @@ def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
     if status is None:
         return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
     return (status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES) and status not in _PERMANENT_STATUS
+
+
+def equivalent_errno(error: Exception) -> int | None:
+    """Return the errno that a local disk would give: of a full store, or one without permission to write."""
+    status = http_status_and_code(error)[0]
+    if status == FULL_STATUS:
+        return errno.ENOSPC
+    if status in DENIED_STATUS or isinstance(error, PermissionError):
+        return errno.EACCES
+    return getattr(error, "errno", None)
 
 
 def redact(text: str) -> str:
@@ -223,7 +235,9 @@ class RemoteStorage(Storage):
             timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # FSTimeoutError is one
             cause = describe(errors[-1] if timed_out and errors else error)
             tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
-            raise StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried) from error
+            failure = StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried)
+            failure.errno = equivalent_errno(error)
+            raise failure from error
 
     async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
         """Return the result of a call, retried after transient errors, which are appended to `errors`."""

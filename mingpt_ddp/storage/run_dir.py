@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 RESULT = "result.json"
+LOCK = ".lock"
 PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..*.partial", ".hydra/.*.partial", ".metrics.*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
 WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "samples.jsonl", "tensorboard", "tensorboard/*", "wandb")
@@ -71,7 +72,7 @@ class RunDirectory:
             RunError: another process has locked it, it is not writable, or it has a symbolic link where a run writes.
         """
         self.path = path
-        self._locks = [acquire_lock(path, wait_s)]
+        self._locks = {path: acquire_lock(path, wait_s)}
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         for entry in [*path.glob("*"), *path.glob("tensorboard/*")]:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
@@ -89,7 +90,7 @@ class RunDirectory:
             StorageUnavailableError: the storage does not respond.
         """
         if storage.local and not (path := Path(storage.root)).is_relative_to(self.path.absolute()):
-            self._locks.append(acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots"))
+            self._locks[path] = acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots")
         elif isinstance(storage, RemoteStorage) and storage.shared:
             # This process holds the run directory's lock, so the owner recorded here is dead.
             record = self.path / f".lease-{hashlib.sha256(storage.url.encode()).hexdigest()[:8]}"
@@ -107,9 +108,24 @@ class RunDirectory:
         except OSError:
             return 0.0
 
+    def check(self) -> None:
+        """Check that the locked directories are still there: after a deletion another process may lock new ones.
+
+        Raises:
+            RunError: names the one that was deleted or moved.
+        """
+        for path, lock in self._locks.items():
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(path / LOCK)):
+                    continue
+            raise RunError(
+                f"{path} was deleted or moved during the run, which ends here and writes nothing more; run the same "
+                "command again to start from what is there now"
+            )
+
     def release(self) -> None:
         """Release all locks and leases."""
-        for lock in self._locks:
+        for lock in self._locks.values():
             lock.close()
         for lease in self.leases.values():
             lease.release()
@@ -140,6 +156,7 @@ class RunDirectory:
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json."""
+        self.check()
         _write(self.path / RESULT, json.dumps(result, indent=2) + "\n")
 
 
@@ -207,7 +224,7 @@ def acquire_lock(
         directory.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a symbolic link could lead to any file.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.fdopen(os.open(directory / ".lock", flags, 0o666), "a+")
+        lock = os.fdopen(os.open(directory / LOCK, flags, 0o666), "a+")
     except OSError as error:
         raise RunError(f"cannot write to {what} {directory}: {error.strerror}; choose another {key}") from error
     deadline = time.monotonic() + wait_s

@@ -26,6 +26,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
+from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import acquire_lock, run_directory, with_run_name
 from mingpt_ddp.sweeps import search
@@ -245,6 +246,9 @@ def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> C
         configs = [hydra_utils.to_config(compose(hydra.job.config_name, job), hydra, job) for job in jobs]
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(hydra_utils.explain(error)) from error
+    for config in configs:
+        if config.ddp.nproc_per_node != "gpu":
+            check_machine(config)
     if any(config.ddp.nproc_per_node for config in configs) and not (env.is_standalone or env.has_local_rank):
         raise ConfigError("ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...")
     if len({(config.run.root, config.run.name) for config in configs}) > 1:

@@ -38,5 +38,6 @@ def build_task(
         raise CodeError(f"the task {config.task.name} must be a subclass of mingpt_ddp.tasks.Task")
     task = kind.build(config, group, state or kept or {})
     if state:
-        task.extend(state)
+        with task.discarded_if_refused():
+            task.extend(state)
     return task

@@ -18,6 +18,7 @@ from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import derive_seed
+from mingpt_ddp.data.text_cache import TextCache
 from mingpt_ddp.data.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_state
 from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.distributed.process_group import ProcessGroup
@@ -61,8 +62,10 @@ class LanguageModel(Task):
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise SnapshotError(f"the snapshot has an invalid state: {str(error)[:200]}") from error
 
+        self._cache = TextCache(config.data)
+
         def encode() -> dict[str, Any]:
-            return {name: asdict(text) for name, text in prepare_all(config.data, tokenizer).items()}
+            return {name: asdict(text) for name, text in prepare_all(config.data, tokenizer, self._cache).items()}
 
         texts = {name: EncodedText(**text) for name, text in group.run_on_rank_zero(encode, per_node=True).items()}
         self.text = texts.pop("")
@@ -74,6 +77,9 @@ class LanguageModel(Task):
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
         """Keep a tokenizer that was trained or given: the source may be gone."""
         return cls(config, group, kept) if "tokenizer" in kept else cls(config, group)
+
+    def discard(self) -> None:
+        self._cache.discard()
 
     def train_loader(self, device: torch.device) -> TokenLoader:
         data, batch_size = self.config.data, self.config.trainer.batch_size

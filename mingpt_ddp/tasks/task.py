@@ -1,6 +1,7 @@
 """The base class of all tasks: a map-style dataset, a model, batch -> loss and metrics."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import Loader, Split
 from mingpt_ddp.data.samples import Datasets, SampleLoader, SampleSplit, build_datasets
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.errors import CodeError, ConfigError, DataError
+from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.models import build_model, eval_mode
 
 Mean = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in it
@@ -63,6 +64,18 @@ class Task:
         return cls(config, group)
 
     # Data.
+
+    def discard(self) -> None:
+        """Delete what this object has added to a cache, because the configuration is refused."""
+
+    @contextlib.contextmanager
+    def discarded_if_refused(self) -> Iterator[None]:
+        """Leave no cache behind if the body refuses the configuration."""
+        try:
+            yield
+        except UserError:
+            self.discard()
+            raise
 
     def train_loader(self, device: torch.device) -> Loader:
         """Return the loader of the training split."""

@@ -22,8 +22,8 @@ from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.compile import should_compile
 from mingpt_ddp.distributed.device import device_name, total_memory
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.launcher import threads_per_worker
 from mingpt_ddp.distributed.logs import progress_bar
+from mingpt_ddp.distributed.machine import threads_per_worker
 from mingpt_ddp.distributed.process_group import check_ranks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
@@ -86,10 +86,11 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     given = warm.config if warm else config
     config, batch = _at(given, ranks)
     task = build_task(_alone(config), runtime.group, warm.state if warm else {})
-    if warm:
-        warm.check(task)
-    check_fits(task.config, runtime, task)
-    loader = task.train_loader(runtime.device)
+    with task.discarded_if_refused():
+        if warm:
+            warm.check(task)
+        check_fits(task.config, runtime, task)
+        loader = task.train_loader(runtime.device)
     loader.close()
     measured = _measure(runtime, task, batch["micro_batch_size"])
     steps = count_steps(config, loader.steps_per_epoch)

@@ -96,9 +96,10 @@ class Attempt:
         self.warm = warm_start(config, recorded[-1], typed, runtime.group)
         self.config = with_batch_size(self.warm.config if self.warm else config, runtime.group.data_size, recorded[0])
         self.task = build_task(self.config, runtime.group, self.warm.state if self.warm else {}, kept=recorded[-1])
-        self.loader = self.task.train_loader(runtime.device)
-        self.steps = count_steps(self.config, self.loader.steps_per_epoch)
-        self._preflight(recorded)
+        with self.task.discarded_if_refused():
+            self.loader = self.task.train_loader(runtime.device)
+            self.steps = count_steps(self.config, self.loader.steps_per_epoch)
+            self._preflight(recorded)
 
     def _preflight(self, recorded: RecordedBatch) -> None:
         """Check the batch, the snapshot, the weights to start from, the memory and the user's code."""
@@ -130,6 +131,7 @@ class Attempt:
             for store in self.stores:
                 self.owner.lock_snapshots(open_storage(store.url))
                 store.lease = self.owner.leases.get(store.url)
+                store.check_owner = self.owner.check
 
         self.runtime.group.run_on_rank_zero(lock)
         self.last_log_time = self.owner.last_log_time() if self.owner else 0.0  # of the attempt before

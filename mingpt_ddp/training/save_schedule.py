@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mingpt_ddp.errors import StorageUnavailableError
+from mingpt_ddp.errors import StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
@@ -117,7 +117,7 @@ class SaveSchedule:
             last: wait until the snapshot is committed, and retry as often as failures are allowed.
 
         Raises:
-            StorageUnavailableError: snapshot.max_failures are exceeded.
+            StorageUnavailableError, StorageUnusableError: snapshot.max_failures are exceeded.
         """
         with self._stall():
             self.manager.wait()
@@ -134,7 +134,8 @@ class SaveSchedule:
         until = time.monotonic() + left
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
-        with contextlib.suppress(StorageUnavailableError):  # resume from the older snapshot
+        # Resume from the older snapshot.
+        with contextlib.suppress(StorageUnavailableError, StorageUnusableError):
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break

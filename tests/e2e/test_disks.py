@@ -82,6 +82,17 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path
     assert verified_steps(full / "a") == list(range(1, 13))
 
 
+def test_a_full_disk_is_no_reason_to_restart(tmp_path, disk):
+    full = disk("full", ROOM)
+    paths = [f"snapshot.path={full}", "snapshot.max_failures=0", *KEEP_ALL]
+    done = train(tmp_path, *paths, "ddp.nproc_per_node=2", "trainer.micro_batch_size=6")
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.splitlines()[-1].startswith("storage error: cannot write the snapshot of step ")
+    assert "restart 1" not in done.stdout
+    rows = (tmp_path / "outputs" / "a" / "metrics.jsonl").read_text()
+    assert rows.count('"start"') == 1
+
+
 def test_a_full_disk_with_a_fallback_path(tmp_path, disk):
     full, fallback = disk("full", ROOM), tmp_path / "spare"
     paths = [f"snapshot.path={full}", f"snapshot.fallback_path={fallback}", *KEEP_ALL]
@@ -173,3 +184,20 @@ def test_modification_times_are_ignored(tmp_path):
     done = train(tmp_path, "snapshot.keep_last=2")
     assert "resuming from the snapshot of step 8 of 12" in done.stdout
     assert committed(run) == [8, 12]
+
+
+def test_a_run_directory_that_is_deleted_meanwhile(tmp_path):
+    """The lock is gone with it: the run must not go on beside a second one, nor end as if all were well."""
+    job = Job([*python_main(), *TINY, "run.name=a", "trainer.max_steps=100000", "trainer.eval_every=null"], tmp_path)
+    run = tmp_path / "outputs" / "a"
+    try:
+        wait_for(lambda: committed(run), what="a snapshot")
+        run.rename(tmp_path / "moved")
+        second = train(tmp_path, "trainer.max_steps=8", "trainer.eval_every=null")
+        assert second.returncode == 0, second.stdout
+        assert job.wait() == 2, job.text()
+    finally:
+        if job.process.poll() is None:
+            job.kill_tree()
+    assert job.text().splitlines()[-1].startswith("run error: outputs/a was deleted or moved during the run")
+    assert committed(run) == [4, 8]

@@ -135,9 +135,9 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     observed["meter"] = [state[0]["loss"], state[1], meter.read()["train/loss"], resumed.read()["train/loss"]]
     if rank == 1:
         runtime.group.report_failure("out of memory")
-    observed["failure"] = runtime.group.reported_failure(wait_s=10)
+    observed["failure"] = vars(runtime.group.reported_failure(wait_s=10))
     runtime.group.report_failure("lost another rank")
-    observed["failure later"] = runtime.group.reported_failure(wait_s=10)
+    observed["failure later"] = vars(runtime.group.reported_failure(wait_s=10))
     runtime.close()
     return observed
 
@@ -215,7 +215,11 @@ def test_a_meter_sums_over_all_ranks(observed):
 
 
 def test_every_rank_reports_the_first_failure(observed):
-    assert observed["failure"] == observed["failure later"] == ["rank 1: out of memory"] * WORLD
+    assert (
+        observed["failure"]
+        == observed["failure later"]
+        == [{"rank": 1, "kind": "", "message": "out of memory"}] * WORLD
+    )
 
 
 def successive_jobs(config: dict[str, Any], jobs: int) -> list[float]:

@@ -8,7 +8,9 @@ import pytest
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.hints import other_names, suggest
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.hydra_utils import check_words
+from mingpt_ddp.config.schema import GROUPS, TrainerConfig
+from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
 
 NAMES = [(theirs, ours) for ours, names in other_names().items() for theirs in names.split()]
@@ -26,13 +28,25 @@ KEYS = {
         ("learning_rate", "; did you mean optimizer.lr (learning rate at the peak of the schedule"),
         ("optimizer.learning_rate", "; did you mean optimizer.lr ("),
         ("trainer.learning_rate", "; did you mean optimizer.lr ("),
-        ("gradient_accumulation_steps", "; did you mean trainer.micro_batch_size (sequences: per rank per forward)?"),
-        ("accumulate_grad_batches", "; did you mean trainer.micro_batch_size (sequences: per rank per forward)?"),
+        (
+            "gradient_accumulation_steps",
+            "; did you mean trainer.micro_batch_size (sequences: per rank per forward) = trainer.batch_size / "
+            "(ranks x gradient_accumulation_steps)?",
+        ),
+        ("accumulate_grad_batches", "; did you mean trainer.micro_batch_size (sequences: per rank per "),
+        ("epochs", "; did you mean trainer.max_epochs (epochs: limit of passes over the text)?"),
+        ("trainer.epochs", "; did you mean trainer.max_epochs ("),
+        ("max_epoch", "; did you mean trainer.max_epochs?"),
+        ("steps", "; did you mean trainer.max_steps ("),
+        ("trainer.devices", "; did you mean ddp.nproc_per_node (local workers to start)?"),
         ("trainer.per_device_train_batch_size", "; did you mean trainer.micro_batch_size ("),
         ("eval_interval", "; did you mean trainer.eval_every (steps: between evaluations)?"),
         ("log_interval", "; did you mean trainer.log_every (steps: "),
         ("max_iters", "; did you mean trainer.max_steps (steps: "),
-        ("min_lr", "; did you mean optimizer.min_lr_ratio (final learning rate over the peak)?"),
+        (
+            "min_lr",
+            "; did you mean optimizer.min_lr_ratio (final learning rate over the peak) = min_lr / optimizer.lr?",
+        ),
         ("model.hidden_size", "; did you mean model.n_embd ("),
         ("dataset", "; did you mean data.dataset?"),
         ("modle.n_head", "; did you mean model.n_head?"),
@@ -63,6 +77,40 @@ def test_a_name_of_another_program_has_one_key_of_ours(theirs, ours):
     assert [name for name, _ in NAMES].count(theirs) == 1
     assert theirs not in {key.split(".")[1] for key in KEYS}, "an existing key needs no hint"
     assert f"did you mean {ours}" in suggest(theirs)
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("float16", "fp16"), ("bfloat16", "bf16"), ("16-mixed", "fp16"), ("FP32", None), ("fp61", "fp16"), ("tf", None)],
+)
+def test_a_value_of_another_program(value, meant):
+    with pytest.raises(ConfigError) as refused:
+        build(TrainerConfig, {"precision": value}, "trainer")
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert str(refused.value).endswith(f"={value!r} must be one of auto, fp32, bf16, fp16{hint}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epochs", "3"], "--epochs is not an option; did you mean trainer.max_epochs ("),
+        (["--epochs=3"], "--epochs is not an option; did you mean trainer.max_epochs ("),
+        (["--trainer.epochs", "3"], "--trainer.epochs is not an option; did you mean trainer.max_epochs ("),
+        (["--optimizer.lr", "1e-3"], "--optimizer.lr is not an option; write optimizer.lr=1e-3"),
+        (["--trainer.compile"], "--trainer.compile is not an option; write trainer.compile=VALUE"),
+        (["optimizer.lr", "=", "1e-3"], "optimizer.lr: write key=value without spaces around ="),
+        (["optimizer.lr=", "1e-3"], "1e-3: write key=value without spaces"),
+        (["optimizer.lr", "=1e-3"], "optimizer.lr: write key=value without spaces"),
+    ],
+)
+def test_spellings_of_other_command_lines(words, message):
+    with pytest.raises(ConfigError) as refused:
+        check_words(words)
+    assert str(refused.value).startswith(f"config error: {message}")
+
+
+def test_an_empty_value_alone_is_fine():
+    check_words(["run.name=", "optimizer.lr=1e-3"])
 
 
 def test_a_key_that_was_added_to_a_group():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
 
 pytest.importorskip("tokenizers")
-from mingpt_ddp.data import bpe
+from mingpt_ddp.data import bpe, download
 from mingpt_ddp.data.bpe import BPETokenizer, read_bpe, split_at_words, train_bpe
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
@@ -140,12 +141,55 @@ def test_added_tokens_that_the_library_numbers_otherwise_are_refused(ids, tokeni
 
 
 def test_a_filesystem_whose_library_is_missing(monkeypatch):
-    monkeypatch.setattr(bpe, "open_filesystem", lambda path: __import__("no_such_library"))
+    monkeypatch.setattr(download, "open_filesystem", lambda path: __import__("no_such_library"))
     with pytest.raises(DataError, match="no_such_library"):
         read_bpe("gs://bucket/tokenizer.json")
 
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def splitting_at(pattern):
+    """Return a tokenizer of bytes whose texts are first split by a regular expression."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(bpe.BYTE_NAMES)}, "merges": []}
+    before = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    return json.dumps({"version": "1.0", "model": model, "pre_tokenizer": before, "decoder": byte_level})
+
+
+def test_a_pattern_that_backtracks_past_the_limit_of_the_library(capfd):
+    """The library panics, which is no Exception, and prints a backtrace."""
+    tokenizer = BPETokenizer(splitting_at("(a+)+b"))
+    for encode in (tokenizer.encode, lambda text: [*tokenizer.encode_stream(iter([text]))]):
+        with pytest.raises(DataError, match=r"cannot encode the text: .*retry-limit.*; use another data.tokenizer"):
+            encode("a" * 60)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_pattern_that_backtracks_up_to_the_limit_of_the_library(monkeypatch):
+    monkeypatch.setattr(bpe, "MIN_SECONDS", 0.2)
+    tokenizer = BPETokenizer(splitting_at("(a+)+b"))
+    with pytest.raises(DataError, match=r"cannot encode the text: it takes more than 0 seconds of CPU time"):
+        tokenizer.encode(("a" * 18 + "c ") * 500)
+
+
+def test_an_ordinary_pattern():
+    tokenizer = BPETokenizer(splitting_at(r"\p{L}+|\s+"))
+    assert tokenizer.decode(tokenizer.encode("so it is")) == "so it is"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
+def test_a_path_that_is_no_regular_file(kind, tmp_path):
+    paths = {"pipe": tmp_path / "pipe", "device": "/dev/zero", "directory": tmp_path}
+    os.mkfifo(paths["pipe"])
+    with pytest.raises(DataError, match="not a regular file"):
+        read_bpe(str(paths[kind]))
+
+
+def test_the_name_of_a_model_is_no_path():
+    with pytest.raises(DataError, match=r"data.tokenizer=gpt2: there is no such file; .*nothing is downloaded"):
+        read_bpe("gpt2")
 
 
 def test_without_the_library(monkeypatch):

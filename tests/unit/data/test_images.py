@@ -88,7 +88,12 @@ def test_files_of_a_url_are_downloaded_once(tmp_path):
         ("t10k-labels-idx1-ubyte", idx(np.full(10, 10, np.uint8)), "t10k-labels .* has the label 10, not 0 to 9"),
         ("t10k-images-idx3-ubyte", idx(np.zeros((10, 9, 9), np.uint8)), r"are \(28, 28\) and \(9, 9\)"),
         ("t10k-images-idx3-ubyte", idx(np.zeros((0, 28, 28), np.uint8)), "t10k at .* has 0 images and 10 labels"),
-        ("train-images-idx3-ubyte", struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3), "it has 0 of "),
+        ("train-images-idx3-ubyte", struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3), "it declares 9,9.* bytes"),
+        (
+            "train-images-idx3-ubyte",
+            gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 10, 1 << 9, 1 << 8)),
+            "it declares 134,217,728 bytes, which is too many for its size",
+        ),
     ],
 )
 def test_invalid_files_are_one_line(tmp_path, name, data, message):

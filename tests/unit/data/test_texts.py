@@ -117,6 +117,32 @@ def test_bombs_are_bounded(make, settings, tmp_path, monkeypatch):
         prepare(settings(make(tmp_path / "many", {f"{i}.txt": b"ab" for i in range(4)})))
 
 
+def gzip_bomb(path: Path) -> Path:
+    path.write_bytes(gzip.compress(b"to be or not to be\n" * 4000))
+    return path
+
+
+def test_a_gzip_file_that_expands_too_far(settings, tmp_path, monkeypatch):
+    """Alone, by a glob, and in a directory; nothing is left in the cache."""
+    monkeypatch.setattr(texts, "MIN_EXPANDED_BYTES", 1 << 14)
+    (tmp_path / "many").mkdir()
+    bomb = gzip_bomb(tmp_path / "many" / "bomb.gz")
+    for path in (bomb, tmp_path / "many", tmp_path / "many" / "*.gz"):
+        with pytest.raises(DataError, match=r"expands to over [0-9,]+ bytes; raise data.max_expansion"):
+            prepare_all(settings(path))
+        assert not (tmp_path / "cache").exists()
+        assert prepare(settings(path, max_expansion=1000.0, cache_dir=str(tmp_path / "other"))).length == 76000
+
+
+def test_a_damaged_sparse_member_of_a_tar_archive(settings, tmp_path):
+    info = tarfile.TarInfo("a.txt")
+    info.pax_headers = {"GNU.sparse.map": "many"}
+    with tarfile.open(tmp_path / "x.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(info, io.BytesIO())
+    with pytest.raises(DataError, match=r"x.tar cannot be unpacked: (?!.*network)"):
+        prepare(settings(tmp_path / "x.tar"))
+
+
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_zip_methods_that_expand_a_whole_read_at_once_are_refused(method, settings, tmp_path):
     """A megabyte of them may be gigabytes of memory, before any of it is counted."""

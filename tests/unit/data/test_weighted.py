@@ -8,7 +8,7 @@ import pytest
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.weighted import WeightedLoader
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import ConfigError, DataError
 
 T, BATCH = 4, 6
 SIZES = [201, 401, 81]  # 49, 99 and 19 windows: (size - T) // T
@@ -58,3 +58,13 @@ def test_texts_that_are_too_short():
         loader(sizes=[201, 401, 7])
     with pytest.raises(DataError, match="the training text has 167 windows"):
         loader(batch=168)
+
+
+def test_a_weight_too_small_for_a_window():
+    with pytest.raises(DataError, match=r"0.txt in data.sources has less than one window per epoch; raise its weight"):
+        loader(weights=(1e-300, 1.0, 1.0))
+
+
+def test_weights_without_a_finite_sum():
+    with pytest.raises(ConfigError, match=r"the weights of data.sources have no finite sum"):
+        loader(weights=(1e308, 1e308, 1.0))

@@ -58,13 +58,3 @@ def test_deterministic_runs_do_not_fill_new_tensors():
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         device.set_up_device(torch.device("cpu"), deterministic=False)
-
-
-@pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
-def test_a_container_has_less_memory_than_its_machine(limit, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(device, "CGROUP", tmp_path / "memory.max")
-    machine = device.installed_memory()
-    if limit is not None:
-        device.CGROUP.write_text(limit)
-    assert 1 << 28 < machine < 1 << 45
-    assert device.installed_memory() == (expected or machine)

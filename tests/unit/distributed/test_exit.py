@@ -16,6 +16,7 @@ from launching import is_running, wait_for
 from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, ProcessExit, signal_exit_code
+from mingpt_ddp.distributed.process_group import Failure
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
 
@@ -85,3 +86,16 @@ def test_the_end_of_a_process_deletes_its_sockets(tmp_path, monkeypatch):
     (tmp_path / "sockets").mkdir()
     exit_module.exit_process(None, 0)
     assert not (tmp_path / "sockets").exists()
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (Failure(1, "ConfigError", "config error: x=1 is bad"), "config error: x=1 is bad"),
+        (Failure(1, "", "config error: of a user's exception"), "error: rank 1: config error: of a user's exception"),
+        (Failure(1, "UserError", "error: plain"), "error: plain"),
+    ],
+)
+def test_a_peer_s_failure_is_a_user_error_by_its_class_not_by_its_text(failure, expected, caplog):
+    ProcessExit()._log_peer_failure(failure)
+    assert caplog.messages == [expected]

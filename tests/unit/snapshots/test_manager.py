@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import shutil
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,13 +18,14 @@ from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import RunDirectory
 from mingpt_ddp.training.train_state import TrainState, check_state, restore, snapshot_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -335,3 +338,38 @@ def test_weights_of_another_shape_are_refused(tmp_path, config):
     wider, wider_optim = build(with_value(config, "model.n_embd", 96))
     with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model: "):
         restore(load_latest(manager), wider, wider_optim, manager.runtime.scaler)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        *((errno.ENOSPC, StorageUnusableError), (errno.EACCES, StorageUnusableError)),
+        *((errno.EIO, StorageUnavailableError), (None, StorageUnavailableError)),
+    ],
+)
+def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(code, expected, tmp_path, config, monkeypatch):
+    """The first ends a run with its workers, after the second they start again."""
+    model, optim = build(config)
+    manager = manager_at(tmp_path, with_value(config, "snapshot.max_failures", 0))
+    error = OSError("broken")
+    error.errno = code
+
+    def fail(step, contents):
+        raise error
+
+    monkeypatch.setattr(manager.stores[0], "write_files", fail)
+    with pytest.raises(expected, match=r"cannot write the snapshot of step 2: .*: broken; older"):
+        save(manager, TrainState(step=2), model, optim)
+
+
+def test_a_lost_run_directory_ends_the_run_before_anything_is_written(tmp_path, config):
+    model, optim = build(config)
+    owner = RunDirectory(tmp_path / "run")
+    manager = manager_at(tmp_path / "run" / "snapshots", config)
+    manager.stores[0].check_owner = owner.check
+    save(manager, TrainState(step=1), model, optim)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(RunError, match="/run was deleted or moved during the run"):
+        save(manager, TrainState(step=2), model, optim)
+    assert not (tmp_path / "run").exists()
+    owner.release()

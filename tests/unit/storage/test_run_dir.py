@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -247,3 +248,30 @@ def test_a_pipe_is_not_read_as_a_record(tmp_path, name):
     os.mkfifo(tmp_path / name)
     assert read_result(tmp_path) == {}
     assert recorded_config(tmp_path) is None
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
+def test_a_directory_that_is_lost_during_the_run(how, tmp_path):
+    """Its owner writes nothing more: another process may have locked a new directory of this name."""
+    owner = RunDirectory(tmp_path / "run")
+    owner.check()
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if how == "deleted":
+        shutil.rmtree(tmp_path / "elsewhere")
+    if how == "replaced":
+        RunDirectory(tmp_path / "run").release()
+    for write in (owner.check, lambda: owner.write_result({"status": "complete"})):
+        with pytest.raises(RunError, match=r"/run was deleted or moved during the run, which ends here"):
+            write()
+    assert not (tmp_path / "run" / "result.json").exists()
+    owner.release()
+
+
+def test_a_lost_directory_of_snapshots(tmp_path):
+    owner = RunDirectory(tmp_path / "run")
+    owner.lock_snapshots(open_storage(str(tmp_path / "snapshots")))
+    owner.check()
+    shutil.rmtree(tmp_path / "snapshots")
+    with pytest.raises(RunError, match="/snapshots was deleted"):
+        owner.check()
+    owner.release()

@@ -360,6 +360,24 @@ def test_permanent_errors_are_raised_at_once(unsteady, fault):
     assert Unsteady.calls == 1
 
 
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (PermissionError("denied"), errno.EACCES),
+        (store_error(403, "AccessDenied"), errno.EACCES),
+        (store_error(507, "Full"), errno.ENOSPC),
+        (ValueError("no such key"), None),
+    ],
+    ids=repr,
+)
+def test_permanent_errors_have_the_errno_of_a_disk(unsteady, fault, expected):
+    """By which a run knows that no restart would help."""
+    Unsteady.faults[:] = [fault]
+    with pytest.raises(StorageError) as raised:
+        unsteady.write("file", b"x")
+    assert raised.value.errno == expected
+
+
 def test_an_operation_ends_at_its_deadline(unsteady, monkeypatch):
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.3)
     Unsteady.faults[:] = [store_error(503, "SlowDown")] * 1000

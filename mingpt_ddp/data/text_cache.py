@@ -1,0 +1,122 @@
+"""The cache of encoded texts on this machine: a lock, reads that verify, and taking back what was added."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.validation import build
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.download import user_cache
+from mingpt_ddp.data.texts import OpenBytes, opener
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.errors import DataError, UserError
+from mingpt_ddp.storage.storage import read_regular
+
+LOCK = ".lock"
+FORMAT = 4
+KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
+MAX_META_BYTES = 1 << 25  # of meta.json, with the tokenizer
+CHUNK_BYTES = 1 << 18
+
+
+class TextCache:
+    """Directories of encoded texts, `data.cache_dir`, and which of them this object has added."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.root = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
+        self._added: list[Path] = []
+        self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]  # deepest first
+
+    def directory(self, key: str) -> Path:
+        return self.root / f"{key[:16]}-{FORMAT}"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the cache: one process encodes, the others wait for its result.
+
+        Raises:
+            DataError: the cache cannot be written.
+        """
+        try:
+            lock = self._lock()
+        except OSError as error:
+            raise _not_writable(self.root, error) from error
+        with lock:
+            for leftover in self.root.glob(".partial-*"):  # of killed processes
+                shutil.rmtree(leftover, ignore_errors=True)
+            try:
+                yield
+            except OSError as error:
+                raise _not_writable(self.root, error) from error
+
+    def _lock(self) -> Any:
+        while True:
+            self.root.mkdir(parents=True, exist_ok=True)
+            # O_NOFOLLOW: a symbolic link could lead to any file.
+            lock = os.fdopen(os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(lock.fileno()), os.stat(self.root / LOCK)):
+                    return lock
+            lock.close()  # another process has discarded the cache meanwhile
+
+    def read(self, directory: Path, sha256: str) -> EncodedText | None:
+        """Return the cached encoding if it is complete and undamaged."""
+        try:
+            meta, digest = json.loads(read_regular(directory / "meta.json", MAX_META_BYTES)).values()
+            encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
+            whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
+            whole = whole and (sha256, digest) == (encoded.sha256, digest_of(meta))
+            whole = whole and file_sha256(opener(directory / "tokens.bin")) == encoded.tokens_sha256
+            tokenizer_from_state(encoded.tokenizer)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError):
+            return None
+        return encoded if whole else None
+
+    @contextlib.contextmanager
+    def adding(self, directory: Path) -> Iterator[None]:
+        """Note a directory that the body creates, unless creating it again would take long."""
+        begin = time.monotonic()
+        yield
+        if time.monotonic() - begin < KEPT_SECONDS:
+            self._added.append(directory)
+
+    def discard(self) -> None:
+        """Delete what this object has added, also the cache itself if it is new and empty."""
+        if not self.root.exists() or not (self._added or self._missing):
+            return
+        with contextlib.suppress(OSError), self._lock():
+            for directory in self._added:
+                shutil.rmtree(directory, ignore_errors=True)
+            if self._missing and os.listdir(self.root) == [LOCK]:
+                (self.root / LOCK).unlink()
+                for path in self._missing:
+                    path.rmdir()
+
+
+def _not_writable(root: Path, error: OSError) -> DataError:
+    return DataError(f"cannot write the encoded text to data.cache_dir={root}: {error}; choose another")
+
+
+def digest_of(values: Any) -> str:
+    """Return the SHA-256 of JSON values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def file_sha256(open_bytes: OpenBytes) -> str:
+    """Return the SHA-256 of a file, read in chunks."""
+    digest = hashlib.sha256()
+    with open_bytes() as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

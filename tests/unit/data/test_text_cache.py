@@ -1,0 +1,89 @@
+"""The cache of encoded texts: what a refused configuration leaves, and who may delete what."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mingpt_ddp.data import text_cache
+from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.text_cache import LOCK, TextCache
+from mingpt_ddp.errors import DataError
+
+TEXT = "to be or not to be\n" * 20
+
+
+def files(path: Path) -> list[str]:
+    return sorted(file.relative_to(path).as_posix() for file in path.rglob("*"))
+
+
+@pytest.fixture
+def config(settings, tmp_path):
+    return settings(TEXT, cache_dir=str(tmp_path / "new" / "cache"))
+
+
+def test_a_new_cache_is_taken_back_as_a_whole(config, tmp_path):
+    before = files(tmp_path)
+    cache = TextCache(config)
+    prepare(config, cache=cache)
+    assert len(files(tmp_path)) > len(before)
+    cache.discard()
+    assert files(tmp_path) == before
+
+
+def test_a_cache_that_was_there_keeps_what_it_had(config, settings):
+    kept = prepare(config)
+    before = files(Path(config.cache_dir))
+    cache = TextCache(config)
+    prepare(config, cache=cache)  # found, not added
+    prepare(settings(TEXT + "!", cache_dir=config.cache_dir), cache=cache)
+    cache.discard()
+    assert files(Path(config.cache_dir)) == before
+    assert prepare(settings(TEXT, cache_dir=config.cache_dir)) == kept
+
+
+def test_what_another_process_has_added_meanwhile_stays(config, settings):
+    cache = TextCache(config)
+    prepare(config, cache=cache)
+    other = prepare(settings(TEXT + "!", cache_dir=config.cache_dir))
+    cache.discard()
+    assert files(Path(config.cache_dir)) == sorted(
+        [LOCK, *(f"{Path(other.directory).name}{name}" for name in ("", "/meta.json", "/tokens.bin"))]
+    )
+
+
+def test_a_text_that_took_long_to_encode_stays(config, monkeypatch):
+    monkeypatch.setattr(text_cache, "KEPT_SECONDS", 0.0)
+    cache = TextCache(config)
+    encoded = prepare(config, cache=cache)
+    cache.discard()
+    assert Path(encoded.directory).is_dir()
+
+
+def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypatch):
+    """A process that waits for the lock must not encode beside one that locks a new file."""
+    cache, deleted = TextCache(config), []
+    flock = text_cache.fcntl.flock
+
+    def discarded_meanwhile(lock, operation):
+        if not deleted:
+            (cache.root / LOCK).unlink()
+        deleted.append(lock.fileno())
+        flock(lock, operation)
+
+    monkeypatch.setattr(text_cache.fcntl, "flock", discarded_meanwhile)
+    with cache.locked():
+        assert len(deleted) == 2
+        assert os.path.samestat(os.fstat(deleted[1]), os.stat(cache.root / LOCK))
+
+
+def test_a_refused_text_leaves_nothing(config, settings, tmp_path):
+    empty = settings("", cache_dir=config.cache_dir)
+    before = files(tmp_path)
+    cache = TextCache(empty)
+    with pytest.raises(DataError, match="is empty"):
+        prepare(empty, cache=cache)
+    cache.discard()
+    assert files(tmp_path) == before
