@@ -29,6 +29,7 @@ from mingpt_ddp.snapshots.pieces import own_parts
 from mingpt_ddp.snapshots.shard_reader import ShardReader
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import PROBE
 
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
@@ -198,7 +199,7 @@ class SnapshotManager:
         storages = [store.storage for store in self.stores if group.world_size > 1 and not store.storage.shared]
 
         def write_probes() -> str:
-            name = f"probe-{uuid.uuid4().hex}"
+            name = f"{PROBE}{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):  # the save will hit the same error and handle it
                 for storage in storages:
                     storage.write(name, b"")
