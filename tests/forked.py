@@ -312,9 +312,9 @@ def spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
     for number in signal.valid_signals() - {signal.SIGINT}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    kept = sorted({0, 1, 2, *passed})
-    for first, last in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(first + 1, last)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for other in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:  # not closed:
+        os.dup2(null, other)  # a fork closes the numbers that libuv had for pipes in a process with a store
     util.spawnv_passfds = exec_passing
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker.__init__()

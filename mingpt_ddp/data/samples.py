@@ -4,12 +4,9 @@ Before a sample is read, torch's, NumPy's and Python's global generators are see
 therefore differs between samples and between epochs, but not between loader processes, ranks, world sizes or restarts.
 """
 
-import ctypes
 import hashlib
 import itertools
 import random
-import signal
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
+from mingpt_ddp.data.loader_process import set_up
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import CodeError, DataError
 
@@ -74,14 +72,6 @@ class KeyedDataset(Dataset[Any]):
         return self.dataset[key[1]]
 
 
-def _set_up_worker(_: int) -> None:
-    """Let a loader process die with its rank, whose lock and connections it has inherited, and ignore signals."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-
-
 def _loader(dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool) -> Iterator[Any]:
     """Return collated batches of these samples, in this order."""
     return iter(
@@ -90,7 +80,7 @@ def _loader(dataset: KeyedDataset, batches: Iterable[list[Key]], config: Dataset
             batch_sampler=batches,
             num_workers=config.num_workers,
             pin_memory=config.pin_memory and on_gpu,
-            worker_init_fn=_set_up_worker,
+            worker_init_fn=set_up,
             multiprocessing_context="fork" if config.num_workers else None,
         )
     )

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import util
 from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
@@ -42,8 +41,9 @@ def exit_process(message: str | None, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
-        if multiprocessing.parent_process() is None:  # os._exit skips multiprocessing's own cleanup
-            shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
+        directory = vars(multiprocessing.current_process())["_config"].get("tempdir")
+        if directory and multiprocessing.parent_process() is None:  # os._exit skips multiprocessing's own cleanup
+            shutil.rmtree(directory, ignore_errors=True)
     finally:  # in a signal handler any of these may raise
         os._exit(code)
 

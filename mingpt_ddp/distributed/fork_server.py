@@ -3,15 +3,18 @@
 The server dies with the process that started it, and its children die with the server.
 """
 
+import contextlib
 import os
 import signal
+import socket
 import tempfile
-from multiprocessing import forkserver
+from multiprocessing import forkserver, process
 from pathlib import Path
 from typing import Any
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-LONGEST_TMPDIR = 70  # bytes: the server's socket is 32 longer, and a socket's address has at most 103
+DESCRIPTORS = "/proc/self/fd/"
+LONGEST_TMPDIR = 65  # bytes: the server's socket is 38 longer, and a socket's address has at most 103
 PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo"]
 
 
@@ -26,11 +29,53 @@ def start_server() -> None:
         tempfile.tempdir = "/tmp"
     try:
         forkserver.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
+        _ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
         tempfile.tempdir = directory
+
+
+def _ensure_running() -> None:
+    """Start the server unless it is running, and delete its socket: a killed process would leave it in TMPDIR.
+
+    From then on, this process connects to the socket by a descriptor. Where that does not work, multiprocessing makes
+    the directory, and `exit_process` deletes it.
+    """
+    server: Any = forkserver._forkserver
+    config: dict[str, Any] = vars(process.current_process())["_config"]
+    before, address = config.get("tempdir"), server._forkserver_address
+    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-", ignore_cleanup_errors=True) as directory:
+        by_descriptor = _connects_by_descriptor(directory)
+        if by_descriptor:
+            config["tempdir"] = directory
+        try:
+            server.ensure_running()
+            if by_descriptor and server._forkserver_address != address:
+                server._forkserver_address = f"{DESCRIPTORS}{os.open(server._forkserver_address, os.O_PATH)}"
+        finally:
+            if by_descriptor:
+                config["tempdir"] = before
+
+
+def _connects_by_descriptor(directory: str) -> bool:
+    """Return whether a socket in this directory can be connected to after its deletion: on Linux, with /proc."""
+    path = f"{directory}/test"
+    with (
+        contextlib.suppress(OSError, AttributeError),  # no O_PATH
+        socket.socket(socket.AF_UNIX) as listener,
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        listener.bind(path)
+        listener.listen()
+        descriptor = os.open(path, os.O_PATH)
+        try:
+            os.unlink(path)
+            client.connect(f"{DESCRIPTORS}{descriptor}")
+            return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 def import_path() -> str:
@@ -45,4 +90,7 @@ def stop_server() -> None:
     """Kill the server and wait until it has ended: one that is still dying would be asked to fork."""
     server: Any = forkserver._forkserver
     os.kill(server._forkserver_pid, signal.SIGKILL)  # a child that nobody has waited for: its id is not reused
+    if server._forkserver_address.startswith(DESCRIPTORS):
+        os.close(int(server._forkserver_address.removeprefix(DESCRIPTORS)))
+        server._forkserver_address = "\0"  # there is no file for `_stop` to delete
     server._stop()

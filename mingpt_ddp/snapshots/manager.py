@@ -29,6 +29,7 @@ from mingpt_ddp.snapshots.pieces import own_parts
 from mingpt_ddp.snapshots.shard_reader import ShardReader
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import PROBE
 
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
@@ -138,29 +139,34 @@ class SnapshotManager:
             best_step: of the snapshot that snapshot.keep_best keeps.
         """
         assert self._save is None
-        if step == self.last_step:
+        group, best = self.runtime.group, best_step if self.config.snapshot.keep_best else None
+        if step == self.last_step:  # perhaps without its retention, or with another one as the best
+            for store in self.stores:
+                group.env.call_on_rank_zero(partial(self._apply_retention, step, best, store))
             return
-        config = self.config.snapshot
-        best, every = best_step if config.keep_best else None, config.keep_every
-
-        def apply_retention(store: SnapshotStore) -> None:
-            try:
-                store.prune(config.keep_last, best, step, every)
-                # The fallbacks were needed only while the first store failed.
-                for fallback in self.stores[1:] if store is self.stores[0] else []:
-                    for old in fallback.steps():
-                        if old < step and old != best and not (every and old % every == 0):
-                            fallback.clear(old)
-            except Exception as error:  # the new snapshot is committed nevertheless
-                log.warning("cannot delete older snapshots at %s: %s", store.url, error)
-
-        group = self.runtime.group
         parts: Parts = self._own_files(tensors)
         group.env.call_on_rank_zero(
             lambda: parts.update({STATE: json.dumps(state, indent=1, allow_nan=False).encode()})
         )
-        self._save = AsyncSave(self.runtime, self.stores, self._buffers, step, parts, apply_retention)
+        self._save = AsyncSave(
+            self.runtime, self.stores, self._buffers, step, parts, partial(self._apply_retention, step, best)
+        )
         self._save.start()
+
+    def _apply_retention(self, step: int, best: int | None, store: SnapshotStore) -> None:
+        """Delete the snapshots that a store need not keep once it has that of `step`."""
+        config, every = self.config.snapshot, self.config.snapshot.keep_every
+        try:
+            if not store.is_committed(step):
+                return
+            store.prune(config.keep_last, best, step, every)
+            # The fallbacks were needed only while the first store failed.
+            for fallback in self.stores[1:] if store is self.stores[0] else []:
+                for old in fallback.steps():
+                    if old < step and old != best and not (every and old % every == 0):
+                        fallback.clear(old)
+        except Exception as error:  # the new snapshot is committed nevertheless
+            log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 
     def _own_files(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> Parts:
         """Return the files that this rank writes, without the state."""
@@ -198,7 +204,7 @@ class SnapshotManager:
         storages = [store.storage for store in self.stores if group.world_size > 1 and not store.storage.shared]
 
         def write_probes() -> str:
-            name = f"probe-{uuid.uuid4().hex}"
+            name = f"{PROBE}{uuid.uuid4().hex}"
             with contextlib.suppress(OSError):  # the save will hit the same error and handle it
                 for storage in storages:
                     storage.write(name, b"")

@@ -29,7 +29,12 @@ log = logging.getLogger(__name__)
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 RESULT = "result.json"
 LOCK = ".lock"
-PARTIAL_FILES = (".config*.partial", ".result.json.*.partial", "..*.partial", ".hydra/.*.partial", ".metrics.*.partial")
+PARTIAL_FILES = (
+    *(".config*.partial", ".result.json.*.partial", ".tokenizer.json.*.partial", "..*.partial"),
+    *(".hydra/.*.partial", ".metrics.*.partial"),
+)
+PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
+PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
 WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "samples.jsonl", "tensorboard", "tensorboard/*", "wandb")
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
@@ -80,12 +85,12 @@ class RunDirectory:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
                 self.release()
                 raise RunError(f"{entry} is a symbolic link, which a run does not follow; remove it")
-        for pattern in PARTIAL_FILES:
-            for partial in path.glob(pattern):
-                partial.unlink(missing_ok=True)
+        _delete_files(path, PARTIAL_FILES)
 
     def lock_snapshots(self, storage: Storage) -> None:
         """Lock a snapshot location, unless it is in the run directory: with flock if it is local, else with a lease.
+
+        Delete probes of an owner that was killed.
 
         Raises:
             RunError: another process has locked it, or it is not writable.
@@ -102,6 +107,8 @@ class RunDirectory:
                 atomic_write(record, self.leases[storage.url].id.encode())
             except OSError as error:
                 raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
+        if storage.local:
+            _delete_files(Path(storage.root), PROBES)
 
     def last_log_time(self) -> float:
         """Return when the last attempt wrote to its log, in seconds since 1970; 0 if there is no log."""
@@ -158,6 +165,14 @@ class RunDirectory:
         """Write result.json."""
         self.check()
         _write(self.path / RESULT, json.dumps(result, indent=2) + "\n")
+
+
+def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
+    """Delete files of a killed owner; one that cannot be deleted does no harm."""
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _write(path: Path, content: str) -> None:

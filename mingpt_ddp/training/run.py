@@ -42,7 +42,14 @@ from mingpt_ddp.training.preflight import (
 )
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots, warn_of_unused_changes
-from mingpt_ddp.training.train_state import Context, TrainState, check_state, has_stopped_early, restore
+from mingpt_ddp.training.train_state import (
+    Context,
+    TrainState,
+    check_state,
+    has_stopped_early,
+    record_last_evaluation,
+    restore,
+)
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer, count_steps, sample
 from mingpt_ddp.training.trainer import Trainer
 from mingpt_ddp.training.trial_pruning import MedianPruner
@@ -156,6 +163,7 @@ class Attempt:
         snapshot = snapshot and self.manager.read_shards(snapshot, model, optimizer)
         average = WeightAverage(model, self.config.trainer.ema)
         state = restore(snapshot, model, optimizer, runtime.scaler, average) if snapshot else TrainState()
+        record_last_evaluation(state, self.config, self.steps, self.directory, runtime.group)
         self.snapshot, self.model, self.optimizer, self.average, self.state = snapshot, model, optimizer, average, state
         self.evaluator, self.hooks = Evaluator(task, runtime), Hooks(runtime.group.env)
         log_start(runtime, task, model, self.directory, range(state.step, self.steps))

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,9 +13,11 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, flatten, from_mapping, numeric_keys
 from mingpt_ddp.config.validation import build
+from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
+from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
@@ -60,6 +63,38 @@ class TrainState:
         """The fraction of the time of all attempts that is kept progress, 0 to 1."""
         share = (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
         return min(1.0, max(0.0, share))  # lost work is measured with the clocks of two attempts
+
+
+def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: float) -> bool:
+    """Record the metrics of an evaluation of this step; return whether its loss is the lowest so far."""
+    state.val_loss, state.val_metrics, state.val_step = metrics["loss"], metrics, state.step
+    improved = state.best_val_loss is None or state.val_loss < state.best_val_loss
+    if improved:
+        state.best_val_loss, state.best_step = state.val_loss, state.step
+    count_patience(state, min_delta)
+    return improved
+
+
+def record_last_evaluation(state: TrainState, config: Config, steps: int, directory: Path, group: ProcessGroup) -> None:
+    """Record the evaluation of this step from metrics.jsonl if the run ended after it. A collective.
+
+    The last snapshot lacks it if a signal came between that step and its evaluation, which the next start then made.
+
+    Args:
+        steps: the limit of the run.
+    """
+
+    def read() -> dict[str, float]:
+        with contextlib.suppress(OSError, DataError):
+            history = read_history(directory / METRICS)
+            if history.is_complete and history.rows and history.rows[-1]["step"] == state.step:
+                metrics = to_metrics(history.by_step()[state.step])
+                return {tag.removeprefix("val/"): value for tag, value in metrics.items() if tag.startswith("val/")}
+        return {}
+
+    is_due = state.step % (config.trainer.eval_every or steps) == 0 or state.step == steps
+    if state.step and is_due and state.val_step != state.step and "loss" in (metrics := group.run_on_rank_zero(read)):
+        record_evaluation(state, metrics, config.trainer.min_delta)
 
 
 def count_patience(state: TrainState, min_delta: float) -> None:

@@ -17,7 +17,7 @@ from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.train_state import Context, TrainState, count_patience, has_stopped_early
+from mingpt_ddp.training.train_state import Context, TrainState, has_stopped_early, record_evaluation
 from mingpt_ddp.training.train_step import sample
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class Trainer:
             self.train_step.warm_up()
             self.metrics.meter.pause(time.perf_counter() - begin)
             self._resume_pending_evaluation()
-            self._maybe_stop_early()
             while self.state.step < self.steps and self._ended is None:
                 self._step(self.state.step + 1)
             if self._ended in (None, RunStatus.COMPLETE):
@@ -180,12 +179,14 @@ class Trainer:
         return step == self.steps or (every is not None and step % every == 0)
 
     def _resume_pending_evaluation(self) -> None:
-        """Run the evaluation that a signal interrupted, and the pruning and saving after it."""
+        """Run the evaluation that a signal interrupted, and the pruning, stopping and saving after it."""
         improved = self.state.step > 0 and self._maybe_evaluate()
         self._maybe_prune()
+        self._maybe_stop_early()
         is_last = self.state.step == self.steps
-        if improved or self._ended is RunStatus.PRUNED:
-            self.saves.save(last=self._ended is not None or is_last)
+        has_ended = (is_last or self._ended is not None) and self._ended is not RunStatus.PREEMPTED
+        if improved or has_ended:  # of a step that is saved already, this applies the retention alone
+            self.saves.save(last=has_ended)
         if is_last:
             self._log_sample()
 
@@ -199,16 +200,11 @@ class Trainer:
         self.metrics.meter.pause(time.perf_counter() - begin)
         if metrics is None:
             return False
-        loss = metrics["loss"]
-        if not math.isfinite(loss):
+        if not math.isfinite(loss := metrics["loss"]):
             raise TrainingError(
                 f"the validation loss of step {state.step} is {loss}; start again with a lower optimizer.lr"
             )
-        state.val_loss, state.val_metrics, state.val_step = loss, metrics, state.step
-        improved = state.best_val_loss is None or loss < state.best_val_loss
-        if improved:
-            state.best_val_loss, state.best_step = loss, state.step
-        count_patience(state, self.config.min_delta)
+        improved = record_evaluation(state, metrics, self.config.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)
         self.hooks.call("evaluate", state.step, metrics)
         return improved and self.context.config.snapshot.keep_best

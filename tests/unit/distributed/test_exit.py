@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from launching import is_running, wait_for
@@ -65,6 +68,24 @@ def test_a_forked_worker_dies_with_the_launcher(tmp_path):
     launcher.kill()
     launcher.wait()
     wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())), timeout=20)
+
+
+def test_the_end_of_a_process_makes_no_directory(monkeypatch):
+    """Killed meanwhile, it would leave one in TMPDIR."""
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", None)
+    monkeypatch.setattr(tempfile, "mkdtemp", pytest.fail)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(exit_module.logs, "close", lambda: None)
+    exit_module.exit_process(None, 0)
+
+
+def test_the_end_of_a_process_deletes_its_sockets(tmp_path, monkeypatch):
+    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", str(tmp_path / "sockets"))
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(exit_module.logs, "close", lambda: None)
+    (tmp_path / "sockets").mkdir()
+    exit_module.exit_process(None, 0)
+    assert not (tmp_path / "sockets").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
@@ -209,11 +210,26 @@ def test_partial_files_of_a_killed_owner_are_deleted(directory):
         ".config.yaml.0a1b2c3d.partial",
         ".result.json.0a1b2c3d.partial",
         ".hydra/.hydra.yaml.01234567.partial",
+        ".tokenizer.json.0a1b2c3d.partial",
     ):
         (directory.path / name).write_text("half")
     directory.release()
     RunDirectory(directory.path, wait_s=0).release()
     assert sorted(path.relative_to(directory.path) for path in directory.path.rglob("*")) == there
+
+
+@pytest.mark.parametrize("place", ["run/snapshots", "elsewhere/run"])
+def test_probes_of_a_killed_owner_are_deleted(place, tmp_path):
+    (snapshots := tmp_path / place).mkdir(parents=True)
+    probe = f"probe-{uuid.uuid4().hex}"
+    for name in (probe, f".{probe}.0a1b2c3d.partial", "probe-of-mine"):
+        (snapshots / name).touch()
+    (snapshots / probe.replace("-", "-a")[:-1]).mkdir()  # not a file
+    owner = RunDirectory(tmp_path / "run", wait_s=0)
+    owner.lock_snapshots(open_storage(str(snapshots)))
+    owner.release()
+    left = {path.name for path in snapshots.iterdir() if path.is_file()}
+    assert left - {LOCK} == {"probe-of-mine"}
 
 
 def test_the_first_start_is_recorded(directory):

@@ -28,6 +28,7 @@ from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import save_schedule
 from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
@@ -115,6 +116,40 @@ def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
     assert (further["step"], further["stopped_early"]) == (8, True)
     last = train(tmp_path)
     assert (last["status"], last["step"], last.get("stopped_early")) == ("complete", 12, None)
+
+
+ENDS = pytest.mark.parametrize(("settings", "last"), [([], 12), (["trainer.patience=2"], 6)], ids=["steps", "patience"])
+
+
+@ENDS
+def test_a_run_interrupted_in_its_last_step_ends_once(settings, last, tmp_path, monkeypatch):
+    """Its last snapshot lacks the evaluation, which the next start makes, and further ones find in metrics.jsonl."""
+    called: list[str] = []
+    monkeypatch.setattr(Hooks, "call", lambda hooks, event, *_: called.append(event) if event != "step" else None)
+    settings = [*settings, "snapshot.keep_last=1"]
+    expected = train(tmp_path / "whole", *settings)
+    interrupted = train(tmp_path, *settings, interrupt=InterruptedAt(last, monkeypatch))
+    assert (interrupted["status"], interrupted["step"]) == ("preempted", last)
+    for events in (["evaluate", "end"], [], []):
+        called.clear()
+        result = train(tmp_path, *settings)
+        changing = {"wall_seconds", "goodput"}
+        assert {k: result[k] for k in result.keys() - changing} == {k: expected[k] for k in expected.keys() - changing}
+        assert called == events
+        assert committed(tmp_path / "run") == committed(tmp_path / "whole" / "run")
+    assert train(tmp_path)["step"] == 12
+
+
+@ENDS
+def test_a_run_killed_between_its_last_snapshot_and_the_retention(settings, last, tmp_path):
+    settings = [*settings, "snapshot.keep_best=false"]
+    train(tmp_path, *settings, "snapshot.keep_last=2")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    *before, end = metrics.read_text().splitlines(keepends=True)
+    assert '"complete"' in end
+    metrics.write_text("".join(before))
+    assert train(tmp_path, *settings, "snapshot.keep_last=1")["step"] == last
+    assert committed(tmp_path / "run") == [last]
 
 
 def test_patience_counts_evaluations_without_a_loss_lower_by_min_delta():

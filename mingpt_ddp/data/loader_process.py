@@ -1,0 +1,44 @@
+"""Set up a process that loads samples for a rank."""
+
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+import uuid
+from multiprocessing import connection
+from typing import Any
+
+
+def set_up(_: int) -> None:
+    """Let a loader process die with its rank, whose lock and connections it has inherited, and ignore signals."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        share_without_files()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def share_without_files() -> None:
+    """Have multiprocessing pass the files of tensors through abstract sockets, which end with their process.
+
+    By default it makes a file for the socket in TMPDIR, which stays there after SIGKILL, and cannot be made where that
+    is long. /proc/net/unix shows the names of abstract sockets to all users: those of others are not accepted.
+    """
+    module: Any = connection
+    accept, arbitrary_address = module.SocketListener.accept, module.arbitrary_address
+
+    def accept_same_user(listener: Any) -> Any:
+        while True:
+            peer = accept(listener)
+            with socket.socket(fileno=os.dup(peer.fileno())) as opened:
+                _, user, _ = struct.unpack("3i", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.getuid():
+                return peer
+            peer.close()
+
+    def make_address(family: str) -> Any:
+        return f"\0mingpt_ddp-{uuid.uuid4().hex}" if family == "AF_UNIX" else arbitrary_address(family)
+
+    module.SocketListener.accept, module.arbitrary_address = accept_same_user, make_address
