@@ -65,6 +65,8 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
     elif not os.path.exists(name) and glob.has_magic(name):
         return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
     elif os.path.isdir(name):
+        if os.path.realpath(name) == os.sep:  # files without end, as in /proc
+            raise DataError(f"data.path={config.path} is the root of the file system; name a directory of texts")
         paths = sorted(Path(at, file).relative_to(name).as_posix() for at, _, files in os.walk(name) for file in files)
         return _joined_files(config, Path(name), paths)
     elif os.path.exists(name) and not os.path.isfile(name):

@@ -134,6 +134,13 @@ def test_a_gzip_file_that_expands_too_far(settings, tmp_path, monkeypatch):
         assert prepare(settings(path, max_expansion=1000.0, cache_dir=str(tmp_path / "other"))).length == 76000
 
 
+def test_the_whole_file_system_is_no_text(settings, tmp_path):
+    (tmp_path / "link").symlink_to("/")
+    for path in (Path("/"), tmp_path / "link"):
+        with pytest.raises(DataError, match="is the root of the file system; name a directory of texts"):
+            prepare(settings(path))
+
+
 def test_a_damaged_sparse_member_of_a_tar_archive(settings, tmp_path):
     info = tarfile.TarInfo("a.txt")
     info.pax_headers = {"GNU.sparse.map": "many"}

@@ -14,7 +14,7 @@ import mingpt_ddp
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import StorageUnavailableError
+from mingpt_ddp.errors import StorageUnusableError
 from mingpt_ddp.snapshots.async_writer import AsyncSave
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training import trainer
@@ -53,7 +53,7 @@ def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(file, backgroun
     settings = [*SETTINGS, "snapshot.every_steps=2", f"snapshot.background={background}", f"run.root={tmp_path}"]
     config = from_mapping(configure(*settings, "run.name=run"))
     runtime = Runtime(config, DistEnv())
-    with pytest.raises(StorageUnavailableError, match="no space is left") as refused:
+    with pytest.raises(StorageUnusableError, match="no space is left") as refused:
         run(config, runtime, {})
     runtime.close()
     on_thread = refused.value.__cause__.__cause__
