@@ -1,6 +1,7 @@
 """Write the model of a snapshot to a new directory, in a form that other programs read."""
 
 import os
+import re
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ class ExportConfig:
     to: str  # a local directory that does not exist yet
     step: Step = "newest"
     format: Format = "safetensors"
+    license: str | None = None
 
     def __post_init__(self) -> None:
+        fits = self.license is None or re.fullmatch(r"[a-z][a-z0-9.-]{1,49}", self.license)
+        check(bool(fits), f"license={self.license} must be an identifier in lower case, as in apache-2.0 or mit")
         check(bool(self.to.strip()) and "://" not in self.to, f"to={self.to} must be a new local directory")
 
 
@@ -29,7 +33,7 @@ def export(config: ExportConfig) -> int:
     """Write the weights and their description to a new directory, atomically."""
     target = Path(config.to)
     check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")
-    step, files = export_files(config.url, config.step, config.format, config.to)
+    step, files = export_files(config.url, config.step, config.format, config.to, config.license)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():

@@ -18,18 +18,21 @@ from mingpt_ddp.storage.storage import Content
 Format: TypeAlias = Literal["safetensors", "torch", "hf"]
 
 
-def export_files(url: str, step: Step, format: Format, directory: str) -> tuple[int, dict[str, Content]]:
+def export_files(
+    url: str, step: Step, format: Format, directory: str, license: str | None = None
+) -> tuple[int, dict[str, Content]]:
     """Return the step and the files of an export.
 
     Args:
         directory: where they will be, for the model card.
+        license: an identifier for the model card.
 
     Raises:
         SnapshotError: there is no such snapshot, or the format cannot hold its model.
     """
     snapshot = load(url, ("model",), step)
     files = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}[format](snapshot)
-    files["README.md"] = model_card(snapshot, url, format, directory)
+    files["README.md"] = model_card(snapshot, url, format, directory, license)
     return snapshot.step, files
 
 

@@ -42,24 +42,26 @@ LOADING = {
 FRONT_MATTER = {"hf": "library_name: transformers\npipeline_tag: text-generation\n"}
 
 
-def model_card(snapshot: Snapshot, url: str, form: str, directory: str) -> bytes:
+def model_card(snapshot: Snapshot, url: str, form: str, directory: str, license: str | None = None) -> bytes:
     """Return the card as Markdown.
 
     Args:
         url: what is exported.
         form: the format of the export.
         directory: where the export will be.
+        license: an identifier that YAML reads as text; None: the card says nothing.
     """
     state = snapshot.state if isinstance(snapshot.state, dict) else {}
     values = _flat(state.get("config"))
     export = f"python -m mingpt_ddp.snapshots export {shlex.quote(redact(url))} step={snapshot.step}"
-    export += f" to={shlex.quote(directory)} format={form}"
+    export += f" to={shlex.quote(directory)} format={form}" + (f" license={license}" if license else "")
+    terms = f"license: {license}\n" if license else ""
     commands = [*training_commands(url), export]
     sha256 = ""
     with contextlib.suppress(LookupError, TypeError, AttributeError):
         sha256 = recorded_sha256(state)
     parts = [
-        f"---\n{FRONT_MATTER.get(form, '')}tags: [mingpt_ddp]\n---",
+        f"---\n{FRONT_MATTER.get(form, '')}{terms}tags: [mingpt_ddp]\n---",
         "# A model trained with mingpt_ddp",
         "## Load it",
         _block(_loading(form, values, state.get("vocabulary"), directory)),

@@ -1,10 +1,11 @@
 """The architecture `modern` of mingpt_ddp for transformers. An export copies this file, which imports nothing of ours.
 
 Shapes: B sequences, T tokens, S >= T tokens with those in the cache, C = n_embd, H = n_head heads of D = C / H.
+A sequence may have padding at either end: no token sees it, and positions count without it.
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 class Cache:
     """Keys and values of every block and the last inputs of every smear, by name."""
 
-    def __init__(self, start: int = 0) -> None:
+    def __init__(self, skipped: Tensor | int = 0) -> None:
         """
         Args:
-            start: the first token of the text that the model sees.
+            skipped: (B,) tokens at the begin of each text that the model no longer sees.
         """
-        self.start, self.length, self.tensors = start, 0, dict[str, Tensor]()
+        self.skipped, self.tensors = skipped, dict[str, Tensor]()
+        self.mask: Tensor | None = None  # (B, S) true where a token is not padding
 
     def extend(self, name: str, x: Tensor, keep: int | None = None) -> Tensor:
         """Return the cached tensor with x appended along the last dimension but one; cache its last `keep` entries."""
@@ -29,13 +31,31 @@ class Cache:
         self.tensors[name] = x if keep is None else x[..., -keep:, :]
         return x
 
+    def extend_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        """Return the mask of cached and new tokens (B, T), which is the caller's, if given; else all new ones count."""
+        if mask is None:
+            new = torch.ones_like(tokens, dtype=torch.bool)
+            mask = new if self.mask is None else torch.cat([self.mask, new], dim=1)
+        self.mask = mask.bool()
+        return self.mask
+
     def get_seq_length(self) -> int:
         """Return the number of cached tokens."""
-        return self.length
+        return 0 if self.mask is None else self.mask.shape[1]
 
     def reorder_cache(self, rows: Tensor) -> None:
         """Select the sequences that beam search continues."""
         self.tensors = {name: x.index_select(0, rows) for name, x in self.tensors.items()}
+        self.mask = None if self.mask is None else self.mask.index_select(0, rows)
+        self.skipped = self.skipped if isinstance(self.skipped, int) else self.skipped.index_select(0, rows)
+
+
+class View(NamedTuple):
+    """What the new tokens are and see."""
+
+    positions: Tensor  # (B, T)
+    is_token: Tensor  # (B, T, 1): 0 for padding, else 1
+    visible: Tensor  # (B, 1, T, S)
 
 
 class ModernConfig(PretrainedConfig):
@@ -54,11 +74,11 @@ def rms_norm(x: Tensor) -> Tensor:
     return x * (math.sqrt(x.shape[-1]) / norm.clamp_min(1e-6)).to(x.dtype)
 
 
-def rotate(x: Tensor, first: int) -> Tensor:
-    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position, from `first` on."""
-    T, D = x.shape[-2:]
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position (B, T)."""
+    D = x.shape[-1]
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=x.device) / D)
-    angles = torch.outer(torch.arange(first, first + T, device=x.device), frequencies).repeat(1, 2)  # (T, D)
+    angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # (B, 1, T, D)
     a, b = x.chunk(2, dim=-1)
     return x * angles.cos().to(x.dtype) + torch.cat([-b, a], dim=-1) * angles.sin().to(x.dtype)
 
@@ -70,8 +90,8 @@ class Smear(nn.Module):
         super().__init__()
         self.share = nn.Parameter(torch.zeros(n_embd))
 
-    def forward(self, x: Tensor, cache: Cache, name: str) -> Tensor:
-        before = cache.extend(name, x, keep=1)[:, :-1]
+    def forward(self, x: Tensor, view: View, cache: Cache, name: str) -> Tensor:
+        before = cache.extend(name, x * view.is_token.to(x.dtype), keep=1)[:, :-1]
         return x + self.share * F.pad(before, (0, 0, x.shape[1] - before.shape[1], 0))
 
 
@@ -85,16 +105,15 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.ones(config.n_embd))
 
-    def forward(self, x: Tensor, v1: Tensor | None, cache: Cache, name: str) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str) -> tuple[Tensor, Tensor]:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        q, k = rotate(rms_norm(q), cache.length), rotate(rms_norm(k), cache.length)
+        q, k = rotate(rms_norm(q), view.positions), rotate(rms_norm(k), view.positions)
         v1 = v if v1 is None else v1
         v = v + self.value_mix.view(self.n_head, 1, -1) * v1
         k, v = cache.extend(f"{name}.keys", k), cache.extend(f"{name}.values", v)  # (B, H, S, D)
-        visible = torch.ones(T, k.shape[2], dtype=torch.bool, device=x.device).tril(cache.length)
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=view.visible, dropout_p=dropout)
         return self.proj(y.transpose(1, 2).reshape(B, T, C)), v1
 
 
@@ -110,11 +129,13 @@ class Block(nn.Module):
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
-    def forward(self, x: Tensor, x0: Tensor, v1: Tensor | None, cache: Cache, name: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, x0: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str
+    ) -> tuple[Tensor, Tensor]:
         x = x + self.stream_mix * x0
-        y, v1 = self.attention(self.smear_1(rms_norm(x), cache, f"{name}.smear_1"), v1, cache, name)
+        y, v1 = self.attention(self.smear_1(rms_norm(x), view, cache, f"{name}.smear_1"), v1, view, cache, name)
         x = x + F.dropout(y, self.dropout, self.training)
-        y = self.down(F.relu(self.up(self.smear_2(rms_norm(x), cache, f"{name}.smear_2"))).square())
+        y = self.down(F.relu(self.up(self.smear_2(rms_norm(x), view, cache, f"{name}.smear_2"))).square())
         return x + F.dropout(y, self.dropout, self.training), v1
 
 
@@ -138,6 +159,7 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -146,19 +168,24 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         """
         Args:
             input_ids: (B, T) the tokens after those in the cache.
-            attention_mask: all ones; padding is not supported.
+            attention_mask: (B, S) 0 for padding, else 1; by default there is none.
+            position_ids: (B, T), by default counted without padding.
             labels: (B, T) the same tokens, for the loss; -100 is not counted.
         """
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError("this model does not take padding; give texts of the same number of tokens")
-        cache = past_key_values if isinstance(past_key_values, Cache) else Cache()
-        if cache.length + input_ids.shape[1] > self.config.block_size:
+        cache, T = past_key_values if isinstance(past_key_values, Cache) else Cache(), input_ids.shape[1]
+        mask = cache.extend_mask(attention_mask, input_ids)
+        if mask.sum(-1).max() > self.config.block_size:
             raise ValueError(f"more tokens than the context length of {self.config.block_size}")
-        x = x0 = self.smear(rms_norm(self.token_embedding(input_ids)), cache, "smear")
+        if position_ids is None:
+            position_ids = (mask.cumsum(-1) - 1).clamp_min(0)[:, -T:]
+        column = torch.arange(mask.shape[1], device=mask.device)
+        row = column[-T:, None]
+        # Padding sees itself, for a softmax over nothing is not a number.
+        view = View(position_ids, mask[:, -T:, None], mask[:, None, None] & (column < row) | (column == row))
+        x = x0 = self.smear(rms_norm(self.token_embedding(input_ids)), view, cache, "smear")
         v1 = None
         for i, block in enumerate(self.blocks):
-            x, v1 = block(x, x0, v1, cache, str(i))
-        cache.length += input_ids.shape[1]
+            x, v1 = block(x, x0, v1, view, cache, str(i))
         logits = self.head(rms_norm(x))
         loss = None
         if labels is not None:
@@ -166,15 +193,26 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool | None = True, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        use_cache: bool | None = True,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """Give the model the newest token; the newer half of the context when it is full."""
-        n, size = input_ids.shape[1], self.config.block_size
-        cache = past_key_values if isinstance(past_key_values, Cache) else Cache(max(0, n - size))
-        if n - cache.start > size:
-            cache = Cache(n - max(1, size // 2))
-        return {
-            "input_ids": input_ids[:, cache.start + cache.length :],
-            "past_key_values": cache,
-            "use_cache": use_cache,
-        }
+        """Give the model the newest token; the newer half of the context of each text for which it is full."""
+        size = self.config.block_size
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        lengths = mask.sum(-1)  # (B,)
+        cache = past_key_values if isinstance(past_key_values, Cache) else Cache((lengths - size).clamp_min(0))
+        is_full = lengths - cache.skipped > size
+        if is_full.any():
+            cache = Cache(torch.where(is_full, lengths - max(1, size // 2), cache.skipped))
+        if cache.get_seq_length():
+            return {"input_ids": input_ids[:, -1:], "past_key_values": cache, "use_cache": use_cache}
+        seen = lengths - cache.skipped
+        width = int(seen.max())
+        padding_first = mask.argsort(dim=-1, stable=True)
+        tokens = input_ids.gather(1, padding_first)[:, -width:]
+        mask = torch.arange(width, 0, -1, device=seen.device) <= seen[:, None]
+        return {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": use_cache}

@@ -23,6 +23,7 @@ from mingpt_ddp.storage.storage import Content
 ANY_CHARACTER = r"[\s\S]"  # line feeds too
 NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # no token ends a text
 MODELING = "modeling_modern.py"
+NO_TEXT = 0xFF  # a byte that UTF-8 never has
 GPT2_NAMES = {
     **{"token_embedding": "wte", "position_embedding": "wpe", "blocks": "h", "norm": "ln_f"},
     **{"norm_1": "ln_1", "norm_2": "ln_2", "attention.qkv": "attn.c_attn", "attention.proj": "attn.c_proj"},
@@ -56,6 +57,8 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
                 "clean_up_tokenization_spaces": False,
                 "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would embed token_type_ids
                 "model_max_length": spec.block_size,
+                "padding_side": "left",  # new tokens follow the last column
+                **padding(spec.tokenizer),
             }
         ),
         **files,
@@ -67,6 +70,22 @@ def _architecture(state: Any) -> str:
         return str(state["config"]["model"]["architecture"])
     except (LookupError, TypeError) as error:
         raise SnapshotError("the snapshot has an invalid state: it names no model") from error
+
+
+def padding(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what tokenizer_config.json says of the token that pads texts: one of the model's, which has no row more.
+
+    It must not change any text. transformers drops a special token from what it decodes, and takes its name in a text
+    for the token, unless split_special_tokens is set.
+    """
+    state = tokenizer.state()
+    if "vocabulary" in state:  # tokenizer_json declares it; the empty map keeps transformers from making it special
+        return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
+    tokens = json.loads(state["tokenizer"].get("json", "{}")).get("added_tokens") or ()
+    special = [token["content"] for token in tokens if token.get("special")]
+    if special:  # as for GPT-2; prefer one that is meant for it
+        return {"pad_token": next((name for name in special if "pad" in name.lower()), special[0])}
+    return {"pad_token": BYTE_NAMES[NO_TEXT], "split_special_tokens": True}
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes:
@@ -90,6 +109,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     except UnicodeEncodeError as error:
         raise SnapshotError("the snapshot has an invalid state: its vocabulary has half a character") from error
     split = {"type": "Split", "pattern": {"Regex": ANY_CHARACTER}, "behavior": "Isolated", "invert": False}
+    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"] = [{"id": len(vocabulary) - 1, "content": vocabulary[-1:], **flags}]  # see `padding`
     # No token has the empty name, so that a character that the model does not know is an error.
     model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(vocabulary)}, "unk_token": ""}
     return _json({**values, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model})

@@ -44,6 +44,27 @@ for directory in sys.argv[1:]:
     new = model.generate(x[:, :8], max_new_tokens=200, do_sample=False)[0, 8:].tolist()
     found = {"tokens": tokens, "text": tokenizer.decode(tokens), "logits": logits.tolist(), "new": new}
     found["continuation"] = tokenizer.decode(new)
+    found["kept"] = [tokenizer.decode(tokens, skip_special_tokens=skip) == text for skip in (True, False)]
+    prompts = [text[:9], text[3:30], text[11:12]]
+    alone, differences = [tokenizer([prompt], return_tensors="pt") for prompt in prompts], []
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        batch = tokenizer(prompts, padding=True, return_tensors="pt")
+        mask = batch["attention_mask"].bool()
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)  # GPT-2 would count the padding
+        with torch.no_grad():
+            logits = model(**batch, position_ids=positions).logits
+            pairs = [(logits[i][mask[i]], model(**one).logits[0]) for i, one in enumerate(alone)]
+        differences += [float((row - one).abs().max()) for row, one in pairs]
+    found["difference"], found["rows"] = max(differences), len(model.get_input_embeddings().weight)
+    tokenizer.padding_side = "left"
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    width, new = batch["input_ids"].shape[1], {"max_new_tokens": 220 if trust else 60, "do_sample": False}
+    together = model.generate(**batch, **new)[:, width:].tolist()
+    found["generated"] = [
+        together[i] == model.generate(**one, **new)[0, one["input_ids"].shape[1] :].tolist()
+        for i, one in enumerate(alone)
+    ]
     found["ours"] = [name for name in sys.modules if name.split(".")[0] == "mingpt_ddp"]
     found["model"] = type(model).__name__
     print(json.dumps(found))
@@ -70,6 +91,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     assert loaded.returncode == 0, loaded.stderr
     lines = [json.loads(line) for line in loaded.stdout.splitlines()]
     return {name: (cwd / "outputs" / name, line) for name, line in zip(CASES, lines, strict=True)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_batch_of_texts_of_unequal_length(name, found):
+    """Padding changes no logits, no continuation and no text, and adds no row to the embedding."""
+    run, theirs = found[name]
+    assert theirs["difference"] < 1e-5
+    assert theirs["generated"] == [True] * 3
+    assert theirs["kept"] == [True, True]
+    assert theirs["rows"] == load_model(str(run))[1].vocab_size
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -24,7 +24,8 @@ ENVIRONMENT = {
     **{"AWS_SECRET_ACCESS_KEY": "b", "TORCH_CPP_LOG_LEVEL": "ERROR", "TERM": "dumb"},
 }
 # Lines of the log that may precede an error.
-NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: |data\.path=.*: skipped "
+NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "
+NOTICES += r"|data\.path=.*: skipped "
 # Names of exceptions that no user's mistake explains.
 INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"
 

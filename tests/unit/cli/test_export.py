@@ -115,6 +115,26 @@ def blocks(card: str) -> list[list[str]]:
     return [[line[4:] for line in part] for part in parts]
 
 
+@pytest.mark.parametrize("form", ["safetensors", "hf"])
+def test_the_licence_is_the_users_choice(form, tmp_path, call):
+    filled(str(tmp_path / "run"), 4)
+    for words, line in (([], None), (["license=apache-2.0"], "license: apache-2.0")):
+        target = tmp_path / f"out-{len(words)}"
+        assert call("export", tmp_path / "run", f"to={target}", f"format={form}", *words)[0] == 0
+        card = (target / "README.md").read_text()
+        front_matter = card.split("---\n")[1].splitlines()
+        assert [entry for entry in front_matter if entry.startswith("license")] == ([line] if line else [])
+        assert all(word in blocks(card)[2][-1] for word in words)
+
+
+@pytest.mark.parametrize("licence", ["MIT License", "a: b", "x\ny", "", "-", "MIT", "a" * 51])
+def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
+    filled(str(tmp_path / "run"), 4)
+    code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"license={licence}")
+    assert code == 2 and err.startswith("config error: license=") and "identifier in lower case" in err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
     run, target = tmp_path / "run", tmp_path / "out"
     filled(str(run), 4)
