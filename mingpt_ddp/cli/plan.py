@@ -19,6 +19,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from mingpt_ddp.cli.arguments import echo, human_size
 from mingpt_ddp.cli.train import checked_config, prepare
@@ -50,7 +51,7 @@ def main() -> None:
             directory = str(hydra_utils.config_directory())
             job = hydra.main(version_base="1.3", config_path=directory, config_name="config")
             job(lambda cfg: _print_plan(cfg, as_json=formats[-1:] == ["json"]))()
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
             raise ConfigError(hydra_utils.explain(error)) from error
     exit_process(None, 0)
 

@@ -51,3 +51,11 @@ def test_errors_are_those_of_training(args, message, tmp_path):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert done.stderr.startswith(message)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_preset_that_is_no_yaml(tmp_path):
+    (tmp_path / "presets" / "experiment").mkdir(parents=True)
+    (tmp_path / "presets" / "experiment" / "mine.yaml").write_text("trainer: {max_steps: 1")
+    done = plan(tmp_path, "--config-dir=presets", "experiment=mine")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("config error: cannot read the command line or a configuration file (ParserError")
