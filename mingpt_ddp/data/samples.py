@@ -73,17 +73,33 @@ class KeyedDataset(Dataset[Any]):
 
 
 def _loader(dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool) -> Iterator[Any]:
-    """Return collated batches of these samples, in this order."""
-    return iter(
-        DataLoader(
-            dataset,
-            batch_sampler=batches,
-            num_workers=config.num_workers,
-            pin_memory=config.pin_memory and on_gpu,
-            worker_init_fn=set_up,
-            multiprocessing_context="fork" if config.num_workers else None,
+    """Return collated batches of these samples, in this order; loader processes start at once."""
+    return _explained(
+        iter(
+            DataLoader(
+                dataset,
+                batch_sampler=batches,
+                num_workers=config.num_workers,
+                pin_memory=config.pin_memory and on_gpu,
+                worker_init_fn=set_up,
+                multiprocessing_context="fork" if config.num_workers else None,
+            )
         )
     )
+
+
+def _explained(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield the batches; say that a process has ended if the connection to it is lost while it passes a batch on.
+
+    Raises:
+        RuntimeError: as torch does when a process ends at another moment.
+    """
+    try:
+        yield from batches
+    except (ConnectionError, EOFError) as error:
+        if "DataLoader worker" in str(error):  # the dataset raised it
+            raise
+        raise RuntimeError("a DataLoader worker was killed while it passed a batch on") from error
 
 
 class SampleLoader:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.data import samples
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.samples import MAX_BATCH, Datasets, SampleLoader, SampleSplit, build_datasets
 from mingpt_ddp.errors import CodeError, DataError
@@ -147,3 +148,24 @@ def test_what_a_builder_returns_is_checked(registered):
 def test_the_digest_is_of_the_content_if_it_is_given():
     assert Datasets(Augmented(), Augmented(), sha256="a" * 64).digest() == "a" * 64
     assert Datasets(Augmented(), Augmented()).digest() != Datasets(Augmented(), Augmented(25)).digest()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ConnectionResetError(104, "reset by peer"), (RuntimeError, "a DataLoader worker was killed")),
+        (EOFError(), (RuntimeError, "a DataLoader worker was killed")),
+        (ConnectionError("Caught ConnectionError in DataLoader worker process 0."), (ConnectionError, "Caught")),
+    ],
+)
+def test_a_loader_process_that_is_killed_while_it_passes_a_batch_on(error, expected):
+    """As torch says at any other moment, and the log knows then that the trace explains nothing."""
+
+    def batches():
+        yield 1
+        raise error
+
+    found = samples._explained(batches())
+    assert next(found) == 1
+    with pytest.raises(expected[0], match=expected[1]):
+        next(found)
