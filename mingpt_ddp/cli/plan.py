@@ -16,10 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from mingpt_ddp.cli.arguments import echo, human_size
 from mingpt_ddp.cli.train import checked_config, prepare
@@ -47,11 +44,18 @@ def main() -> None:
         for text in formats:
             check(text in FORMATS, f"format={text} must be text or json")
         check(not {"-m", "--multirun"} & {*words}, "a plan is of one run; leave out -m")
+        composed: list[DictConfig] = []
+
+        def plan(cfg: DictConfig) -> None:
+            composed.append(cfg)
+            _print_plan(cfg, as_json=formats[-1:] == ["json"])
+
         try:
             directory = str(hydra_utils.config_directory())
-            job = hydra.main(version_base="1.3", config_path=directory, config_name="config")
-            job(lambda cfg: _print_plan(cfg, as_json=formats[-1:] == ["json"]))()
-        except (HydraException, OmegaConfBaseException, YAMLError, RecursionError) as error:
+            hydra.main(version_base="1.3", config_path=directory, config_name="config")(plan)()
+        except Exception as error:
+            if composed:  # not from Hydra
+                raise
             raise ConfigError(hydra_utils.explain(error)) from error
     exit_process(None, 0)
 

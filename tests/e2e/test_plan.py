@@ -53,9 +53,12 @@ def test_errors_are_those_of_training(args, message, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_preset_that_is_no_yaml(tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "error"), [("trainer: {max_steps: 1", "ParserError"), ("defaults: [7]", "ValueError")]
+)
+def test_a_preset_that_hydra_cannot_read(preset, error, tmp_path):
     (tmp_path / "presets" / "experiment").mkdir(parents=True)
-    (tmp_path / "presets" / "experiment" / "mine.yaml").write_text("trainer: {max_steps: 1")
+    (tmp_path / "presets" / "experiment" / "mine.yaml").write_text(preset)
     done = plan(tmp_path, "--config-dir=presets", "experiment=mine")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith("config error: cannot read the command line or a configuration file (ParserError")
+    assert done.stderr.startswith(f"config error: cannot read the command line or a configuration file ({error}")
