@@ -79,7 +79,11 @@ def test_files_of_a_url_are_downloaded_once(tmp_path):
         ("train-labels-idx1-ubyte", b"\x00\x00\x0d\x01" + bytes(8), r"it begins with \(0, 13, 1\), not \(0, 8, 1\)"),
         ("train-labels-idx1-ubyte", idx(np.zeros((40, 1), np.uint8)), r"it begins with \(0, 8, 2\), not \(0, 8, 1\)"),
         ("train-labels-idx1-ubyte", idx(np.zeros(40, np.uint8)) + b"x", "it is too long"),
-        ("train-labels-idx1-ubyte", gzip.compress(idx(np.zeros(40, np.uint8)) + bytes(1 << 24)), "it is too long"),
+        (
+            "train-labels-idx1-ubyte",
+            gzip.compress(idx(np.zeros(40, np.uint8)) + bytes(1 << 24), mtime=0),
+            "it is too long",
+        ),
         (
             "train-labels-idx1-ubyte",
             idx(np.zeros(39, np.uint8)),
@@ -91,7 +95,7 @@ def test_files_of_a_url_are_downloaded_once(tmp_path):
         ("train-images-idx3-ubyte", struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3), "it declares 9,9.* bytes"),
         (
             "train-images-idx3-ubyte",
-            gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 10, 1 << 9, 1 << 8)),
+            gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 10, 1 << 9, 1 << 8), mtime=0),
             "it declares 134,217,728 bytes, which is too many for its size",
         ),
     ],
