@@ -12,6 +12,7 @@ The command that trains is printed. What a record should not decide is left out 
 (code), commands to run, and where snapshots or logs are sent.
 """
 
+import io
 import os
 import shlex
 import sys
@@ -48,6 +49,8 @@ NAMES = ("run.root", "run.name")  # from the directory itself
 def main() -> None:
     """Run `python -m mingpt_ddp.again`."""
     with cli_errors():
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a word may have bytes that are not UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")
         if not sys.argv[1:] or {"-h", "--help"} & {*sys.argv[1:]}:
             print(__doc__)
             return

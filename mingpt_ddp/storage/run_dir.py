@@ -281,6 +281,7 @@ def check_can_lock(directory: Path, *, what: str = "the run directory", key: str
     longest = max(len(os.fsencode(name)) for name in path.parts)
     reasons = {
         errno.ENOTDIR: not existing.is_dir(),
+        errno.EROFS: existing.is_dir() and bool(os.statvfs(existing).f_flag & os.ST_RDONLY),
         errno.EACCES: not os.access(existing, os.W_OK | os.X_OK),
         errno.ENAMETOOLONG: longest > NAME_MAX or len(os.fsencode(path)) > PATH_MAX,
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import random
 import re
 import shlex
@@ -94,9 +93,8 @@ def quote(word: str) -> str:
         return f'{quote(word[: found.start()])}"$(printf {quote(found[1])}%.0s {{1..{len(found[0])}}})"'
     if word.isprintable():
         return shlex.quote(word)
-    return (
-        "$'" + "".join(f"\\x{b:02x}" if not 32 <= b < 127 or b in b"'\\" else chr(b) for b in os.fsencode(word)) + "'"
-    )
+    content = word.encode(errors="surrogatepass")
+    return "$'" + "".join(f"\\x{b:02x}" if not 32 <= b < 127 or b in b"'\\" else chr(b) for b in content) + "'"
 
 
 def classes(base: dict[str, str | None]) -> dict[str, type]:

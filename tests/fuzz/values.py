@@ -14,10 +14,11 @@ WORDS = (
     *("ä€😀", "\x1b[2J\x07", "a\nb", "\udcff", "\u202e", "..", "/", "~", "-", " ", "%s{0}", "\\", "a" * 100_000),
     *("\ud800", "$(touch ran)", "'", "\x9b", "ﬀ" * 200, "." * 300, "[" * 2000, "${" * 300, "a/" * 3000, "a" * 256),
 )
+# Not blockcache and simplecache, whose directories fsspec leaves in TMPDIR.
 URLS = """
 foo://bar http://127.0.0.1:9/x https://[ http://127.0.0.1:99999/x :// file:// file:/// data:,a memory://x memory://
 zip://a.txt::good.zip tar://a::b a::b :: reference://x dir://x ftp://127.0.0.1:9/x
-sftp://127.0.0.1:9/x github://a:b@/x local://good.txt filecache://x blockcache::file://good.txt gs://b/x hf://b/x s3://
+sftp://127.0.0.1:9/x github://a:b@/x local://good.txt filecache://x gs://b/x hf://b/x s3://
 s3://bucket/x http://user:secret@127.0.0.1:9/ git://x jupyter://x libarchive://x smb://127.0.0.1:9/x dask://x root://
 webhdfs://127.0.0.1:9/x
 """.split()  # noqa: SIM905
