@@ -23,7 +23,7 @@ from mingpt_ddp.storage.storage import Content
 ANY_CHARACTER = r"[\s\S]"  # line feeds too
 NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # no token ends a text
 MODELING = "modeling_modern.py"
-NO_TEXT = 0xFF  # a byte that UTF-8 never has
+PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
 GPT2_NAMES = {
     **{"token_embedding": "wte", "position_embedding": "wpe", "blocks": "h", "norm": "ln_f"},
     **{"norm_1": "ln_1", "norm_2": "ln_2", "attention.qkv": "attn.c_attn", "attention.proj": "attn.c_proj"},
@@ -85,7 +85,7 @@ def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     special = [token["content"] for token in tokens if token.get("special")]
     if special:  # as for GPT-2; prefer one that is meant for it
         return {"pad_token": next((name for name in special if "pad" in name.lower()), special[0])}
-    return {"pad_token": BYTE_NAMES[NO_TEXT], "split_special_tokens": True}
+    return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mingpt_ddp.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
-from mingpt_ddp.snapshots.transformers_export import GPT2_NAMES
+from mingpt_ddp.snapshots.transformers_export import GPT2_NAMES, PADDING_BYTE
 from mingpt_ddp.storage.storage import Storage
 
 NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
@@ -85,12 +85,18 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
     """
     if "tokenizer.json" in names:
         text = storage.read("tokenizer.json", MAX_STATE_BYTES).decode()
-        model = load_json(text.encode())["model"]
+        values = load_json(text.encode())
+        model = values["model"]
         if model["type"] == "WordLevel":  # an export of ours
             ids = {i: character for character, i in model["vocab"].items()}
             if ids.keys() != {*range(len(model["vocab"]))} or any(len(character) != 1 for character in ids.values()):
                 raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
             return CharTokenizer("".join(ids[i] for i in range(len(ids))))
+        # transformers saves the padding of an export as an added token, though its name is that of a byte.
+        added = values.get("added_tokens") or []
+        others = [t for t in added if (t["content"], t["id"]) != (PADDING_BYTE, model["vocab"].get(PADDING_BYTE))]
+        if len(others) < len(added):
+            text = json.dumps({**values, "added_tokens": others})
     elif {"vocab.json", "merges.txt"} <= {*names}:
         lines = storage.read("merges.txt", MAX_STATE_BYTES).decode().split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]

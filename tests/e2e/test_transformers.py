@@ -12,7 +12,9 @@ import pytest
 import torch
 from launching import ROOT, TINY, call, environment, python_main
 
+from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.inference.generate import SamplingParams, generate
+from mingpt_ddp.snapshots.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.load_model import load_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # the first test trains all models
@@ -65,6 +67,8 @@ for directory in sys.argv[1:]:
         together[i] == model.generate(**one, **new)[0, one["input_ids"].shape[1] :].tolist()
         for i, one in enumerate(alone)
     ]
+    for part in (model, tokenizer):
+        part.save_pretrained(f"saved/{directory}")
     found["ours"] = [name for name in sys.modules if name.split(".")[0] == "mingpt_ddp"]
     found["model"] = type(model).__name__
     print(json.dumps(found))
@@ -101,6 +105,15 @@ def test_a_batch_of_texts_of_unequal_length(name, found):
     assert theirs["generated"] == [True] * 3
     assert theirs["kept"] == [True, True]
     assert theirs["rows"] == load_model(str(run))[1].vocab_size
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_transformers_saves_is_read_again(name, found):
+    run, theirs = found[name]
+    weights = read_initial_weights(str(run.parents[1] / "saved" / "exports" / name))
+    assert tokenizer_from_state(weights.state).encode(TEXT) == theirs["tokens"]
+    exported = read_initial_weights(str(run.parents[1] / "exports" / name))
+    assert (weights.model, weights.sizes, weights.sha256()) == (exported.model, exported.sizes, exported.sha256())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -127,7 +127,7 @@ def test_the_licence_is_the_users_choice(form, tmp_path, call):
         assert all(word in blocks(card)[2][-1] for word in words)
 
 
-@pytest.mark.parametrize("licence", ["MIT License", "a: b", "x\ny", "", "-", "MIT", "a" * 51])
+@pytest.mark.parametrize("licence", ["MIT License", "a: b", "x\ny", "", "-", "MIT", "a" * 51, "no", "on", "true"])
 def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
     filled(str(tmp_path / "run"), 4)
     code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"license={licence}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mingpt_ddp.data.bpe import train_bpe
 from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer
-from mingpt_ddp.snapshots.transformers_export import tokenizer_json
+from mingpt_ddp.errors import DataError
+from mingpt_ddp.snapshots.transformers_export import padding, tokenizer_json
 from mingpt_ddp.snapshots.transformers_import import read_tokenizer
 from mingpt_ddp.storage.urls import open_storage
 
@@ -21,3 +24,22 @@ def test_an_exported_tokenizer_is_read_again(name, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(tokenizer_json(tokenizer))
     again = read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"])
     assert again is not None and again.state() == tokenizer.state()
+
+
+@pytest.mark.parametrize("name", ["byte", "bpe"])
+def test_a_tokenizer_that_transformers_has_saved_again(name, tmp_path):
+    """It then declares the token of the padding, whose name would be the text \u00ff."""
+    pytest.importorskip("tokenizers")
+    tokenizer = ByteTokenizer() if name == "byte" else train_bpe(iter(["to be or not to be " * 9]), 270)
+    values = json.loads(tokenizer_json(tokenizer))
+    pad = padding(tokenizer)["pad_token"]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    values["added_tokens"] = [{"id": values["model"]["vocab"][pad], "content": pad, "special": True, **flags}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    again = read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"])
+    assert again is not None and again.state() == tokenizer.state()
+    assert again.decode(again.encode(f"to be{pad}")) == f"to be{pad}"
+    values["added_tokens"][0]["id"] = len(values["model"]["vocab"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(DataError, match="another id"):  # not that token
+        read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"]).encode("to")
