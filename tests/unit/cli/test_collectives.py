@@ -21,7 +21,7 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
-        ("backend=ncll", "backend='ncll' must be one of auto, gloo, nccl, mpi"),
+        ("backend=ncll", "backend='ncll' must be one of auto, gloo, nccl, mpi; did you mean nccl?"),
         ("max_bytes=4", "min_bytes=8 must be at most max_bytes=4"),
         ("factor=1", "factor=1 must be at least 2"),
         ("repetitions=0", "repetitions=0 must be at least 1"),
