@@ -1,4 +1,4 @@
-"""Metrics in `metrics.jsonl`, one JSON object per line: for reports and notebooks, never read by training."""
+"""Metrics in `metrics.jsonl`, one JSON object per line: for reports, notebooks, and how a run ended before a start."""
 
 import contextlib
 import itertools
