@@ -5,7 +5,10 @@ import sys
 try:
     from mingpt_ddp.cli.train import main
 except ModuleNotFoundError as error:
-    sys.exit(f"error: {error.name} is not installed here; type `make train` once, then `. .venv/bin/activate`")
+    sys.exit(
+        f"error: {error.name} is not installed here; type `make train` once, then `. "
+        ".venv/bin/activate`"
+    )
 except KeyboardInterrupt:
     sys.exit(130)
 

@@ -1,4 +1,6 @@
-"""Build the package as setup.cfg says, with a README whose links work outside of a checkout, on a package index."""
+"""Build the package as setup.cfg says, with a README whose links work outside of a checkout, on a
+package index.
+"""
 
 import re
 from configparser import ConfigParser
@@ -11,7 +13,9 @@ RELATIVE = re.compile(r"(?P<image>!?)(?P<text>\[[^]]*\])\((?P<path>(?![a-z]+:|#)
 
 
 def absolute_links(markdown: str, url: str) -> str:
-    """Let links and pictures that name files of the checkout name the same files at `url`, a repository on GitHub."""
+    """Let links and pictures that name files of the checkout name the same files at `url`, a
+    repository on GitHub.
+    """
 
     def absolute(link: re.Match[str]) -> str:
         kind = "raw" if link["image"] else "blob"

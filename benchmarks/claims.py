@@ -1,7 +1,9 @@
-"""Measure what introductions to distributed training say about it: true, false, or not measurable on this machine.
+"""Measure what introductions to distributed training say about it: true, false, or not measurable
+on this machine.
 
-Speeds are the median tokens/s of a run's log, of runs that alternate: A, B, A, B ... A claim about speed is true if the
-median ratio exceeds 1 by more than TOLERANCE. Every rank has one CPU thread, so the machine needs two cores.
+Speeds are the median tokens/s of a run's log, of runs that alternate: A, B, A, B ... A claim about
+speed is true if the median ratio exceeds 1 by more than TOLERANCE. Every rank has one CPU thread,
+so the machine needs two cores.
 
     python benchmarks/claims.py
 """
@@ -21,9 +23,22 @@ from common import ROOT, alternate, cell, compare, environment, gpu, parser, rep
 
 TOLERANCE = 0.05
 HEADER = ["claim", "verdict", "figures"]
-TRAINING = ["trainer.device=cpu", "trainer.max_epochs=null", "trainer.eval_every=null", "snapshot.every_steps=null"]
-TRAINING += ["data.truncate=0.2", "trainer.log_every=5", "trainer.eval_steps=1", "trainer.max_steps=60"]
-SMALL, LARGE = ["model=gpt_nano", "trainer.max_steps=300"], ["model=gpt_mini", "trainer.batch_size=16"]
+TRAINING = [
+    "trainer.device=cpu",
+    "trainer.max_epochs=null",
+    "trainer.eval_every=null",
+    "snapshot.every_steps=null",
+]
+TRAINING += [
+    "data.truncate=0.2",
+    "trainer.log_every=5",
+    "trainer.eval_steps=1",
+    "trainer.max_steps=60",
+]
+SMALL, LARGE = (
+    ["model=gpt_nano", "trainer.max_steps=300"],
+    ["model=gpt_mini", "trainer.batch_size=16"],
+)
 GLOO = ["ddp.backend=gloo"]
 MESSAGE, PIECES = 1 << 20, 256  # bytes of all pieces together
 
@@ -33,10 +48,21 @@ Claim = Callable[[int], tuple[bool, dict[str, Any], str]]  # repetitions in; ver
 def result(*overrides: str, ranks: int = 1) -> tuple[dict[str, Any], list[float]]:
     """Train; return result.json and the tokens/s of each log step but the first two."""
     with tempfile.TemporaryDirectory(prefix="claims-") as scratch:
-        words = [*TRAINING, *overrides, f"run.root={scratch}", "run.name=run", f"ddp.nproc_per_node={ranks}"]
+        words = [
+            *TRAINING,
+            *overrides,
+            f"run.root={scratch}",
+            "run.name=run",
+            f"ddp.nproc_per_node={ranks}",
+        ]
         command = [sys.executable, str(ROOT / "main.py"), *words]
-        subprocess.run(command, check=True, cwd=scratch, env=environment(), stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()]
+        subprocess.run(
+            command, check=True, cwd=scratch, env=environment(), stdout=subprocess.DEVNULL
+        )
+        lines = [
+            json.loads(line)
+            for line in Path(scratch, "run", "metrics.jsonl").read_text().splitlines()
+        ]
         speeds = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line]
         return json.loads(Path(scratch, "run", "result.json").read_text()), speeds[2:]
 
@@ -46,7 +72,9 @@ def speed(*overrides: str, ranks: int = 1) -> float:
     return speeds[len(speeds) // 2]
 
 
-def faster(what: str, ours: Callable[[], float], theirs: Callable[[], float], repetitions: int) -> dict[str, Any]:
+def faster(
+    what: str, ours: Callable[[], float], theirs: Callable[[], float], repetitions: int
+) -> dict[str, Any]:
     """Return the ratios of two speeds, measured in alternation."""
     values = alternate(what, {"first": ours, "second": theirs}, repetitions)
     return compare(values["first"], values["second"])
@@ -61,21 +89,51 @@ def few_large_messages(repetitions: int) -> tuple[bool, dict[str, Any], str]:
     for _ in range(repetitions):
         with tempfile.TemporaryDirectory(prefix="claims-") as scratch:
             out = Path(scratch, "collectives.json")
-            sizes = [f"min_bytes={MESSAGE // PIECES}", f"max_bytes={MESSAGE}", f"factor={PIECES}", f"json={out}"]
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-            command = [*launcher, "-m", "mingpt_ddp.collectives", "all_reduce", "backend=gloo", "device=cpu", *sizes]
-            subprocess.run(command, check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+            sizes = [
+                f"min_bytes={MESSAGE // PIECES}",
+                f"max_bytes={MESSAGE}",
+                f"factor={PIECES}",
+                f"json={out}",
+            ]
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc_per_node=2",
+            ]
+            command = [
+                *launcher,
+                "-m",
+                "mingpt_ddp.collectives",
+                "all_reduce",
+                "backend=gloo",
+                "device=cpu",
+                *sizes,
+            ]
+            subprocess.run(
+                command, check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL
+            )
             small, large = (row["latency_s"] for row in json.loads(out.read_text())["results"])
         ratios.append(PIECES * small / large)
     ratio = compare(ratios, [1.0] * repetitions)
-    text = f"{PIECES} messages of {MESSAGE // PIECES} bytes take {cell(ratio, '.1f')} times as long as one of 1 MiB"
+    text = (
+        f"{PIECES} messages of {MESSAGE // PIECES} bytes take {cell(ratio, '.1f')} times "
+        "as long as one of 1 MiB"
+    )
     return is_faster(ratio), {"ratio": ratio}, text
 
 
 def overlap(repetitions: int) -> tuple[bool, dict[str, Any], str]:
-    ddp, manual = (partial(speed, *LARGE, *GLOO, f"ddp.strategy={name}", ranks=2) for name in ("ddp", "manual"))
+    ddp, manual = (
+        partial(speed, *LARGE, *GLOO, f"ddp.strategy={name}", ranks=2) for name in ("ddp", "manual")
+    )
     ratio = faster("overlap", ddp, manual, repetitions)
-    return is_faster(ratio), {"ratio": ratio}, f"ddp over manual, 2 ranks: {cell(ratio, '.2f')} times the tokens/s"
+    return (
+        is_faster(ratio),
+        {"ratio": ratio},
+        f"ddp over manual, 2 ranks: {cell(ratio, '.2f')} times the tokens/s",
+    )
 
 
 def small_models(repetitions: int) -> tuple[bool, dict[str, Any], str]:
@@ -86,7 +144,11 @@ def small_models(repetitions: int) -> tuple[bool, dict[str, Any], str]:
         figures[name] = faster(f"DDP and AMP, {name}", *measures, repetitions)
     text = ", ".join(f"{name}: {cell(ratio, '.2f')}" for name, ratio in figures.items())
     verdict = not is_faster(figures["small"]) and is_faster(figures["large"])
-    return verdict, figures, f"2 ranks in bf16 over 1 in fp32, times the tokens/s of gpt_nano and gpt_mini: {text}"
+    return (
+        verdict,
+        figures,
+        f"2 ranks in bf16 over 1 in fp32, times the tokens/s of gpt_nano and gpt_mini: {text}",
+    )
 
 
 def larger_batch(repetitions: int) -> tuple[bool, dict[str, Any], str]:
@@ -94,7 +156,10 @@ def larger_batch(repetitions: int) -> tuple[bool, dict[str, Any], str]:
     two, _ = result(*settings, "trainer.batch_size_per_rank=6", ranks=2)
     one, _ = result(*settings, "trainer.batch_size=12")
     difference = abs(two["val_loss"] - one["val_loss"])
-    text = f"val_loss after 60 steps: {two['val_loss']:.6f} on 2 ranks of 6, {one['val_loss']:.6f} on 1 of 12"
+    text = (
+        f"val_loss after 60 steps: {two['val_loss']:.6f} on 2 ranks of 6, "
+        f"{one['val_loss']:.6f} on 1 of 12"
+    )
     return difference < 1e-5, {"difference": difference}, text
 
 
@@ -124,7 +189,13 @@ def main() -> None:
             verdict = "true" if is_true else "false"
             found[claim] = {"verdict": verdict, **figures}
         rows.append([claim, verdict, text])
-    report(args.out, {"claims": found}, HEADER, rows, readme=[(claim, f"{v}: {text}") for claim, v, text in rows])
+    report(
+        args.out,
+        {"claims": found},
+        HEADER,
+        rows,
+        readme=[(claim, f"{v}: {text}") for claim, v, text in rows],
+    )
 
 
 if __name__ == "__main__":

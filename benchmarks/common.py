@@ -1,4 +1,5 @@
-"""Shared by the benchmarks: machine description, alternating runs, medians, JSON and Markdown output.
+"""Shared by the benchmarks: machine description, alternating runs, medians, JSON and Markdown
+output.
 
 torch is not imported here, so that child processes do not inherit its peak memory.
 """
@@ -38,8 +39,15 @@ sys.path.insert(0, str(ROOT))  # the package of this checkout, installed or not
 
 def parser(docstring: str | None, name: str) -> argparse.ArgumentParser:
     """Return a parser with the docstring as help and an option for the output file."""
-    made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=RESULTS / f"{name}.json", help="JSON file (default: %(default)s)")
+    made = argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / f"{name}.json",
+        help="JSON file (default: %(default)s)",
+    )
     return made
 
 
@@ -52,19 +60,30 @@ def corpus_path() -> Path:
     """Return the local path of tinyshakespeare."""
     path = Path(os.environ.get(TEXT_VARIABLE, ""))
     if not path.is_file():
-        sys.exit(f"set {TEXT_VARIABLE} to a copy of tinyshakespeare (conf/data/shakespeare.yaml says where it is)")
+        sys.exit(
+            f"set {TEXT_VARIABLE} to a copy of tinyshakespeare (conf/data/shakespeare.yaml "
+            "says where it is)"
+        )
     return path.resolve()
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Return an environment for child processes: the thread count, without variables of a launcher."""
-    kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)}
+    """Return an environment for child processes: the thread count, without variables of a
+    launcher.
+    """
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)
+    }
     count = str(threads)
     return {**kept, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
 
 
 def children_cpu_seconds() -> float:
-    """Return user and system time of all child processes that have been waited for, with their descendants'."""
+    """Return user and system time of all child processes that have been waited for, with their
+    descendants'.
+    """
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -72,8 +91,9 @@ def children_cpu_seconds() -> float:
 def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, float]:
     """Return wall seconds of a command and CPU seconds of all its descendants.
 
-    A process that the command starts may outlive its own parent, as the fork server's do: nobody would count it. This
-    process adopts those and waits for them too; the wall time does not include that.
+    A process that the command starts may outlive its own parent, as the fork server's do: nobody
+    would count it. This process adopts those and waits for them too; the wall time does not include
+    that.
 
     Raises:
         RuntimeError: the command failed; with the end of its output.
@@ -81,7 +101,9 @@ def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, f
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
     used, begin = children_cpu_seconds(), time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
-        done = subprocess.run(command, cwd=cwd, env=environment(threads), stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, cwd=cwd, env=environment(threads), stdout=output, stderr=subprocess.STDOUT
+        )
         wall = time.perf_counter() - begin
         if done.returncode:
             output.seek(0)
@@ -93,14 +115,18 @@ def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, f
 
 
 def nats_per_character(result: Mapping[str, Any]) -> float:
-    """Return the validation loss of result.json, or of `python -m mingpt_ddp.evaluate`, whatever the tokenizer."""
+    """Return the validation loss of result.json, or of `python -m mingpt_ddp.evaluate`, whatever
+    the tokenizer.
+    """
     return math.log(2) * float(result["bits_per_char"])
 
 
 def machine() -> dict[str, Any]:
     """Return the hardware, software and date of the measurement."""
     try:
-        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+        names = re.findall(
+            r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE
+        )
     except OSError:
         names = []
     return {
@@ -122,7 +148,9 @@ def gpu() -> dict[str, str]:
     return {"gpu": names[0].strip()} if names else {}
 
 
-def in_fresh_process(function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
+def in_fresh_process(
+    function: Callable[..., T], *arguments: Any, limit_s: float | None = None
+) -> T:
     """Return the result of `function` in a new interpreter.
 
     Raises:
@@ -154,7 +182,9 @@ def compose_config(*overrides: str) -> Any:
         return from_mapping(to_plain(compose("config", list(overrides))))
 
 
-def alternate(what: str, candidates: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:
+def alternate(
+    what: str, candidates: Mapping[str, Callable[[], T]], repetitions: int
+) -> dict[str, list[T]]:
     """Measure A, B, A, B ..., so that paired ratios cancel drifts of the machine's load."""
     values: dict[str, list[T]] = {name: [] for name in candidates}
     for repetition in range(1, repetitions + 1):
@@ -167,7 +197,12 @@ def alternate(what: str, candidates: Mapping[str, Callable[[], T]], repetitions:
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Return median, range and all values, to five digits."""
     rounded = [float(f"{value:.5g}") for value in values]
-    return {"median": float(f"{median(values):.5g}"), "low": min(rounded), "high": max(rounded), "all": rounded}
+    return {
+        "median": float(f"{median(values):.5g}"),
+        "low": min(rounded),
+        "high": max(rounded),
+        "all": rounded,
+    }
 
 
 def compare(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""The cost of communication: training speed of 2 ranks relative to the same ranks without synchronisation.
+"""The cost of communication: training speed of 2 ranks relative to the same ranks without
+synchronisation.
 
-The run is the user command, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread per rank. In training,
-blocks of steps alternate in the same processes: with all communication of a step, and without, where gradients are not
-reduced (DDP's no_sync) and flags are not gathered. This script patches that; there is no setting for it. Every block
-begins with a barrier. Its speed is by the clock, averaged over ranks, and by CPU time of all threads and ranks, which
-is fairer under other load. Exposed communication, not overlapped by computation, is measured by DDP, as a run logs it.
+The run is the user command, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread per
+rank. In training, blocks of steps alternate in the same processes: with all communication of a
+step, and without, where gradients are not reduced (DDP's no_sync) and flags are not gathered. This
+script patches that; there is no setting for it. Every block begins with a barrier. Its speed is by
+the clock, averaged over ranks, and by CPU time of all threads and ranks, which is fairer under
+other load. Exposed communication, not overlapped by computation, is measured by DDP, as a run logs
+it.
 
     python benchmarks/communication.py
     python benchmarks/communication.py --overrides ddp.comm_hook=bf16
@@ -25,7 +28,14 @@ from typing import Any
 from common import ROOT, cell, compare, corpus_path, environment, log, parser, report, spread
 from trainers import FOREVER, PLAIN, SETTINGS, ours
 
-HEADER = ["setting", "ranks", "speed against no synchronisation", "the same by CPU time", "step, ms", "exposed, ms"]
+HEADER = [
+    "setting",
+    "ranks",
+    "speed against no synchronisation",
+    "the same by CPU time",
+    "step, ms",
+    "exposed, ms",
+]
 PLAN = "MINGPT_COMMUNICATION"  # environment variable with a worker's settings
 
 
@@ -33,7 +43,9 @@ STEPS = {"small": 40, "mid": 3}  # of a block
 
 
 def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]]]:
-    """Return wall, CPU and exposed communication seconds per step of this rank, for alternating blocks."""
+    """Return wall, CPU and exposed communication seconds per step of this rank, for alternating
+    blocks.
+    """
     import torch
 
     from mingpt_ddp.torch_internals import time_communication
@@ -75,7 +87,9 @@ def worker_main(plan: dict[str, Any]) -> None:
     def fit(self: Any) -> RunStatus:
         self.train_step.warm_up()
         found = measure(self, plan["steps"], plan["blocks"])
-        Path(plan["out"], f"rank{self.context.runtime.group.rank}.json").write_text(json.dumps(found))
+        Path(plan["out"], f"rank{self.context.runtime.group.rank}.json").write_text(
+            json.dumps(found)
+        )
         self.context.runtime.group.barrier()
         self.metrics.close()
         return RunStatus.PREEMPTED
@@ -120,7 +134,10 @@ def summarize(found: list[dict[str, list[list[float]]]]) -> dict[str, Any]:
         by_block = list(zip(*(rank[name] for rank in found), strict=True))
         speeds[name] = [sum(1 / wall for wall, _, _ in block) for block in by_block]
         cpus[name] = [sum(cpu for _, cpu, _ in block) for block in by_block]
-    exposed = [max(e for _, _, e in block) for block in zip(*(rank["shared"] for rank in found), strict=True)]
+    exposed = [
+        max(e for _, _, e in block)
+        for block in zip(*(rank["shared"] for rank in found), strict=True)
+    ]
     return {
         "relative_speed": compare(speeds["shared"], speeds["alone"]),
         "relative_cpu": compare(cpus["alone"], cpus["shared"]),
@@ -133,7 +150,9 @@ def main() -> None:
     options = parser(__doc__, "communication")
     options.add_argument("--settings", nargs="+", choices=STEPS, default=list(STEPS))
     options.add_argument("--ranks", type=int, default=2)
-    options.add_argument("--blocks", type=int, default=15, help="pairs of blocks (default: %(default)s)")
+    options.add_argument(
+        "--blocks", type=int, default=15, help="pairs of blocks (default: %(default)s)"
+    )
     options.add_argument("--overrides", nargs="*", default=[], help="further overrides for the run")
     chosen = options.parse_args()
     text = corpus_path()
@@ -144,7 +163,14 @@ def main() -> None:
         found = run(name, chosen.ranks, chosen.blocks, chosen.overrides, text)
         results[name] = {"setting": asdict(SETTINGS[name]), **found}
         shares = [cell(found[key], ".3f") for key in ("relative_speed", "relative_cpu")]
-        rows.append([name, str(chosen.ranks), *shares, *(cell(found[key], ".1f") for key in ("step_ms", "exposed_ms"))])
+        rows.append(
+            [
+                name,
+                str(chosen.ranks),
+                *shares,
+                *(cell(found[key], ".1f") for key in ("step_ms", "exposed_ms")),
+            ]
+        )
     figures = {"ranks": chosen.ranks, "overrides": chosen.overrides, "settings": results}
     report(chosen.out, figures, HEADER, rows, readme(results, chosen.ranks))
 
@@ -152,7 +178,8 @@ def main() -> None:
 def readme(results: dict[str, Any], ranks: int) -> list[tuple[str, str]]:
     return [
         (
-            f"{ranks} ranks of one thread, {found['setting']['n_layer']} layers, {found['setting']['n_embd']} wide: "
+            f"{ranks} ranks of one thread, {found['setting']['n_layer']} layers, "
+            f"{found['setting']['n_embd']} wide: "
             "speed relative to the same ranks without any exchange; exposed communication per step",
             f"{cell(found['relative_speed'], '.2f')}; {cell(found['exposed_ms'], '.1f')} ms",
         )

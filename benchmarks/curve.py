@@ -1,7 +1,8 @@
-"""Draw the training curve of a run: training loss as a thin line, validation losses as points with their values.
+"""Draw the training curve of a run: training loss as a thin line, validation losses as points with
+their values.
 
-Reads the TensorBoard events of rank 0 and the configuration from a run directory, and writes a small SVG with
-selectable text. Needs matplotlib (`pip install -e .[dev]`).
+Reads the TensorBoard events of rank 0 and the configuration from a run directory, and writes a
+small SVG with selectable text. Needs matplotlib (`pip install -e .[dev]`).
 
     python benchmarks/curve.py outputs/RUN
 """
@@ -26,8 +27,19 @@ LIMIT_BYTES = 60_000
 MOST_POINTS = 1_000  # of the line; more are not visible
 LABELS = 9  # labelled validation losses, at most
 INK, LINE, POINTS, GRID = "#24292f", "#8fb3d9", "#c2410c", "#e5e7eb"
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "curve", "font.family": "sans-serif", "font.size": 11}
-STYLE |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "curve",
+    "font.family": "sans-serif",
+    "font.size": 11,
+}
+STYLE |= {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": GRID,
+}
 
 Series = tuple[list[int], list[float]]
 
@@ -57,7 +69,10 @@ def thinned(series: Series, most: int) -> Series:
 def title(run: Path) -> str:
     config: dict[str, Any] = yaml.safe_load((run / "config.yaml").read_text())
     model, data, trainer = config["model"], config["data"], config["trainer"]
-    shape = f"{model['n_layer']} layers, {model['n_head']} heads, {model['n_embd']} wide, context {data['block_size']}"
+    shape = (
+        f"{model['n_layer']} layers, {model['n_head']} heads, {model['n_embd']} wide, "
+        f"context {data['block_size']}"
+    )
     return f"{model['name']} on {data['name']}: {shape}, batch {trainer['batch_size']}"
 
 
@@ -67,14 +82,17 @@ def draw(run: Path, out: Path, log_x: bool) -> None:
         figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained", facecolor="white")
         axes.plot(*train, color=LINE, linewidth=1, label="training")
         axes.plot(*val, "o", color=POINTS, markersize=5, label="validation, the whole split")
-        outside = 10 if val[1][-1] >= mean(train[1][-10:]) else -16  # points: above or below, away from the line
+        # points: above or below, away from the line
+        outside = 10 if val[1][-1] >= mean(train[1][-10:]) else -16
         label: dict[str, Any] = {
             "ha": "center",
             "color": POINTS,
             "bbox": {"facecolor": "white", "linewidth": 0, "pad": 0.5, "alpha": 0.8},
         }
         for step, loss in zip(*thinned(val, LABELS - 1), strict=True):
-            axes.annotate(f"{loss:.3f}", (step, loss), (0, outside), textcoords="offset points", **label)
+            axes.annotate(
+                f"{loss:.3f}", (step, loss), (0, outside), textcoords="offset points", **label
+            )
         if log_x:
             axes.set_xscale("log")
         else:
@@ -92,9 +110,16 @@ def draw(run: Path, out: Path, log_x: bool) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("run", type=Path, help="a run directory")
-    options.add_argument("--out", type=Path, default=ROOT / "docs" / "training-curve.svg", help="default: %(default)s")
+    options.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "docs" / "training-curve.svg",
+        help="default: %(default)s",
+    )
     options.add_argument("--log-x", action="store_true", help="steps on a logarithmic axis")
     chosen = options.parse_args()
     draw(chosen.run, chosen.out, chosen.log_x)

@@ -1,12 +1,13 @@
-"""Batches/s of this project's loader against a minGPT-style dataset, in one process without workers.
+"""Batches/s of this project's loader against a minGPT-style dataset, in one process without
+workers.
 
-The baseline is the usual character dataset: a text as a Python string, a dictionary from characters to integers, one
-item per window as two tensors, and torch's DataLoader with a RandomSampler. Both deliver the batches of a one-rank
-training step, x and y (batch, context) of int64, from the same 90% of tinyshakespeare, one thread, no workers. Work per
-process (reading, encoding) is not timed; work per epoch is. The clock is the process's CPU time, which excludes other
-load on the machine. The share of a training step is the
-loader's time for a batch over the CPU time of a whole step of our fastest recipe at that shape, `modern` with Muon, as
-`main.py` trains it.
+The baseline is the usual character dataset: a text as a Python string, a dictionary from characters
+to integers, one item per window as two tensors, and torch's DataLoader with a RandomSampler. Both
+deliver the batches of a one-rank training step, x and y (batch, context) of int64, from the same
+90% of tinyshakespeare, one thread, no workers. Work per process (reading, encoding) is not timed;
+work per epoch is. The clock is the process's CPU time, which excludes other load on the machine.
+The share of a training step is the loader's time for a batch over the CPU time of a whole step of
+our fastest recipe at that shape, `modern` with Muon, as `main.py` trains it.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/data_loading.py
 """
@@ -31,7 +32,13 @@ from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare
 
-HEADER = ["context", "batch", "TokenLoader batches/s", "Dataset + DataLoader batches/s", "ratio, pair by pair"]
+HEADER = [
+    "context",
+    "batch",
+    "TokenLoader batches/s",
+    "Dataset + DataLoader batches/s",
+    "ratio, pair by pair",
+]
 HEADER += ["share of a training step"]
 WARM_UP = 5  # batches
 BETWEEN = 32  # batches between clock readings, which take a tenth of the time of a batch
@@ -48,7 +55,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return len(self.text) - self.context
 
     def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
-        tokens = [self.token[character] for character in self.text[start : start + self.context + 1]]
+        tokens = [
+            self.token[character] for character in self.text[start : start + self.context + 1]
+        ]
         return torch.tensor(tokens[:-1]), torch.tensor(tokens[1:])
 
 
@@ -58,7 +67,10 @@ def from_windows(windows: Windows, batch: int) -> Iterator[tuple[Tensor, Tensor]
 
 
 def from_loader(corpus: TextDataset, context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    loader, plan = TokenLoader(corpus.train, context, None, batch, seed=1), BatchPlan(batch, batch, world_size=1)
+    loader, plan = (
+        TokenLoader(corpus.train, context, None, batch, seed=1),
+        BatchPlan(batch, batch, world_size=1),
+    )
     step = 0
     while True:
         step += 1
@@ -66,7 +78,9 @@ def from_loader(corpus: TextDataset, context: int, batch: int) -> Iterator[tuple
         yield micro.batch
 
 
-def batches_per_s(batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, int], seconds: float) -> float:
+def batches_per_s(
+    batches: Iterator[tuple[Tensor, Tensor]], shape: tuple[int, int], seconds: float
+) -> float:
     """Return the batches/s over at least `seconds` of CPU time, after a warm-up."""
     for _ in range(WARM_UP):
         x, y = next(batches)
@@ -86,8 +100,12 @@ def step_s(setting: Setting, text: Path, scratch: Path) -> float:
 
 def main() -> None:
     options = parser(__doc__, "data_loading")
-    options.add_argument("--repetitions", type=int, default=9, help="pairs of spans (default: %(default)s)")
-    options.add_argument("--seconds", type=float, default=1.0, help="length of one span (default: %(default)s)")
+    options.add_argument(
+        "--repetitions", type=int, default=9, help="pairs of spans (default: %(default)s)"
+    )
+    options.add_argument(
+        "--seconds", type=float, default=1.0, help="length of one span (default: %(default)s)"
+    )
     chosen = options.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -113,17 +131,42 @@ def main() -> None:
                 "dataset": from_windows(Windows(text, context), batch),
             }
             candidates = {name: partial(measure, source) for name, source in sources.items()}
-            values = alternate(f"context {context}, batch {batch}, batches/s", candidates, chosen.repetitions)
+            values = alternate(
+                f"context {context}, batch {batch}, batches/s", candidates, chosen.repetitions
+            )
             ratio = compare(values["loader"], values["dataset"])
             speeds = {name: spread(measured) for name, measured in values.items()}
             step = step_s(setting, corpus_path(), Path(scratch))
             share = 1 / speeds["loader"]["median"] / step
             shape = {"context": context, "batch": batch}
-            results.append({**shape, "batches_per_s": speeds, "ratio": ratio, "step_s": step, "share_of_step": share})
-            rows.append([*map(str, shape.values()), *map(cell, speeds.values()), cell(ratio, ".1f"), f"{share:.4%}"])
-            what = f"batches against a dataset of windows behind a DataLoader, context {context}, batch {batch}"
+            results.append(
+                {
+                    **shape,
+                    "batches_per_s": speeds,
+                    "ratio": ratio,
+                    "step_s": step,
+                    "share_of_step": share,
+                }
+            )
+            rows.append(
+                [
+                    *map(str, shape.values()),
+                    *map(cell, speeds.values()),
+                    cell(ratio, ".1f"),
+                    f"{share:.4%}",
+                ]
+            )
+            what = (
+                "batches against a dataset of windows behind a DataLoader, context "
+                f"{context}, batch {batch}"
+            )
             figures.append((what, f"{cell(ratio, '.0f')} times"))
-            figures.append((f"share of a training step that fetches its batch, context {context}", f"{share:.3%}"))
+            figures.append(
+                (
+                    f"share of a training step that fetches its batch, context {context}",
+                    f"{share:.3%}",
+                )
+            )
     report(chosen.out, {"shapes": results, "threads": 1, "workers": 0}, HEADER, rows, figures)
 
 

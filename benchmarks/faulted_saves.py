@@ -1,13 +1,14 @@
 """Write 200 snapshots to a real S3 server over a faulty network, and verify each one.
 
-Every save is hit by one to three faults at seeded random moments: errors 503 and 500, resets before, during and instead
-of the response, stalled uploads and connections. Every other save is split into two shards written by two threads, as
-by two ranks. After a reported commit, every byte is read back without faults and compared; after a reported failure, a
-reader must find no snapshot, or exactly what was written. A request counts as sent again if the same save has sent one
-with the same first line before; that also happens without faults.
+Every save is hit by one to three faults at seeded random moments: errors 503 and 500, resets
+before, during and instead of the response, stalled uploads and connections. Every other save is
+split into two shards written by two threads, as by two ranks. After a reported commit, every byte
+is read back without faults and compared; after a reported failure, a reader must find no snapshot,
+or exactly what was written. A request counts as sent again if the same save has sent one with the
+same first line before; that also happens without faults.
 
-Needs the test extra: pip install -e .[test]. It starts a SeaweedFS server, or uses one that listens on --port of this
-machine, with --bucket and credentials in the usual AWS_... variables.
+Needs the test extra: pip install -e .[test]. It starts a SeaweedFS server, or uses one that listens
+on --port of this machine, with --bucket and credentials in the usual AWS_... variables.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import remote
 
 MIB = 1 << 20
-# Defaults are 60 s and parts of 16 MiB. These keep the proportions, and take minutes instead of hours.
+# Defaults are 60 s and parts of 16 MiB. These keep the proportions, and take minutes instead of
+# hours.
 LIMITS = {
     "REQUEST_TIMEOUT_S": 1.0,
     "OPERATION_DEADLINE_S": 4.0,
@@ -81,9 +83,13 @@ def main() -> None:
     args = parser(__doc__, "faulted_saves")
     args.add_argument("--saves", type=int, default=200)
     args.add_argument("--seed", type=int, default=1)
-    args.add_argument("--port", type=int, help="of a server on this machine that is already running")
+    args.add_argument(
+        "--port", type=int, help="of a server on this machine that is already running"
+    )
     args.add_argument("--bucket", default="runs")
-    args.add_argument("--server", default="SeaweedFS", help="its name, for the report (default: %(default)s)")
+    args.add_argument(
+        "--server", default="SeaweedFS", help="its name, for the report (default: %(default)s)"
+    )
     given = args.parse_args()
     for name, value in LIMITS.items():
         setattr(remote, name, value)
@@ -96,22 +102,36 @@ def main() -> None:
             try:
                 server.start()
                 os.environ.update(server.environment())
-                result = measure(server.port, server.make_bucket(given.bucket), given.saves, given.seed)
+                result = measure(
+                    server.port, server.make_bucket(given.bucket), given.saves, given.seed
+                )
                 result["unfinished uploads left"] = len(server.unfinished_uploads(given.bucket))
             finally:
                 server.kill()
     rows = [[key, str(value)] for key, value in result.items() if key != "faults"]
     rows += [[f"fault: {kind}", str(times)] for kind, times in sorted(result["faults"].items())]
-    report(given.out, {"server": given.server, **result}, ["what", "figure"], rows, readme(given.server, result))
+    report(
+        given.out,
+        {"server": given.server, **result},
+        ["what", "figure"],
+        rows,
+        readme(given.server, result),
+    )
     if result["lost"] or result["silently damaged"]:
         sys.exit("a snapshot was lost or damaged")
 
 
 def readme(server: str, result: dict[str, Any]) -> list[tuple[str, str]]:
     what = (
-        f"{result['saves']} saves on S3 ({server}) over a failing network, {result['saves that met a fault']} of which"
+        f"{result['saves']} saves on S3 ({server}) over a failing network, "
+        f"{result['saves that met a fault']} of which"
     )
-    return [(f"{what} met a fault", f"{result['lost']} lost, {result['silently damaged']} silently damaged")]
+    return [
+        (
+            f"{what} met a fault",
+            f"{result['lost']} lost, {result['silently damaged']} silently damaged",
+        )
+    ]
 
 
 def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
@@ -158,7 +178,14 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
             found = contents_of(reading, step)
             counts["lost" if found is None else "silently damaged"] += found != expected
     proxy.close()
-    keys = ("committed", "refused", "refused, but whole", "lost", "silently damaged", "saves that met a fault")
+    keys = (
+        "committed",
+        "refused",
+        "refused, but whole",
+        "lost",
+        "silently damaged",
+        "saves that met a fault",
+    )
     keys += ("requests sent again",)
     return {
         "saves": saves,
@@ -172,12 +199,17 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
 
 
 def make(generator: random.Random, parts: int) -> dict[str, bytes]:
-    """Return the files of a 14 MB snapshot; the optimizer's are large enough for multipart uploads."""
+    """Return the files of a 14 MB snapshot.
+
+    The optimizer's are large enough for multipart uploads.
+    """
     torch.manual_seed(generator.randrange(1 << 30))
     contents = {"state.json": b'{"random": %d}' % generator.randrange(1 << 30)}
     for part in range(parts):
         for kind, size in (("model", 500_000), ("optimizer", 3_000_000)):
-            contents[shard_name(kind, part, parts)] = bytes(encode({f"weight{part}": torch.randn(size // parts)}))
+            contents[shard_name(kind, part, parts)] = bytes(
+                encode({f"weight{part}": torch.randn(size // parts)})
+            )
     return contents
 
 
@@ -185,7 +217,12 @@ def rule(kind: str, generator: random.Random) -> Rule:
     if kind in LASTING:
         return Rule(**LASTING[kind], times=float("inf"))
     somewhere = {"match": generator.choice(MATCHES), "after": generator.randint(0, 200_000)}
-    return Rule(**somewhere, **KINDS[kind], times=generator.randint(1, 4), probability=generator.uniform(0.3, 1))
+    return Rule(
+        **somewhere,
+        **KINDS[kind],
+        times=generator.randint(1, 4),
+        probability=generator.uniform(0.3, 1),
+    )
 
 
 def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
@@ -205,7 +242,10 @@ def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
 
 
 def sent_again(lines: list[str]) -> int:
-    """Count the requests that repeat an earlier one; a second upload of the same file has another id."""
+    """Count the requests that repeat an earlier one.
+
+    A second upload of the same file has another id.
+    """
     return len(lines) - len({re.sub(r"uploadId=[^& ]+", "uploadId=", line) for line in lines})
 
 
@@ -223,10 +263,13 @@ def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
 def judge(store: SnapshotStore, step: int, contents: dict[str, bytes], committed: bool) -> str:
     found = contents_of(store, step)
     if committed:
-        return "lost" if found is None else ("committed" if found == contents else "silently damaged")
+        return (
+            "lost" if found is None else ("committed" if found == contents else "silently damaged")
+        )
     if found is None:
         return "refused"
-    # The response to the last request was lost: the outcome is unknowable, but the snapshot is intact.
+    # The response to the last request was lost: the outcome is unknowable, but the snapshot is
+    # intact.
     return "refused, but whole" if found == contents else "silently damaged"
 
 

@@ -44,11 +44,17 @@ def fit(xs: Sequence[float], ys: Sequence[float], exponent: float | None = None)
 
 
 def _with_exponent(x: np.ndarray, y: np.ndarray, p: float) -> Law:
-    """Return the best least-squares fit with both terms or one of them, without negative coefficients."""
+    """Return the best least-squares fit with both terms or one of them, without negative
+    coefficients.
+    """
     terms = np.stack([1 / y, x**p / y], axis=1)  # terms @ (constant, factor) should be 1
     both = np.linalg.lstsq(terms, np.ones(len(y)), rcond=None)[0]
     alone = terms.sum(axis=0) / (terms**2).sum(axis=0)
-    laws = [pair for pair in (both, np.array([alone[0], 0.0]), np.array([0.0, alone[1]])) if (pair >= 0).all()]
+    laws = [
+        pair
+        for pair in (both, np.array([alone[0], 0.0]), np.array([0.0, alone[1]]))
+        if (pair >= 0).all()
+    ]
     errors = [float(np.sqrt(np.mean((terms @ pair - 1) ** 2))) for pair in laws]
     best = int(np.argmin(errors))
     return Law(float(laws[best][0]), float(laws[best][1]), p, errors[best])

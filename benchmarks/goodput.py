@@ -1,19 +1,25 @@
-"""Goodput, the fraction of time that becomes kept progress, by number of machines, for three ways of saving.
+"""Goodput by number of machines, for three ways of saving.
 
-A Monte Carlo simulation: failures are random, the failure of one machine stops all, loses the training since the last
-durable snapshot, and is followed by a restart, which may fail as well. It compares synchronous saves every 30 minutes,
-synchronous saves at the interval of Young and Daly, and asynchronous saves at the interval of Young and Daly, both as
-mingpt_ddp/training/save_schedule.py computes it. Each figure is checked against the expectation that availability.py
-derives; the script fails if they differ by more than five standard errors. The same seed gives the same figures.
+Goodput is the fraction of time that becomes kept progress.
 
-The time between failures of one machine follows from "The Llama 3 Herd of Models" (2024): 419 unexpected interruptions
-in 54 days of training on 16,384 GPUs, for each GPU one in 54 * 16,384 / 419 = 2,112 days or 5.8 years. A machine here
-has one GPU; with eight it fails eight times as often: --mtbf-days 264.
+A Monte Carlo simulation: failures are random, the failure of one machine stops all, loses the
+training since the last durable snapshot, and is followed by a restart, which may fail as well. It
+compares synchronous saves every 30 minutes, synchronous saves at the interval of Young and Daly,
+and asynchronous saves at the interval of Young and Daly, both as
+mingpt_ddp/training/save_schedule.py computes it. Each figure is checked against the expectation
+that availability.py derives; the script fails if they differ by more than five standard errors. The
+same seed gives the same figures.
 
-The cost of a snapshot of the 124M model is read from results/snapshots.json if it exists. Otherwise the figures are
-assumed: 1.5 GB of weights and AdamW moments, written, synced and hashed at 0.5 GB/s; a stall to copy them at
-10 GB/s; 30 s to notice a failure, start the processes and load. An option overrides either. The cost does not grow with
-the number of machines: every machine holds the same state, and one of them writes it.
+The time between failures of one machine follows from "The Llama 3 Herd of Models" (2024): 419
+unexpected interruptions in 54 days of training on 16,384 GPUs, for each GPU one in 54 * 16,384 /
+419 = 2,112 days or 5.8 years. A machine here has one GPU; with eight it fails eight times as often:
+--mtbf-days 264.
+
+The cost of a snapshot of the 124M model is read from results/snapshots.json if it exists. Otherwise
+the figures are assumed: 1.5 GB of weights and AdamW moments, written, synced and hashed at 0.5
+GB/s; a stall to copy them at 10 GB/s; 30 s to notice a failure, start the processes and load. An
+option overrides either. The cost does not grow with the number of machines: every machine holds the
+same state, and one of them writes it.
 
     python benchmarks/goodput.py
 """
@@ -44,8 +50,18 @@ STANDARD_ERRORS = 5
 TABLE = (1, 10, 100, 1_000, 10_000)  # numbers of machines to print
 INK, GRID = "#24292f", "#e5e7eb"
 COLORS = ("#6b7280", "#1d4ed8", "#c2410c")
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "goodput", "font.family": "sans-serif"}
-STYLE |= {"font.size": 11, "text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "goodput",
+    "font.family": "sans-serif",
+}
+STYLE |= {
+    "font.size": 11,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 STYLE |= {"axes.edgecolor": GRID}
 
 
@@ -61,7 +77,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of saving: its interval (None: optimal for the failure rate), its stall, and its time until durable."""
+    """One way of saving: its interval (None: optimal for the failure rate), its stall, and its time
+    until durable.
+    """
 
     name: str
     interval_s: float | None
@@ -92,11 +110,16 @@ def measured(path: Path) -> dict[str, float]:
     if missing:
         sys.exit(f"{path} lacks {', '.join(sorted(missing))}")
     values = {key: found[key] for key in asdict(Costs())}
-    return {key: float(value["median"] if isinstance(value, dict) else value) for key, value in values.items()}
+    return {
+        key: float(value["median"] if isinstance(value, dict) else value)
+        for key, value in values.items()
+    }
 
 
 def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[float, float]:
-    """Return the goodput over failures `gaps` apart, in units of the mean, and its standard error."""
+    """Return the goodput over failures `gaps` apart, in units of the mean, and its standard
+    error.
+    """
     interval = way.interval(mtbf_s)
     lives = gaps * mtbf_s
     trained = lives - restart_s  # negative: the restart failed
@@ -108,13 +131,23 @@ def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[floa
 
 
 def figures(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> dict[str, float]:
-    """Return simulated and expected goodput of one way at one failure rate; exit if they disagree."""
+    """Return simulated and expected goodput of one way at one failure rate; exit if they
+    disagree.
+    """
     interval = way.interval(mtbf_s)
     simulated, error = simulate(way, restart_s, mtbf_s, gaps)
     expected = goodput(interval, way.cost_s, way.durable_s, restart_s, mtbf_s)
     if abs(simulated - expected) > STANDARD_ERRORS * error + 1e-9:
-        sys.exit(f"{way.name}, MTBF {mtbf_s:.0f} s: simulated {simulated:.5%} +- {error:.5%}, expected {expected:.5%}")
-    values = {"interval_s": interval, "simulated": simulated, "standard_error": error, "expected": expected}
+        sys.exit(
+            f"{way.name}, MTBF {mtbf_s:.0f} s: simulated {simulated:.5%} +- {error:.5%}, "
+            f"expected {expected:.5%}"
+        )
+    values = {
+        "interval_s": interval,
+        "simulated": simulated,
+        "standard_error": error,
+        "expected": expected,
+    }
     return {key: float(f"{value:.6g}") for key, value in values.items()}
 
 
@@ -128,10 +161,26 @@ def draw(out: Path, machines: list[int], curves: dict[str, list[float]], caption
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained", facecolor="white")
         for color, (name, shares) in zip(COLORS, curves.items(), strict=True):
-            axes.plot(machines, [100 * share for share in shares], color=color, linewidth=2, clip_on=False, label=name)
-            label: dict[str, Any] = {"va": "center", "color": color, "fontsize": 10, "annotation_clip": False}
+            axes.plot(
+                machines,
+                [100 * share for share in shares],
+                color=color,
+                linewidth=2,
+                clip_on=False,
+                label=name,
+            )
+            label: dict[str, Any] = {
+                "va": "center",
+                "color": color,
+                "fontsize": 10,
+                "annotation_clip": False,
+            }
             axes.annotate(
-                f"{shares[-1]:.1%}", (machines[-1], 100 * shares[-1]), (6, 0), textcoords="offset points", **label
+                f"{shares[-1]:.1%}",
+                (machines[-1], 100 * shares[-1]),
+                (6, 0),
+                textcoords="offset points",
+                **label,
             )
         axes.set_xscale("log")
         axes.set_xlim(machines[0], machines[-1])
@@ -152,25 +201,42 @@ def draw(out: Path, machines: list[int], curves: dict[str, list[float]], caption
 
 def caption(costs: Costs, origin: str, mtbf_days: float) -> str:
     return (
-        f"Simulated. A machine fails once in {mtbf_days:,.0f} days. For each snapshot training waits "
-        f"{costs.sync_save_s:.3g} s; with writing in the background\n{costs.stall_s:.3g} s, and it is durable after "
-        f"{costs.durable_s:.3g} s. A restart takes {costs.restart_s:.3g} s. These four times are {origin}."
+        f"Simulated. A machine fails once in {mtbf_days:,.0f} days. For each snapshot "
+        "training waits "
+        f"{costs.sync_save_s:.3g} s; with writing in the background\n{costs.stall_s:.3g} s, "
+        "and it is durable after "
+        f"{costs.durable_s:.3g} s. A restart takes {costs.restart_s:.3g} s. These four times "
+        f"are {origin}."
     )
 
 
 def command_line() -> argparse.Namespace:
     options = parser(__doc__, "goodput")
-    options.add_argument("--svg", type=Path, default=ROOT / "docs" / "goodput.svg", help="default: %(default)s")
-    options.add_argument("--costs", type=Path, default=RESULTS / "snapshots.json", help="default: %(default)s")
+    options.add_argument(
+        "--svg", type=Path, default=ROOT / "docs" / "goodput.svg", help="default: %(default)s"
+    )
+    options.add_argument(
+        "--costs", type=Path, default=RESULTS / "snapshots.json", help="default: %(default)s"
+    )
     for key, value in asdict(Costs()).items():
         name = f"--{key.replace('_', '-')}"
-        options.add_argument(name, type=float, metavar="S", help=f"overrides --costs, without which it is {value:g} s")
+        options.add_argument(
+            name,
+            type=float,
+            metavar="S",
+            help=f"overrides --costs, without which it is {value:g} s",
+        )
     help = "of one machine (default: %(default).0f)"
     options.add_argument("--mtbf-days", type=float, default=MTBF_DAYS, metavar="DAYS", help=help)
     options.add_argument("--fixed-minutes", type=float, default=30, help="default: %(default)s")
-    options.add_argument("--machines", type=int, default=10_000, help="at most (default: %(default)s)")
     options.add_argument(
-        "--failures", type=int, default=200_000, help="simulated for each figure (default: %(default)s)"
+        "--machines", type=int, default=10_000, help="at most (default: %(default)s)"
+    )
+    options.add_argument(
+        "--failures",
+        type=int,
+        default=200_000,
+        help="simulated for each figure (default: %(default)s)",
     )
     options.add_argument("--seed", type=int, default=0)
     return options.parse_args()
@@ -179,11 +245,16 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     chosen = command_line()
     known = measured(chosen.costs)
-    given = {key: getattr(chosen, key) for key in asdict(Costs()) if getattr(chosen, key) is not None}
+    given = {
+        key: getattr(chosen, key) for key in asdict(Costs()) if getattr(chosen, key) is not None
+    }
     costs = Costs(**(known | given))
-    origin = ("measured" if known else "assumed, not measured") + (f", but for {', '.join(given)}" if given else "")
+    origin = ("measured" if known else "assumed, not measured") + (
+        f", but for {', '.join(given)}" if given else ""
+    )
     machines = log_grid(chosen.machines)
-    gaps = np.random.default_rng(chosen.seed).exponential(size=chosen.failures)  # the same failures for all ways
+    # the same failures for all ways
+    gaps = np.random.default_rng(chosen.seed).exponential(size=chosen.failures)
     compared = ways(costs, chosen.fixed_minutes)
     results: dict[str, list[dict[str, float]]] = {}
     for way in compared:
@@ -193,13 +264,21 @@ def main() -> None:
     curves = {name: [point["simulated"] for point in points] for name, points in results.items()}
     draw(chosen.svg, machines, curves, caption(costs, origin, chosen.mtbf_days))
     rows = [
-        [f"{n:,}", *(f"{points[i]['simulated']:.3%} ({points[i]['interval_s']:,.0f} s)" for points in results.values())]
+        [
+            f"{n:,}",
+            *(
+                f"{points[i]['simulated']:.3%} ({points[i]['interval_s']:,.0f} s)"
+                for points in results.values()
+            ),
+        ]
         for i, n in enumerate(machines)
         if n in TABLE
     ]
     settings = {"mtbf_days": chosen.mtbf_days, "seed": chosen.seed, "failures": chosen.failures}
     settings |= {"costs": asdict(costs), "costs_are": origin}
-    report(chosen.out, {**settings, "machines": machines, "ways": results}, ["machines", *curves], rows)
+    report(
+        chosen.out, {**settings, "machines": machines, "ways": results}, ["machines", *curves], rows
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,16 @@ import sampling
 import snapshots
 from common import ROOT, cell, environment, in_fresh_process, spread
 from gpu_runs import Part, Table, in_parts, ratios, shown, spreads
-from gpu_training import CHAR, RECIPES, TINY, best_loss, our_command, our_speed, time_to_loss, training_speed
+from gpu_training import (
+    CHAR,
+    RECIPES,
+    TINY,
+    best_loss,
+    our_command,
+    our_speed,
+    time_to_loss,
+    training_speed,
+)
 from trainers import PLAIN, SETTINGS
 
 NO_GPU = "it needs a GPU"
@@ -34,7 +43,9 @@ def run_tests(part: Part) -> Table:
     if not outcomes and not part.notes:
         part.failures.append("tests: pytest ran none")
     counts = Counter(outcome for _, outcome in outcomes)
-    part.failures += [f"test {name}" for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+    part.failures += [
+        f"test {name}" for name, outcome in outcomes if outcome in ("FAILED", "ERROR")
+    ]
     figures = {"outcomes": dict(counts), "tests": outcomes, "output": output}
     rows = [[outcome.lower(), str(count)] for outcome, count in counts.items()]
     return figures, ["tests marked gpu", "number"], rows
@@ -42,7 +53,18 @@ def run_tests(part: Part) -> Table:
 
 def pytest(part: Part, words: str) -> str:
     """Return the output of pytest, interrupted when the time is up."""
-    command = [sys.executable, "-m", "pytest", "tests/e2e/test_gpu.py", "-m", "gpu", "-k", words, "-v", "--tb=short"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/e2e/test_gpu.py",
+        "-m",
+        "gpu",
+        "-k",
+        words,
+        "-v",
+        "--tb=short",
+    ]
     process = subprocess.Popen(
         [*command, "-p", "no:cacheprovider"],
         cwd=ROOT,
@@ -64,18 +86,29 @@ def pytest(part: Part, words: str) -> str:
 
 
 def exactness(part: Part) -> Table:
-    """Compare weights and moments, byte for byte, with and without kill -9 of a worker, compiled and deterministic."""
-    setting, steps = (TINY, (30, 5, 8)) if part.dry else (CHAR, (400, 50, 120))  # total, between snapshots, killed at
+    """Compare weights and moments, byte for byte, with and without kill -9 of a worker, compiled
+    and deterministic.
+    """
+    # total, between snapshots, killed at
+    setting, steps = (TINY, (30, 5, 8)) if part.dry else (CHAR, (400, 50, 120))
     total, every, kill_at = steps
-    exact = ["trainer.deterministic=true", "run.resume=auto", "ddp.nproc_per_node=1", f"trainer.max_steps={total}"]
+    exact = [
+        "trainer.deterministic=true",
+        "run.resume=auto",
+        "ddp.nproc_per_node=1",
+        f"trainer.max_steps={total}",
+    ]
     exact += [f"snapshot.every_steps={every}", f"trainer.log_every={2 if part.dry else 10}"]
     figures: dict[str, Any] = {"compiled": part.compiles and not part.dry, "identical": {}}
-    cold = ["env", f"TORCHINDUCTOR_CACHE_DIR={part.scratch / 'compiled again'}"]  # do not reuse a compile cache
+    # do not reuse a compile cache
+    cold = ["env", f"TORCHINDUCTOR_CACHE_DIR={part.scratch / 'compiled again'}"]
     for name, recipe in RECIPES.items() if not part.dry else [("modern", RECIPES["modern"])]:
         digests = []
         for kill in (0, kill_at):
             run = f"{name}-{'killed' if kill else 'whole'}"
-            command = our_command(part, setting, recipe, *exact, f"run.name={run}", "model.dropout=0.1")
+            command = our_command(
+                part, setting, recipe, *exact, f"run.name={run}", "model.dropout=0.1"
+            )
             command = [*cold, *command] if kill else command
             work = partial(in_parts, part, command, part.scratch / "runs" / run, kill)
             with part.within(0.4):
@@ -84,25 +117,39 @@ def exactness(part: Part) -> Table:
         if figures["identical"][name] is False:
             part.failures.append(f"{name}: the bytes after kill -9 differ")
     variants = {"deterministic": ["trainer.deterministic=true"], "eager": ["trainer.compile=false"]}
-    variants |= {"eager, deterministic": [*variants["eager"], *variants["deterministic"]], "compiled": []}
+    variants |= {
+        "eager, deterministic": [*variants["eager"], *variants["deterministic"]],
+        "compiled": [],
+    }
     if part.dry or not part.compiles:
-        part.skip("the cost of compiling", part.facts.get("cannot_compile") or "too long for a dry run")
+        part.skip(
+            "the cost of compiling", part.facts.get("cannot_compile") or "too long for a dry run"
+        )
         variants = {name: words for name, words in variants.items() if "eager" in name}
-    speeds = part.alternate("tokens/s", {n: our_speed(part, setting, PLAIN, *w) for n, w in variants.items()})
+    speeds = part.alternate(
+        "tokens/s", {n: our_speed(part, setting, PLAIN, *w) for n, w in variants.items()}
+    )
     base = speeds.get("eager")
     figures |= {"setting": asdict(setting), "tokens_per_s": spreads(speeds)}
     figures["over_eager"] = {name: ratios(values, base) for name, values in speeds.items()}
-    figures["deterministic_over_compiled"] = ratios(speeds.get("deterministic"), speeds.get("compiled"))
+    figures["deterministic_over_compiled"] = ratios(
+        speeds.get("deterministic"), speeds.get("compiled")
+    )
     same = {True: "yes", False: "NO", None: "not measured"}
     rows = [
-        [f"{n}: the same bytes after kill -9", same[identical], ""] for n, identical in figures["identical"].items()
+        [f"{n}: the same bytes after kill -9", same[identical], ""]
+        for n, identical in figures["identical"].items()
     ]
     rows += [
         [f"gpt, {name}, tokens/s", cell(spread(values)), shown(figures["over_eager"][name])]
         for name, values in speeds.items()
     ]
     both = shown(figures["deterministic_over_compiled"])
-    return figures, ["what", "figure", "over eager"], [*rows, ["deterministic over compiled", both, ""]]
+    return (
+        figures,
+        ["what", "figure", "over eager"],
+        [*rows, ["deterministic over compiled", both, ""]],
+    )
 
 
 # 4: CUDA graphs, sampling, snapshots.
@@ -116,12 +163,23 @@ def graphs_sampling_snapshots(part: Part) -> Table:
     with part.within(0.5):
         sampled(part, figures, rows)
     if (found := part.attempt("snapshots", partial(stalls, part))) is not None:
-        found["stall_shorter"] = [a / max(b, 1e-9) for a, b in zip(found["sync"], found["stall"], strict=True)]
+        found["stall_shorter"] = [
+            a / max(b, 1e-9) for a, b in zip(found["sync"], found["stall"], strict=True)
+        ]
         figures["snapshot_s"] = spreads(found)
-        words = {"sync": "torch.save while training waits", "stall": "stall of a snapshot", "first": "the first stall"}
+        words = {
+            "sync": "torch.save while training waits",
+            "stall": "stall of a snapshot",
+            "first": "the first stall",
+        }
         words |= {"durable": "until it is durable"}
-        rows += [[f"snapshot: {what}", cell(figures["snapshot_s"][name], ".4f"), "s"] for name, what in words.items()]
-        rows.append(["snapshot: times shorter", cell(figures["snapshot_s"]["stall_shorter"], ",.0f"), ""])
+        rows += [
+            [f"snapshot: {what}", cell(figures["snapshot_s"][name], ".4f"), "s"]
+            for name, what in words.items()
+        ]
+        rows.append(
+            ["snapshot: times shorter", cell(figures["snapshot_s"]["stall_shorter"], ",.0f"), ""]
+        )
     return figures, ["what", "figure", "unit, or over the first of its kind"], rows
 
 
@@ -135,12 +193,21 @@ def cuda_graphs(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> N
         modes = {"compiled": "true", "CUDA graphs": "cuda_graphs"}
         speeds = part.alternate(
             f"{key}, tokens/s",
-            {name: our_speed(part, setting, PLAIN, f"trainer.compile={mode}") for name, mode in modes.items()},
+            {
+                name: our_speed(part, setting, PLAIN, f"trainer.compile={mode}")
+                for name, mode in modes.items()
+            },
         )
         ratio = ratios(speeds.get("CUDA graphs"), speeds.get("compiled"))
         figures[f"cuda_graphs, {key}"] = {"tokens_per_s": spreads(speeds), "ratio": ratio}
         for name, values in speeds.items():
-            rows.append([f"{key}, {name}", cell(spread(values)), shown(ratio) if name == "CUDA graphs" else "tokens/s"])
+            rows.append(
+                [
+                    f"{key}, {name}",
+                    cell(spread(values)),
+                    shown(ratio) if name == "CUDA graphs" else "tokens/s",
+                ]
+            )
 
 
 def sampled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
@@ -149,7 +216,9 @@ def sampled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
     candidates: dict[str, Callable[[], float]] = {}
 
     def measure(function: Callable[..., sampling.Speed], *arguments: Any) -> Callable[[], float]:
-        return lambda: in_fresh_process(function, *arguments, part.device, characters, limit_s=part.left_s())[0]
+        return lambda: in_fresh_process(
+            function, *arguments, part.device, characters, limit_s=part.left_s()
+        )[0]
 
     if part.nanogpt is not None:
         candidates["nanoGPT, 1 stream"] = measure(sampling.nanogpt, part.nanogpt.resolve())
@@ -160,19 +229,34 @@ def sampled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
             )
     speeds = part.alternate("characters/s", candidates)
     baseline = speeds.get("nanoGPT, 1 stream")
-    figures["sampling"] = {"precision": precision, "characters_per_s": spreads(speeds), "over_nanogpt": {}}
+    figures["sampling"] = {
+        "precision": precision,
+        "characters_per_s": spreads(speeds),
+        "over_nanogpt": {},
+    }
     for name, values in speeds.items():
         ratio = ratios(values, baseline)
         figures["sampling"]["over_nanogpt"][name] = ratio
-        rows.append([f"sampling: {name}", cell(spread(values)), shown(ratio, ".1f") if ratio else "characters/s"])
+        rows.append(
+            [
+                f"sampling: {name}",
+                cell(spread(values)),
+                shown(ratio, ".1f") if ratio else "characters/s",
+            ]
+        )
 
 
 def stalls(part: Part) -> dict[str, list[float]]:
-    words = [f"trainer.device={part.device}", f"trainer.precision={part.facts.get('precision', 'fp32')}"]
+    words = [
+        f"trainer.device={part.device}",
+        f"trainer.precision={part.facts.get('precision', 'fp32')}",
+    ]
     if part.dry:
         words += ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "data.block_size=32"]
     times = min(3, part.repetitions)
-    return in_fresh_process(snapshots.compare_stalls, str(part.scratch), times, *words, limit_s=part.left_s())
+    return in_fresh_process(
+        snapshots.compare_stalls, str(part.scratch), times, *words, limit_s=part.left_s()
+    )
 
 
 PARTS: dict[int, tuple[str, Callable[[Part], Table]]] = {

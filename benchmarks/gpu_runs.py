@@ -81,13 +81,20 @@ class Part:
             return None
 
     def alternate(self, what: str, candidates: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-        """Measure A, B, A, B ... until the repetitions or the time are used up; drop candidates that fail."""
+        """Measure A, B, A, B ...
+
+        until the repetitions or the time are used up; drop candidates that fail.
+        """
         values: dict[str, list[T]] = {name: [] for name in candidates}
         took = dict.fromkeys(candidates, 0.0)
         for repetition in range(1, self.repetitions + 1):
             for name in list(took):
                 begin = time.monotonic()
-                value = self.attempt(f"{what}, {name}, repetition {repetition}", candidates[name], took[name] * MARGIN)
+                value = self.attempt(
+                    f"{what}, {name}, repetition {repetition}",
+                    candidates[name],
+                    took[name] * MARGIN,
+                )
                 if value is None:
                     del took[name]
                     continue
@@ -160,7 +167,9 @@ def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[st
 
 
 def text_or_random(directory: Path, characters: int) -> tuple[Path, bool]:
-    """Return tinyshakespeare and True; or random text with as many distinct characters, and False."""
+    """Return tinyshakespeare and True; or random text with as many distinct characters, and
+    False.
+    """
     if os.environ.get(TEXT_VARIABLE):
         return corpus_path(), True
     path = directory / "random.txt"
@@ -184,7 +193,9 @@ class Descent:
         return next((seconds for seconds, _, loss in self.losses if loss <= target), None)
 
 
-def descend(part: Part, command: list[str], cwd: Path, report: str, step: str, target: float) -> Descent:
+def descend(
+    part: Part, command: list[str], cwd: Path, report: str, step: str, target: float
+) -> Descent:
     """Train until the validation loss reaches the target, or to the end.
 
     Args:
@@ -211,7 +222,9 @@ def descend(part: Part, command: list[str], cwd: Path, report: str, step: str, t
 
 
 def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
-    """Train with one worker, killed after a snapshot if `kill_at` is not 0; return the digest of the last snapshot.
+    """Train with one worker, killed after a snapshot if `kill_at` is not 0.
+
+    Return the digest of the last snapshot.
 
     Raises:
         RuntimeError: the run did not finish, or the worker was not restarted.
@@ -220,9 +233,13 @@ def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
         if kill_at:
             while last_step(run) < kill_at or not any(run.glob("snapshots/step_*/manifest.json")):
                 if process.poll() is not None:
-                    raise RuntimeError(f"{run.name} ended before step {kill_at}:\n{''.join(lines)[-2000:]}")
+                    raise RuntimeError(
+                        f"{run.name} ended before step {kill_at}:\n{''.join(lines)[-2000:]}"
+                    )
                 time.sleep(0.005)
-            workers = [pid for pid in process_tree(process.pid) if has_open_file(pid, "/main.rank0.log")]
+            workers = [
+                pid for pid in process_tree(process.pid) if has_open_file(pid, "/main.rank0.log")
+            ]
             os.kill(workers[0], signal.SIGKILL)
         output = "".join(lines)
         if process.wait() != 0:

@@ -12,7 +12,18 @@ from typing import Any
 from common import ROOT, cell, in_fresh_process, spread
 from gpu_runs import Descent, Part, Table, descend, flops_per_token, ratios, shown, spreads
 from stopwatch import pace
-from trainers import MODERN, NANOGPT, OURS, PLAIN, SETTINGS, Setting, copy_with_data, nanogpt, ours, path_overrides
+from trainers import (
+    MODERN,
+    NANOGPT,
+    OURS,
+    PLAIN,
+    SETTINGS,
+    Setting,
+    copy_with_data,
+    nanogpt,
+    ours,
+    path_overrides,
+)
 
 TINY = Setting(2, 2, 16, context=16, batch=4, warmup=2, timed=6, log_every=1)
 CHAR = replace(SETTINGS["char"], warmup=100, timed=400, log_every=50)
@@ -42,11 +53,17 @@ def nanogpt_copy(part: Part) -> Path | None:
     return copy_with_data(part.nanogpt, part.text, part.scratch / "nanogpt")
 
 
-def tokens_per_s(part: Part, setting: Setting, command: list[str], cwd: Path, pattern: str) -> float:
-    return round(setting.tokens / pace(command, cwd, pattern, setting.span, limit_s=part.left_s()).wall_s, 1)
+def tokens_per_s(
+    part: Part, setting: Setting, command: list[str], cwd: Path, pattern: str
+) -> float:
+    return round(
+        setting.tokens / pace(command, cwd, pattern, setting.span, limit_s=part.left_s()).wall_s, 1
+    )
 
 
-def our_speed(part: Part, setting: Setting, recipe: list[str], *overrides: str) -> Callable[[], float]:
+def our_speed(
+    part: Part, setting: Setting, recipe: list[str], *overrides: str
+) -> Callable[[], float]:
     command = our_command(part, setting, recipe, *overrides)
     return partial(tokens_per_s, part, setting, command, part.scratch, OURS)
 
@@ -55,10 +72,14 @@ def our_speed(part: Part, setting: Setting, recipe: list[str], *overrides: str) 
 
 
 def training_speed(part: Part) -> Table:
-    """Measure training relative to nanoGPT, to the measured matmul rate and to the vendor's peak."""
+    """Measure training relative to nanoGPT, to the measured matmul rate and to the vendor's
+    peak.
+    """
     settings = {"tiny": TINY} if part.dry else {"10.7M": CHAR, "GPT-2's shape": GPT2}
     commands = {
-        f"{k}, {name}": our_command(part, s, recipe) for k, s in settings.items() for name, recipe in RECIPES.items()
+        f"{k}, {name}": our_command(part, s, recipe)
+        for k, s in settings.items()
+        for name, recipe in RECIPES.items()
     }
     candidates: dict[str, Callable[[], float]] = {}
     copy = nanogpt_copy(part)
@@ -67,23 +88,53 @@ def training_speed(part: Part) -> Table:
             candidates[f"{key}, {name}"] = our_speed(part, setting, recipe)
         if copy:
             command = nanogpt_command(part, setting)
-            candidates[f"{key}, nanoGPT"] = partial(tokens_per_s, part, setting, command, copy, NANOGPT)
+            candidates[f"{key}, nanoGPT"] = partial(
+                tokens_per_s, part, setting, command, copy, NANOGPT
+            )
     words = {name: command[2:] for name, command in commands.items()}
-    count = partial(in_fresh_process, flops_per_token, words, len(set(part.text.read_text(encoding="utf-8"))))
+    count = partial(
+        in_fresh_process, flops_per_token, words, len(set(part.text.read_text(encoding="utf-8")))
+    )
     flops = part.attempt("FLOPs per token", count) or {}
-    flops |= {f"{key}, nanoGPT": flops[f"{key}, gpt"] for key in settings if flops}  # the same shapes
+    # the same shapes
+    flops |= {f"{key}, nanoGPT": flops[f"{key}, gpt"] for key in settings if flops}
     speeds = part.alternate("tokens/s", candidates)
-    figures: dict[str, Any] = {"settings": {key: asdict(setting) for key, setting in settings.items()}}
-    figures |= {"flops_per_token": flops, "tokens_per_s": spreads(speeds), "over_nanogpt": {}, "utilization": {}}
+    figures: dict[str, Any] = {
+        "settings": {key: asdict(setting) for key, setting in settings.items()}
+    }
+    figures |= {
+        "flops_per_token": flops,
+        "tokens_per_s": spreads(speeds),
+        "over_nanogpt": {},
+        "utilization": {},
+    }
     rows = []
     for name, values in speeds.items():
-        ratio = None if "nanoGPT" in name else ratios(values, speeds.get(f"{name.rpartition(', ')[0]}, nanoGPT"))
+        ratio = (
+            None
+            if "nanoGPT" in name
+            else ratios(values, speeds.get(f"{name.rpartition(', ')[0]}, nanoGPT"))
+        )
         speed = spread(values)
-        shares = [share(speed["median"] * flops.get(name, 0), part.facts[r]) for r in ("matmul_flops", "peak_flops")]
+        shares = [
+            share(speed["median"] * flops.get(name, 0), part.facts[r])
+            for r in ("matmul_flops", "peak_flops")
+        ]
         figures["over_nanogpt"][name] = ratio
         figures["utilization"][name] = dict(zip(("measured", "vendor"), shares, strict=True))
-        rows.append([name, cell(speed), shown(ratio, ".2f"), *("-" if s is None else f"{s:.1%}" for s in shares)])
-    return figures, ["model", "tokens/s", "over nanoGPT", "of the measured rate", "of the vendor's peak"], rows
+        rows.append(
+            [
+                name,
+                cell(speed),
+                shown(ratio, ".2f"),
+                *("-" if s is None else f"{s:.1%}" for s in shares),
+            ]
+        )
+    return (
+        figures,
+        ["model", "tokens/s", "over nanoGPT", "of the measured rate", "of the vendor's peak"],
+        rows,
+    )
 
 
 def share(flops: float, rate: float | None) -> float | None:
@@ -96,20 +147,54 @@ def share(flops: float, rate: float | None) -> float | None:
 def our_training(part: Part, run: str, seed: int, target: float) -> Descent:
     """Train the best experiment that exists, in a new run directory."""
     there = [name for name in BEST if (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file()]
-    where = [*path_overrides(part.text, part.scratch), "data.sha256=null", f"run.name={run}", f"run.seed={seed}"]
-    command = [sys.executable, str(ROOT / "main.py"), f"experiment={there[0]}", f"trainer.device={part.device}", *where]
+    where = [
+        *path_overrides(part.text, part.scratch),
+        "data.sha256=null",
+        f"run.name={run}",
+        f"run.seed={seed}",
+    ]
+    command = [
+        sys.executable,
+        str(ROOT / "main.py"),
+        f"experiment={there[0]}",
+        f"trainer.device={part.device}",
+        *where,
+    ]
     if part.dry:
-        command += ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "data.block_size=16", "data.stride=null"]
-        command += ["trainer.batch_size=4", "trainer.max_steps=20", "trainer.eval_every=10", "data.truncate=0.2"]
-    return descend(part, command, part.scratch, r"^step (\d+): validation loss ([\d.]+)", OURS, target)
+        command += [
+            "model.n_layer=1",
+            "model.n_head=2",
+            "model.n_embd=16",
+            "data.block_size=16",
+            "data.stride=null",
+        ]
+        command += [
+            "trainer.batch_size=4",
+            "trainer.max_steps=20",
+            "trainer.eval_every=10",
+            "data.truncate=0.2",
+        ]
+    return descend(
+        part, command, part.scratch, r"^step (\d+): validation loss ([\d.]+)", OURS, target
+    )
 
 
 def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
     """Train nanoGPT with its own settings and evaluation, an estimate over 200 random batches."""
-    command = [sys.executable, "train.py", "config/train_shakespeare_char.py", f"--device={part.device}"]
+    command = [
+        sys.executable,
+        "train.py",
+        "config/train_shakespeare_char.py",
+        f"--device={part.device}",
+    ]
     command += [f"--compile={part.compiles and not part.dry}"]
     if part.dry:
-        command = [*nanogpt_command(part, TINY), "--eval_interval=10", "--eval_iters=2", "--max_iters=20"]
+        command = [
+            *nanogpt_command(part, TINY),
+            "--eval_interval=10",
+            "--eval_iters=2",
+            "--max_iters=20",
+        ]
     report = r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)"
     return descend(part, command, copy, report, NANOGPT, target)
 
@@ -122,12 +207,19 @@ def wants_shakespeare(part: Part) -> bool:
 
 
 def time_to_loss(part: Part) -> Table:
-    """Measure seconds of the whole process until it logs a validation loss, with and without startup and compilation.
+    """Measure seconds of the whole process until it logs a validation loss, with and without
+    startup and compilation.
 
-    Ours is over the whole validation split, nanoGPT's its own estimate; both times include the evaluations.
+    Ours is over the whole validation split, nanoGPT's its own estimate; both times include the
+    evaluations.
     """
     target = 4.2 if part.dry else TARGET
-    header = ["run", "s from the start", "s after its first report of a step", "lowest loss, nats/character"]
+    header = [
+        "run",
+        "s from the start",
+        "s after its first report of a step",
+        "lowest loss, nats/character",
+    ]
     if wants_shakespeare(part):
         return {}, header, []
     candidates: dict[str, Callable[[], Descent]] = {}
@@ -136,13 +228,24 @@ def time_to_loss(part: Part) -> Table:
     if copy := nanogpt_copy(part):
         candidates["nanoGPT"] = partial(nanogpt_training, part, copy, target)
     descents = part.alternate(f"to a loss of {target}", candidates)
-    figures = {"target": target, "runs": {name: [asdict(run) for run in runs] for name, runs in descents.items()}}
+    figures = {
+        "target": target,
+        "runs": {name: [asdict(run) for run in runs] for name, runs in descents.items()},
+    }
     rows = []
     for name, runs in descents.items():
         for run in runs:
             seconds = run.seconds_to(target)
-            after = None if seconds is None or not run.first_step_s > 0 else seconds - run.first_step_s
-            rows.append([name, *("-" if s is None else f"{s:.1f}" for s in (seconds, after)), f"{run.best:.4f}"])
+            after = (
+                None if seconds is None or not run.first_step_s > 0 else seconds - run.first_step_s
+            )
+            rows.append(
+                [
+                    name,
+                    *("-" if s is None else f"{s:.1f}" for s in (seconds, after)),
+                    f"{run.best:.4f}",
+                ]
+            )
     return figures, header, rows
 
 

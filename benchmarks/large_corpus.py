@@ -1,20 +1,23 @@
-"""A large text: peak resident memory and speed of encoding (mingpt_ddp.data.prepare) and of fetching batches.
+"""A large text: peak resident memory and speed of encoding (mingpt_ddp.data.prepare) and of
+fetching batches.
 
-Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of two, three and four
-bytes, split by the reader's chunks at every possible offset. New processes, with the imports of main.py, then
+Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of
+two, three and four bytes, split by the reader's chunks at every possible offset. New processes,
+with the imports of main.py, then
 
 1. do nothing else: the memory of the imports alone,
 2. encode the text with mingpt_ddp.data.prepare.prepare,
 3. find it in the cache, like every later start,
 4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
 
-Memory is the process's ru_maxrss, with nothing subtracted; it includes resident pages of mapped files, which the
-kernel can reclaim. The exit code is 1 if encoding takes more than the limit. Needs
+Memory is the process's ru_maxrss, with nothing subtracted; it includes resident pages of mapped
+files, which the kernel can reclaim. The exit code is 1 if encoding takes more than the limit. Needs
 three times the text's size of disk.
 
     python benchmarks/large_corpus.py --gigabytes 2
     python benchmarks/large_corpus.py --gigabytes 0.5 --tokenizer bpe --limit 1000 \
-        --out benchmarks/results/large_corpus_bpe.json  # the library learns 200,000 words: 490 MB for 10 MB of text too
+        --out benchmarks/results/large_corpus_bpe.json  # the library learns 200,000 words: 490 MB
+        for 10 MB of text too
 """
 
 from __future__ import annotations
@@ -38,9 +41,13 @@ def write_text(path: Path, n_bytes: int) -> None:
     """Write random words: repetitions of one block, each rotated at random."""
     generator = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    others = [(0xE0, 0xFF), (0x430, 0x450), (0x4E00, 0x5000), (0x1F600, 0x1F640)]  # of 2, 2, 3 and 4 bytes
+    # of 2, 2, 3 and 4 bytes
+    others = [(0xE0, 0xFF), (0x430, 0x450), (0x4E00, 0x5000), (0x1F600, 0x1F640)]
     alphabets = [letters] * 12 + ["".join(map(chr, range(*span))) for span in others]
-    words = ("".join(generator.choices(generator.choice(alphabets), k=generator.randint(1, 9))) for _ in range(200_000))
+    words = (
+        "".join(generator.choices(generator.choice(alphabets), k=generator.randint(1, 9)))
+        for _ in range(200_000)
+    )
     block = " ".join(words)
     written = 0
     with open(path, "wb") as file:
@@ -95,7 +102,10 @@ def encode(text: Path, tokenizer: str) -> dict[str, float]:
     encoded = prepare(config)
     seconds = time.perf_counter() - begin
     speed = text.stat().st_size / 1e6 / seconds
-    figures = {"tokens": encoded.length, "distinct": tokenizer_from_state(encoded.tokenizer).vocab_size}
+    figures = {
+        "tokens": encoded.length,
+        "distinct": tokenizer_from_state(encoded.tokenizer).vocab_size,
+    }
     return {"seconds": seconds, "mb_per_s": speed, "peak_mb": peak_mb(), **figures}
 
 
@@ -105,7 +115,9 @@ def fetch(text: Path, tokenizer: str) -> dict[str, float]:
     from mingpt_ddp.data.dataset import TextDataset
     from mingpt_ddp.data.prepare import prepare
 
-    loader = TokenLoader(TextDataset(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1)
+    loader = TokenLoader(
+        TextDataset(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1
+    )
     plan = BatchPlan(BATCH, BATCH, world_size=1)
     begin = time.perf_counter()
     loader.get_batch(1, plan, rank=0)
@@ -114,7 +126,11 @@ def fetch(text: Path, tokenizer: str) -> dict[str, float]:
     for step in range(2, BATCHES + 2):
         loader.get_batch(step, plan, rank=0)
     seconds = time.perf_counter() - first
-    figures = {"first_batch_s": first - begin, "first_batch_peak_mb": after_first, "windows": loader.windows_per_epoch}
+    figures = {
+        "first_batch_s": first - begin,
+        "first_batch_peak_mb": after_first,
+        "windows": loader.windows_per_epoch,
+    }
     figures["own_mb_at_end"] = own_mb()
     return {"seconds": seconds, "batches_per_s": BATCHES / seconds, "peak_mb": peak_mb(), **figures}
 
@@ -127,30 +143,69 @@ def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 def main() -> None:
     options = parser(__doc__, "large_corpus")
-    options.add_argument("--gigabytes", type=float, default=2.0, help="size of the text (default: %(default)s)")
-    options.add_argument("--tokenizer", default="char", help="char, byte or bpe (default: %(default)s)")
-    options.add_argument("--limit", type=float, default=LIMIT, help="MB while encoding (default: %(default)s)")
-    options.add_argument("--scratch", type=Path, help="parent of the temporary directory (default: the system's)")
+    options.add_argument(
+        "--gigabytes", type=float, default=2.0, help="size of the text (default: %(default)s)"
+    )
+    options.add_argument(
+        "--tokenizer", default="char", help="char, byte or bpe (default: %(default)s)"
+    )
+    options.add_argument(
+        "--limit", type=float, default=LIMIT, help="MB while encoding (default: %(default)s)"
+    )
+    options.add_argument(
+        "--scratch", type=Path, help="parent of the temporary directory (default: the system's)"
+    )
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="large-corpus-", dir=chosen.scratch) as directory:
         text = Path(directory) / "text.txt"
         log(f"writing {chosen.gigabytes} GB")
         write_text(text, int(chosen.gigabytes * 1e9))
         measured: dict[str, dict[str, float]] = {}
-        for name, work in {"imports": imports, "encode": encode, "cached": encode, "fetch": fetch}.items():
+        for name, work in {
+            "imports": imports,
+            "encode": encode,
+            "cached": encode,
+            "fetch": fetch,
+        }.items():
             measured[name] = in_fresh_process(work, text, chosen.tokenizer)
             log(f"{name}: {measured[name]}")
-    speeds = {"imports": "", "fetch": f"{measured['fetch']['batches_per_s']:,.0f} batches of {BATCH} x {CONTEXT} per s"}
+    speeds = {
+        "imports": "",
+        "fetch": f"{measured['fetch']['batches_per_s']:,.0f} batches of {BATCH} x {CONTEXT} per s",
+    }
     speeds |= {name: f"{measured[name]['mb_per_s']:,.0f} MB/s" for name in ("encode", "cached")}
-    rows = [[name, f"{m['seconds']:.1f}", speeds[name], f"{m['peak_mb']:,.0f}"] for name, m in measured.items()]
+    rows = [
+        [name, f"{m['seconds']:.1f}", speeds[name], f"{m['peak_mb']:,.0f}"]
+        for name, m in measured.items()
+    ]
     first = measured["fetch"]
-    rows.insert(3, ["first batch", f"{first['first_batch_s']:.1f}", "", f"{first['first_batch_peak_mb']:,.0f}"])
-    rows.append(["fetch, at its end, without mapped files", "", "", f"{first['own_mb_at_end']:,.0f}"])
-    figures = {name: {key: round(value, 3) for key, value in m.items()} for name, m in measured.items()}
-    results = {"gigabytes": chosen.gigabytes, "tokenizer": chosen.tokenizer, "limit_mb": chosen.limit, **figures}
+    rows.insert(
+        3,
+        [
+            "first batch",
+            f"{first['first_batch_s']:.1f}",
+            "",
+            f"{first['first_batch_peak_mb']:,.0f}",
+        ],
+    )
+    rows.append(
+        ["fetch, at its end, without mapped files", "", "", f"{first['own_mb_at_end']:,.0f}"]
+    )
+    figures = {
+        name: {key: round(value, 3) for key, value in m.items()} for name, m in measured.items()
+    }
+    results = {
+        "gigabytes": chosen.gigabytes,
+        "tokenizer": chosen.tokenizer,
+        "limit_mb": chosen.limit,
+        **figures,
+    }
     report(chosen.out, results, HEADER, rows, readme(results))
     if measured["encode"]["peak_mb"] > chosen.limit:
-        sys.exit(f"encoding took {measured['encode']['peak_mb']:,.0f} MB, more than {chosen.limit:,.0f} MB")
+        sys.exit(
+            f"encoding took {measured['encode']['peak_mb']:,.0f} MB, more than "
+            f"{chosen.limit:,.0f} MB"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""A roofline for a step of `gpt` with AdamW in fp32: the least work it needs, and the peak rates of this machine."""
+"""A roofline for a step of `gpt` with AdamW in fp32: the least work it needs, and the peak rates of
+this machine.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,10 @@ class Needed:
 def needed(point: Point) -> Needed:
     """Return the least work of the rank with the most sequences.
 
-    The backward pass needs at least the inputs of the matrices and of the attention: 10 numbers per character, layer
-    and channel. The weights are read forward and backward and their gradients written; clipping reads those, AdamW
-    reads weights, gradients and two moments and writes all but the gradients.
+    The backward pass needs at least the inputs of the matrices and of the attention: 10 numbers per
+    character, layer and channel. The weights are read forward and backward and their gradients
+    written; clipping reads those, AdamW reads weights, gradients and two moments and writes all but
+    the gradients.
     """
     config = GPTConfig(
         name="gpt",
@@ -70,7 +73,10 @@ def needed(point: Point) -> Needed:
         activation="gelu",
     )
     model = GPT(config, CHARACTERS, point.context)
-    weights, characters = count_parameters(model), math.ceil(point.batch / point.ranks) * point.context
+    weights, characters = (
+        count_parameters(model),
+        math.ceil(point.batch / point.ranks) * point.context,
+    )
     activations = 4 * 10 * characters * point.layers * point.width
     flops = float(model.flops_per_token() * characters)
     return Needed(flops, 11 * 4 * weights + 2 * activations, 4 * 4 * weights + activations)
@@ -91,7 +97,11 @@ def memory_rate(device: torch.device) -> float:
     """Return the bytes per second of a copy, reads and writes counted."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * BLOCK / fastest("target.copy_(source)", {"source": source, "target": target, "torch": torch})
+    return (
+        2
+        * BLOCK
+        / fastest("target.copy_(source)", {"source": source, "target": target, "torch": torch})
+    )
 
 
 def measured_rates() -> tuple[float, float]:
@@ -101,7 +111,12 @@ def measured_rates() -> tuple[float, float]:
 
 
 def describe() -> Machine:
-    script = "import mingpt_ddp.training.run, resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    script = (
+        "import mingpt_ddp.training.run, resource; "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
     command = [sys.executable, "-c", script]
-    stdout = subprocess.run(command, cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True).stdout
+    stdout = subprocess.run(
+        command, cwd=ROOT, env=environment(1), capture_output=True, text=True, check=True
+    ).stdout
     return Machine(*in_fresh_process(measured_rates), int(stdout) * 1024 / 1e6)

@@ -1,7 +1,9 @@
-"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed as our evaluation does.
+"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed as our evaluation
+does.
 
-Windows are contiguous, every character but the first is predicted exactly once, the mean is over characters.
-`time_to_loss.py` runs it in nanoGPT's directory, with its model.py and data; prints one JSON object.
+Windows are contiguous, every character but the first is predicted exactly once, the mean is over
+characters. `time_to_loss.py` runs it in nanoGPT's directory, with its model.py and data; prints one
+JSON object.
 
     python nanogpt_loss.py out-shakespeare-char/ckpt.pt
 """
@@ -37,10 +39,18 @@ def main() -> None:
     checkpoint = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
     model = GPT(GPTConfig(**checkpoint["model_args"]))
     model.load_state_dict(checkpoint["model"])
-    text = torch.from_numpy(np.fromfile("data/shakespeare_char/val.bin", dtype=np.uint16).astype(np.int64))
+    text = torch.from_numpy(
+        np.fromfile("data/shakespeare_char/val.bin", dtype=np.uint16).astype(np.int64)
+    )
     loss = whole_loss(model.eval(), text, checkpoint["model_args"]["block_size"])
     print(
-        json.dumps({"val_loss": loss, "step": checkpoint["iter_num"], "estimate": float(checkpoint["best_val_loss"])})
+        json.dumps(
+            {
+                "val_loss": loss,
+                "step": checkpoint["iter_num"],
+                "estimate": float(checkpoint["best_val_loss"]),
+            }
+        )
     )
 
 

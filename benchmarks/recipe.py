@@ -4,10 +4,10 @@ Each seed is one run of the user command, on two ranks with one thread each, in 
 
     torchrun --standalone --nproc_per_node=2 main.py experiment=NAME run.seed=SEED
 
-The figure is the loss of its result.json in nats per character, whatever the tokens are: over the whole validation
-split, at the end. The exit code is 1 if the mean over the seeds is above the experiment's limit. Recipes are tuned on a
-part of the training text, with other seeds. The ensemble of the seeds, of experiments in ENSEMBLE_LIMITS, has its own
-limit:
+The figure is the loss of its result.json in nats per character, whatever the tokens are: over the
+whole validation split, at the end. The exit code is 1 if the mean over the seeds is above the
+experiment's limit. Recipes are tuned on a part of the training text, with other seeds. The ensemble
+of the seeds, of experiments in ENSEMBLE_LIMITS, has its own limit:
 
     python -m mingpt_ddp.evaluate RUN RUN ...
 
@@ -34,20 +34,48 @@ LIMITS = {  # nats per character
     "shakespeare_char_cpu_long": 1.50,
     "shakespeare_bpe_cpu": 1.50,
 }
-ENSEMBLE_LIMITS = {"shakespeare_char_cpu_long": 1.47, "shakespeare_bpe_cpu": 1.47}  # of the mean of all probabilities
+# of the mean of all probabilities
+ENSEMBLE_LIMITS = {"shakespeare_char_cpu_long": 1.47, "shakespeare_bpe_cpu": 1.47}
 FIRST_SEED = 101
-HEADER = ["experiment", "seed", "steps", "validation loss, nats/character", "bits/character", "minutes"]
+HEADER = [
+    "experiment",
+    "seed",
+    "steps",
+    "validation loss, nats/character",
+    "bits/character",
+    "minutes",
+]
 
 
 def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
     """Train to the end; return result.json."""
     name = f"{experiment}-{seed}"
-    overrides = [f"experiment={experiment}", f"run.seed={seed}", f"run.name={name}", f"run.root='{root}'"]
-    overrides += [f"data.path='{corpus_path()}'", f"data.cache_dir='{root / 'cache'}'", "trainer.device=cpu"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    overrides = [
+        f"experiment={experiment}",
+        f"run.seed={seed}",
+        f"run.name={name}",
+        f"run.root='{root}'",
+    ]
+    overrides += [
+        f"data.path='{corpus_path()}'",
+        f"data.cache_dir='{root / 'cache'}'",
+        "trainer.device=cpu",
+    ]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={RANKS}",
+    ]
     command = [*torchrun, str(ROOT / "main.py"), *overrides]
     process = subprocess.Popen(
-        command, cwd=root, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=root,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert process.stdout is not None
     tail: list[str] = []
@@ -65,7 +93,9 @@ def ensemble_loss(experiment: str, seeds: range, root: Path) -> float:
     """Return the validation loss of the mean of the seeds' probabilities."""
     runs = [str(root / f"{experiment}-{seed}") for seed in seeds]
     command = [sys.executable, "-m", "mingpt_ddp.evaluate", *runs, "device=cpu"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, check=True
+    )
     loss = nats_per_character(json.loads(done.stdout))
     log(f"{experiment}, ensemble of {len(runs)} seeds: validation loss {loss:.4f}")
     return loss
@@ -74,30 +104,78 @@ def ensemble_loss(experiment: str, seeds: range, root: Path) -> float:
 def main() -> None:
     options = parser(__doc__, "recipe")
     options.add_argument("--experiments", nargs="+", choices=LIMITS, default=list(LIMITS))
-    options.add_argument("--seeds", type=int, default=5, help=f"how many, from {FIRST_SEED} on (default: %(default)s)")
-    options.add_argument("--root", type=Path, help="keep the runs in this directory (default: a temporary one)")
+    options.add_argument(
+        "--seeds",
+        type=int,
+        default=5,
+        help=f"how many, from {FIRST_SEED} on (default: %(default)s)",
+    )
+    options.add_argument(
+        "--root", type=Path, help="keep the runs in this directory (default: a temporary one)"
+    )
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="recipe-") as scratch:
         root = (chosen.root or Path(scratch)).resolve()
         root.mkdir(parents=True, exist_ok=True)
         seeds = range(FIRST_SEED, FIRST_SEED + chosen.seeds)
-        results = {name: summary([{"seed": n, **train(name, n, root)} for n in seeds]) for name in chosen.experiments}
+        results = {
+            name: summary([{"seed": n, **train(name, n, root)} for n in seeds])
+            for name in chosen.experiments
+        }
         for name in ENSEMBLE_LIMITS.keys() & results.keys() if len(seeds) > 1 else ():
             results[name]["ensemble"] = ensemble_loss(name, seeds, root)
     rows: list[list[str]] = []
     for name, found in results.items():
         for run in found["runs"]:
             losses = (nats_per_character(run), run["bits_per_char"])
-            rows.append([name, str(run["seed"]), f"{run['step']:,}", *(f"{loss:.4f}" for loss in losses), minutes(run)])
-        rows.append([name, "mean", "", f"{found['mean']:.4f} ({found['low']:.4f} .. {found['high']:.4f})", "", ""])
+            rows.append(
+                [
+                    name,
+                    str(run["seed"]),
+                    f"{run['step']:,}",
+                    *(f"{loss:.4f}" for loss in losses),
+                    minutes(run),
+                ]
+            )
+        rows.append(
+            [
+                name,
+                "mean",
+                "",
+                f"{found['mean']:.4f} ({found['low']:.4f} .. {found['high']:.4f})",
+                "",
+                "",
+            ]
+        )
         if "ensemble" in found:
             rows.append(
-                [name, "ensemble", "", f"{found['ensemble']:.4f}", f"{found['ensemble'] / math.log(2):.4f}", ""]
+                [
+                    name,
+                    "ensemble",
+                    "",
+                    f"{found['ensemble']:.4f}",
+                    f"{found['ensemble'] / math.log(2):.4f}",
+                    "",
+                ]
             )
-    report(chosen.out, {"ranks": RANKS, "limits": LIMITS, "experiments": results}, HEADER, rows, readme(results))
-    missed = [f"{name} {found['mean']:.4f}" for name, found in results.items() if found["mean"] > LIMITS[name]]
+    report(
+        chosen.out,
+        {"ranks": RANKS, "limits": LIMITS, "experiments": results},
+        HEADER,
+        rows,
+        readme(results),
+    )
+    missed = [
+        f"{name} {found['mean']:.4f}"
+        for name, found in results.items()
+        if found["mean"] > LIMITS[name]
+    ]
     ensembles = {name: found["ensemble"] for name, found in results.items() if "ensemble" in found}
-    missed += [f"{name}, ensemble {loss:.4f}" for name, loss in ensembles.items() if loss > ENSEMBLE_LIMITS[name]]
+    missed += [
+        f"{name}, ensemble {loss:.4f}"
+        for name, loss in ensembles.items()
+        if loss > ENSEMBLE_LIMITS[name]
+    ]
     if missed:
         sys.exit(f"above the limit: {', '.join(missed)}")
 
@@ -110,7 +188,8 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
-            f"`experiment={name}`, {found['runs'][0]['step']:,} steps on {RANKS} ranks: validation loss "
+            f"`experiment={name}`, {found['runs'][0]['step']:,} steps on {RANKS} ranks: "
+            "validation loss "
             f"over the whole split, mean of {len(found['runs'])} seeds",
             f"{found['mean']:.3f} ({found['low']:.3f} .. {found['high']:.3f}) nats per character"
             + (f"; their ensemble {found['ensemble']:.3f}" if "ensemble" in found else ""),

@@ -1,17 +1,19 @@
 """Characters per second that are sampled, against nanoGPT: the same shape, one thread, on the CPU.
 
-6 layers, 6 heads, 384 wide, context 256, 500 new characters after a prompt of one, temperature 0.8 and top_k 200 as
-in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts one after the other: its speed is
-that of one stream. Ours: `gpt`, the same architecture with as many weights, and `modern`, each in fp32, bf16 and fp16
-(`precision=auto` of sample.py takes what mingpt_ddp/inference/decoding.py says), one stream and ten at once. The
-weights are random: the speed does not depend on them.
+6 layers, 6 heads, 384 wide, context 256, 500 new characters after a prompt of one, temperature 0.8
+and top_k 200 as in the sample.py of nanoGPT, which computes in fp32 on a CPU and samples its texts
+one after the other: its speed is that of one stream. Ours: `gpt`, the same architecture with as
+many weights, and `modern`, each in fp32, bf16 and fp16 (`precision=auto` of sample.py takes what
+mingpt_ddp/inference/decoding.py says), one stream and ten at once. The weights are random: the
+speed does not depend on them.
 
-The algorithms differ after character 256: nanoGPT recomputes the last 256 for each new one, ours keeps a window of 128
-to 256 with a KV cache (`mingpt_ddp.inference.generate.generate`).
+The algorithms differ after character 256: nanoGPT recomputes the last 256 for each new one, ours
+keeps a window of 128 to 256 with a KV cache (`mingpt_ddp.inference.generate.generate`).
 
-Every measurement runs in a new process; the clock runs from the built model to the last character, after a warm-up of a
-few characters, and includes packing the weights. Characters per second of CPU time are the fairer figure if
-other processes compete for the cores. nanoGPT is not part of this project; give its checkout:
+Every measurement runs in a new process; the clock runs from the built model to the last character,
+after a warm-up of a few characters, and includes packing the weights. Characters per second of CPU
+time are the fairer figure if other processes compete for the cores. nanoGPT is not part of this
+project; give its checkout:
 
     python benchmarks/sampling.py --nanogpt ~/nanoGPT
 """
@@ -31,7 +33,15 @@ SHAPE = {"n_layer": 6, "n_head": 6, "n_embd": 384}
 CONTEXT, VOCABULARY = 256, 65
 CHARACTERS, WARM_UP = 500, 20
 TEMPERATURE, TOP_K = 0.8, 200
-HEADER = ["model", "precision", "streams", "characters/s", "nanoGPT characters/s", "ratio, pair by pair", "by CPU time"]
+HEADER = [
+    "model",
+    "precision",
+    "streams",
+    "characters/s",
+    "nanoGPT characters/s",
+    "ratio, pair by pair",
+    "by CPU time",
+]
 NANOGPT = "nanogpt"
 Speed = tuple[float, float]  # characters per second, and per second of CPU time
 
@@ -61,7 +71,9 @@ def nanogpt(checkout: Path, device: str = "cpu", characters: int = CHARACTERS) -
         return clocked(lambda: write(characters), characters)
 
 
-def ours(name: str, precision: str, streams: int, device: str = "cpu", characters: int = CHARACTERS) -> Speed:
+def ours(
+    name: str, precision: str, streams: int, device: str = "cpu", characters: int = CHARACTERS
+) -> Speed:
     import torch
 
     from mingpt_ddp.inference.decoding import prepare
@@ -86,7 +98,9 @@ def built(name: str) -> Any:
 
     rest: dict[str, Any] = {"bias": False, "activation": "gelu"} if name == "gpt" else {}
     config_of = {"gpt": "GPTConfig", "modern": "ModernConfig"}
-    config = getattr(groups, config_of[name])(name=name, architecture=name, dropout=0.0, **SHAPE, **rest)
+    config = getattr(groups, config_of[name])(
+        name=name, architecture=name, dropout=0.0, **SHAPE, **rest
+    )
     return build_model(config, VOCABULARY, CONTEXT)
 
 
@@ -95,7 +109,9 @@ def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
     rows: dict[str, list[str]] = {}
     for result in results:
         streams = "one stream" if result["streams"] == 1 else f"{result['streams']} streams at once"
-        what = "characters sampled against nanoGPT (fp32), by CPU time, one thread, 6 layers, 384 wide"
+        what = (
+            "characters sampled against nanoGPT (fp32), by CPU time, one thread, 6 layers, 384 wide"
+        )
         figures = rows.setdefault(f"{what}: `{result['model']}`, {streams}", [])
         figures.append(f"{cell(result['ratio_cpu'], '.1f')} times in {result['precision']}")
     return [(what, ", ".join(figures)) for what, figures in rows.items()]
@@ -103,31 +119,64 @@ def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def main() -> None:
     options = parser(__doc__, "sampling")
-    options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
-    options.add_argument("--models", nargs="+", choices=["gpt", "modern"], default=["gpt", "modern"])
+    options.add_argument(
+        "--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"
+    )
+    options.add_argument(
+        "--models", nargs="+", choices=["gpt", "modern"], default=["gpt", "modern"]
+    )
     options.add_argument("--streams", nargs="+", type=int, default=[1, 10])
-    options.add_argument("--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)")
+    options.add_argument(
+        "--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)"
+    )
     chosen = options.parse_args()
     if not (chosen.nanogpt / "model.py").is_file():
         sys.exit(f"--nanogpt {chosen.nanogpt} is not a checkout of nanoGPT: it has no model.py")
-    keys = [(m, p, s) for s in chosen.streams for m in chosen.models for p in ("fp32", "bf16", "fp16")]
-    candidates: dict[str, Callable[[], Speed]] = {NANOGPT: partial(in_fresh_process, nanogpt, chosen.nanogpt.resolve())}
-    candidates |= {f"{m}, {p}, {s} streams": partial(in_fresh_process, ours, m, p, s) for m, p, s in keys}
+    keys = [
+        (m, p, s) for s in chosen.streams for m in chosen.models for p in ("fp32", "bf16", "fp16")
+    ]
+    candidates: dict[str, Callable[[], Speed]] = {
+        NANOGPT: partial(in_fresh_process, nanogpt, chosen.nanogpt.resolve())
+    }
+    candidates |= {
+        f"{m}, {p}, {s} streams": partial(in_fresh_process, ours, m, p, s) for m, p, s in keys
+    }
     measured = alternate("characters/s, characters/CPU s", candidates, chosen.repetitions)
-    wall, cpu = ({name: [pair[clock] for pair in pairs] for name, pairs in measured.items()} for clock in (0, 1))
+    wall, cpu = (
+        {name: [pair[clock] for pair in pairs] for name, pairs in measured.items()}
+        for clock in (0, 1)
+    )
     results, rows = [], []
     for (model, precision, streams), name in zip(keys, list(candidates)[1:], strict=True):
-        result = {"model": model, "precision": precision, "streams": streams, "per_s": spread(wall[name])}
+        result = {
+            "model": model,
+            "precision": precision,
+            "streams": streams,
+            "per_s": spread(wall[name]),
+        }
         result |= {"per_cpu_s": spread(cpu[name]), "ratio": compare(wall[name], wall[NANOGPT])}
         result["ratio_cpu"] = compare(cpu[name], cpu[NANOGPT])
         results.append(result)
         ratios = [cell(result[kind], ".1f") for kind in ("ratio", "ratio_cpu")]
         rows.append(
-            [model, precision, str(streams), cell(result["per_s"]), cell(spread(wall[NANOGPT]), ".1f"), *ratios]
+            [
+                model,
+                precision,
+                str(streams),
+                cell(result["per_s"]),
+                cell(spread(wall[NANOGPT]), ".1f"),
+                *ratios,
+            ]
         )
     theirs = {"per_s": spread(wall[NANOGPT]), "per_cpu_s": spread(cpu[NANOGPT])}
     setting = SHAPE | {"context": CONTEXT, "characters": CHARACTERS, "threads": 1}
-    report(chosen.out, {"setting": setting, NANOGPT: theirs, "ours": results}, HEADER, rows, readme(results))
+    report(
+        chosen.out,
+        {"setting": setting, NANOGPT: theirs, "ours": results},
+        HEADER,
+        rows,
+        readme(results),
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """Time and memory of a step against layers, width, context, batch, corpus size and ranks.
 
-One of them varies at a time, the others are the base: 4 layers, 128 wide, heads of 32, context 64, batch 12, one
-rank with one thread, 1.1 million characters; `gpt` with AdamW in fp32 on the CPU, as `main.py` trains it. The steps are
-timed from outside, after a warm-up. Time is CPU time of all ranks divided by their number, which is robust to other
-load; memory is the peak resident memory of all processes. A constant plus a power law is fitted to each series (with
-the theoretical exponent if there is one), and drawn with a lower bound for any implementation in fp32:
+One of them varies at a time, the others are the base: 4 layers, 128 wide, heads of 32, context 64,
+batch 12, one rank with one thread, 1.1 million characters; `gpt` with AdamW in fp32 on the CPU, as
+`main.py` trains it. The steps are timed from outside, after a warm-up. Time is CPU time of all
+ranks divided by their number, which is robust to other load; memory is the peak resident memory of
+all processes. A constant plus a power law is fitted to each series (with the theoretical exponent
+if there is one), and drawn with a lower bound for any implementation in fp32:
 
-* time: FLOPs (6 N + 12 L C T per character) over the rate at which this machine multiplies matrices, and the bytes of
-  the weights, gradients and moments and of what the backward pass needs, over the rate at which it copies memory;
+* time: FLOPs (6 N + 12 L C T per character) over the rate at which this machine multiplies
+  matrices, and the bytes of the weights, gradients and moments and of what the backward pass needs,
+  over the rate at which it copies memory;
 * memory: the imports, and the same bytes.
 
     python benchmarks/scaling.py
@@ -38,12 +40,39 @@ matplotlib.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-HEADER = ["against", "from .. to", "a step, ms", "its law", "memory, MB", "its law", "of the matmul rate"]
+HEADER = [
+    "against",
+    "from .. to",
+    "a step, ms",
+    "its law",
+    "memory, MB",
+    "its law",
+    "of the matmul rate",
+]
 LIMIT_BYTES = 60_000
-INK, POINTS, LINE, FLOPS, BYTES, GRID = "#24292f", "#c2410c", "#8fb3d9", "#15803d", "#7c3aed", "#e5e7eb"
-STYLE: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "scaling", "font.family": "sans-serif", "font.size": 9}
-STYLE["font.sans-serif"] = ["DejaVu Sans"]  # one font only: matplotlib writes the whole list into every text
-STYLE |= {"text.color": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": GRID}
+INK, POINTS, LINE, FLOPS, BYTES, GRID = (
+    "#24292f",
+    "#c2410c",
+    "#8fb3d9",
+    "#15803d",
+    "#7c3aed",
+    "#e5e7eb",
+)
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "scaling",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
+# one font only: matplotlib writes the whole list into every text
+STYLE["font.sans-serif"] = ["DejaVu Sans"]
+STYLE |= {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.edgecolor": GRID,
+}
 SPAN_S = 1.5  # target CPU time of the steps of a point
 GUESS = 5e10  # FLOP/s assumed for that
 
@@ -77,9 +106,17 @@ def corpus_of(characters: int, scratch: Path) -> Path:
 def measure(point: Point, scratch: Path) -> Pace:
     flops = needed(point).flops * point.ranks
     timed = max(4, min(200, round(SPAN_S * GUESS / flops)))
-    shape = {"context": point.context, "batch": point.batch, "warmup": 3, "timed": timed, "log_every": 1}
+    shape = {
+        "context": point.context,
+        "batch": point.batch,
+        "warmup": 3,
+        "timed": timed,
+        "log_every": 1,
+    }
     setting = Setting(point.layers, point.width // HEAD, point.width, **shape)
-    command = ours(setting, corpus_of(point.corpus, scratch), scratch, [*PLAIN_FP32, "data.sha256=null"])
+    command = ours(
+        setting, corpus_of(point.corpus, scratch), scratch, [*PLAIN_FP32, "data.sha256=null"]
+    )
     workers = [f"ddp.nproc_per_node={point.ranks}"] if point.ranks > 1 else []
     return pace([*command, *workers], scratch, OURS, setting.span)
 
@@ -119,12 +156,22 @@ def format_law(law: dict[str, float], name: str, unit: str) -> str:
 def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
     with plt.rc_context(STYLE):
         figure, rows = plt.subplots(
-            2, len(sweeps), figsize=(2.2 * len(sweeps), 5.2), layout="constrained", facecolor="white", squeeze=False
+            2,
+            len(sweeps),
+            figsize=(2.2 * len(sweeps), 5.2),
+            layout="constrained",
+            facecolor="white",
+            squeeze=False,
         )
         for (name, sweep), axes in zip(sweeps.items(), rows.T, strict=True):
-            time = {"FLOPs / matmul rate": ("flops_ms", FLOPS), "bytes / bandwidth": ("bytes_ms", BYTES)}
+            time = {
+                "FLOPs / matmul rate": ("flops_ms", FLOPS),
+                "bytes / bandwidth": ("bytes_ms", BYTES),
+            }
             panel(axes[0], sweep, "cpu_ms", "time", time)
-            panel(axes[1], sweep, "memory_mb", "memory", {"imports + bytes held": ("held_mb", BYTES)})
+            panel(
+                axes[1], sweep, "memory_mb", "memory", {"imports + bytes held": ("held_mb", BYTES)}
+            )
             axes[0].set_yscale("log")
             axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 3)))
             axes[0].yaxis.set_major_formatter(FuncFormatter(lambda ms, _: f"{ms:g}"))
@@ -133,14 +180,20 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
             axes[1].yaxis.set_major_locator(MaxNLocator(4))
             for cost, kind, unit in zip(axes, ("time", "memory"), ("ms", "MB"), strict=True):
                 cost.set_title(
-                    format_law(sweep["laws"][kind], name, unit).replace(" + ", " +\n"), fontsize=8, loc="left"
+                    format_law(sweep["laws"][kind], name, unit).replace(" + ", " +\n"),
+                    fontsize=8,
+                    loc="left",
                 )
             axes[1].set_xlabel(name)
         rows[0][0].set_ylabel("ms of a step")
         rows[1][0].set_ylabel("MB, all ranks")
         lines = {line.get_label(): line for row in rows for line in row[0].get_lines()}
         figure.legend(
-            handles=list(lines.values()), loc="outside upper left", ncols=len(lines), frameon=False, fontsize=8
+            handles=list(lines.values()),
+            loc="outside upper left",
+            ncols=len(lines),
+            frameon=False,
+            fontsize=8,
         )
         figure.supxlabel(caption, x=0.01, ha="left", fontsize=8)
         drawing = StringIO()
@@ -152,18 +205,44 @@ def draw(out: Path, sweeps: dict[str, Any], caption: str) -> None:
 
 def compact_svg(svg: str) -> str:
     """Drop indentation and rotations by 0, round coordinates to 0.01: a third smaller."""
-    for pattern, instead in ((r"\n *", "\n"), (r' transform="rotate\(-0 [^"]*"', ""), (r"(\.\d\d)\d+", r"\1")):
+    for pattern, instead in (
+        (r"\n *", "\n"),
+        (r' transform="rotate\(-0 [^"]*"', ""),
+        (r"(\.\d\d)\d+", r"\1"),
+    ):
         svg = re.sub(pattern, instead, svg)
     return svg
 
 
-def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]) -> None:
+def panel(
+    axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dict[str, tuple[str, str]]
+) -> None:
     """Draw the points, their law, and its lower bounds."""
     xs, fitted = sweep["values"], Law(**sweep["laws"][law])
-    axes.plot(curve := np.geomspace(xs[0], xs[-1], 12), fitted(curve), color=LINE, linewidth=2, label="fit")
-    axes.plot(xs, [one["median"] for one in sweep[measured]], "o", color=POINTS, markersize=4, label="measured")
+    axes.plot(
+        curve := np.geomspace(xs[0], xs[-1], 12),
+        fitted(curve),
+        color=LINE,
+        linewidth=2,
+        label="fit",
+    )
+    axes.plot(
+        xs,
+        [one["median"] for one in sweep[measured]],
+        "o",
+        color=POINTS,
+        markersize=4,
+        label="measured",
+    )
     for label, (key, color) in floors.items():
-        axes.plot(xs, [limit[key] for limit in sweep["limits"]], "--", color=color, linewidth=1, label=label)
+        axes.plot(
+            xs,
+            [limit[key] for limit in sweep["limits"]],
+            "--",
+            color=color,
+            linewidth=1,
+            label=label,
+        )
     axes.set_xscale("log")
     axes.set_xticks(xs, [f"{x / 1e6:g}M" if x >= 100_000 else f"{x:g}" for x in xs])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -174,7 +253,10 @@ def panel(axes: Any, sweep: dict[str, Any], measured: str, law: str, floors: dic
 
 def shares(sweep: dict[str, Any]) -> list[float]:
     """Return the fraction of the matmul rate at each point."""
-    return [limit["flops_ms"] / ms["median"] for limit, ms in zip(sweep["limits"], sweep["cpu_ms"], strict=True)]
+    return [
+        limit["flops_ms"] / ms["median"]
+        for limit, ms in zip(sweep["limits"], sweep["cpu_ms"], strict=True)
+    ]
 
 
 def table(sweeps: dict[str, Any]) -> list[list[str]]:
@@ -197,7 +279,13 @@ def readme(sweeps: dict[str, Any]) -> list[tuple[str, str]]:
         if name not in ("corpus", "ranks")
     ]
     rows = [
-        ("CPU time of a step of `gpt` in fp32 as each of its sizes grows ([plot](docs/scaling.svg))", "; ".join(times))
+        (
+            (
+                "CPU time of a step of `gpt` in fp32 as each of its sizes grows "
+                "([plot](docs/scaling.svg))"
+            ),
+            "; ".join(times),
+        )
     ]
     if "corpus" in sweeps:
         xs, ms = sweeps["corpus"]["values"], [one["median"] for one in sweeps["corpus"]["cpu_ms"]]
@@ -209,8 +297,12 @@ def readme(sweeps: dict[str, Any]) -> list[tuple[str, str]]:
 def command_line() -> argparse.Namespace:
     options = parser(__doc__, "scaling")
     options.add_argument("--sweeps", nargs="+", choices=SWEEPS, default=list(SWEEPS))
-    options.add_argument("--repetitions", type=int, default=2, help="of each point (default: %(default)s)")
-    options.add_argument("--svg", type=Path, default=ROOT / "docs" / "scaling.svg", help="default: %(default)s")
+    options.add_argument(
+        "--repetitions", type=int, default=2, help="of each point (default: %(default)s)"
+    )
+    options.add_argument(
+        "--svg", type=Path, default=ROOT / "docs" / "scaling.svg", help="default: %(default)s"
+    )
     return options.parse_args()
 
 
@@ -223,9 +315,14 @@ def main() -> None:
             machine = machine.or_better(describe())
     for name, sweep in sweeps.items():
         sweep["limits"] = [limits(point, machine) for point in points_of(name).values()]
-    base = "{layers} layers, {width} wide, context {context}, batch {batch}, {ranks} rank".format(**asdict(Point()))
+    base = "{layers} layers, {width} wide, context {context}, batch {batch}, {ranks} rank".format(
+        **asdict(Point())
+    )
     rates = f"{machine.flops_per_s / 1e9:.0f} GFLOP/s a core, {machine.bytes_per_s / 1e9:.0f} GB/s"
-    caption = f"{base}, but for what grows; CPU time of a rank. Limits: matrices and memory as measured here, {rates}."
+    caption = (
+        f"{base}, but for what grows; CPU time of a rank. Limits: matrices and memory "
+        f"as measured here, {rates}."
+    )
     results = {"base": asdict(Point()), "limits": asdict(machine), "sweeps": sweeps}
     report(chosen.out, results, HEADER, table(sweeps), readme(sweeps))
     draw(chosen.svg, sweeps, caption)

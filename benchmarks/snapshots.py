@@ -1,15 +1,19 @@
-"""The cost of a snapshot of a 124M-parameter model: the stall of training, the time until durable, the restore.
+"""The cost of a snapshot of a 124M-parameter model: the stall of training, the time until durable,
+the restore.
 
-GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU, saved to a local disk.
-Alternating, A, B, A, B in one process:
+GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU,
+saved to a local disk. Alternating, A, B, A, B in one process:
 
 A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
-B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward pass, and waits in
-   `wait_for_staging` before it may change the weights. The stall is the sum of these two waits. Forward and backward
-   passes are timed with and without a concurrent copy, because on a CPU both compete for memory bandwidth.
+B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward
+pass, and waits in
+   `wait_for_staging` before it may change the weights. The stall is the sum of these two waits.
+   Forward and backward passes are timed with and without a concurrent copy, because on a CPU both
+   compete for memory bandwidth.
 
-Then the time from the start of a save to the commit (staging, SHA-256, write, fsync, manifest), on one rank and with
-the tensors sharded over several, on the same disk, and the time to read, verify and restore.
+Then the time from the start of a save to the commit (staging, SHA-256, write, fsync, manifest), on
+one rank and with the tensors sharded over several, on the same disk, and the time to read, verify
+and restore.
 
     python benchmarks/snapshots.py
 """
@@ -28,11 +32,14 @@ from common import cell, compare, compose_config, log, parser, report, spread
 
 MICRO_BATCH, CONTEXT = 4, 256  # of the forward and backward pass that hides the copy
 VOCABULARY = 50_257
-START_S = 25  # of a restart: noticing the failure, starting the processes; a round figure, not measured here
+# of a restart: noticing the failure, starting the processes; a round figure, not measured here
+START_S = 25
 
 
 def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
-    """Return SnapshotManager, model, optimizer and runtime of this rank, after one step, so that moments exist."""
+    """Return SnapshotManager, model, optimizer and runtime of this rank, after one step, so that
+    moments exist.
+    """
     import torch
 
     from mingpt_ddp.distributed.env import read_env
@@ -57,7 +64,12 @@ def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
     tokens = torch.randint(VOCABULARY, (1, 9), device=runtime.device)
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
-    return SnapshotManager(config, runtime, [SnapshotStore(root)], Path(root)), model, optimizer, runtime
+    return (
+        SnapshotManager(config, runtime, [SnapshotStore(root)], Path(root)),
+        model,
+        optimizer,
+        runtime,
+    )
 
 
 def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:
@@ -76,7 +88,9 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
     import torch
 
     saver, model, optimizer, runtime = build(f"{root}/ours", *overrides)
-    tokens = torch.randint(VOCABULARY, (MICRO_BATCH, min(CONTEXT, model.block_size) + 1), device=runtime.device)
+    tokens = torch.randint(
+        VOCABULARY, (MICRO_BATCH, min(CONTEXT, model.block_size) + 1), device=runtime.device
+    )
 
     def forward_backward() -> None:
         with runtime.autocast():
@@ -86,7 +100,9 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
         if runtime.device.type == "cuda":
             torch.cuda.synchronize()
 
-    figures: dict[str, list[float]] = {name: [] for name in ("first", "sync", "stall", "alone", "beside", "durable")}
+    figures: dict[str, list[float]] = {
+        name: [] for name in ("first", "sync", "stall", "alone", "beside", "durable")
+    }
     forward_backward()
     clock = Clock()
     save(saver, 1, model, optimizer)  # allocates the staging buffer, once in a run
@@ -95,7 +111,9 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
     saver.wait()
     for step in range(2, repetitions + 2):
         clock = Clock()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{root}/theirs.pt")
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{root}/theirs.pt"
+        )
         figures["sync"].append(clock.lap())
         forward_backward()
         figures["alone"].append(clock.lap())
@@ -107,7 +125,10 @@ def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, li
         figures["stall"].append(stall + clock.lap())
         saver.wait()
         figures["durable"].append(saver.durable_s)
-        log(f"repetition {step - 1}: " + ", ".join(f"{name} {values[-1]:.3f} s" for name, values in figures.items()))
+        log(
+            f"repetition {step - 1}: "
+            + ", ".join(f"{name} {values[-1]:.3f} s" for name, values in figures.items())
+        )
     return figures
 
 
@@ -150,11 +171,16 @@ def on_ranks(root: str, ranks: int, repetitions: int) -> list[tuple[float, float
     spawn = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        shared = {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(probe.getsockname()[1]),
+        }
     results = spawn.Queue()
     environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     workers = [
-        spawn.Process(target=rank_main, args=(environment, root, repetitions, results)) for environment in environments
+        spawn.Process(target=rank_main, args=(environment, root, repetitions, results))
+        for environment in environments
     ]
     for worker in workers:
         worker.start()
@@ -180,15 +206,26 @@ def main() -> None:
 
 
 def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
-    what = "stall of training for a snapshot of a 124M-parameter model (1.5 GB; the copy hides behind the next forward"
-    stall = f"{1e3 * results['stall_s']['median']:.0f} ms, {cell(results['stall_shorter'])} times shorter"
+    what = (
+        "stall of training for a snapshot of a 124M-parameter model (1.5 GB; the copy "
+        "hides behind the next forward"
+    )
+    stall = (
+        f"{1e3 * results['stall_s']['median']:.0f} ms, {cell(results['stall_shorter'])} "
+        "times shorter"
+    )
     return [
         (f"{what} and backward pass), against `torch.save`", stall),
-        ("until that snapshot is durable on the local disk, beside training", f"{cell(results['durable_s'], '.1f')} s"),
+        (
+            "until that snapshot is durable on the local disk, beside training",
+            f"{cell(results['durable_s'], '.1f')} s",
+        ),
     ]
 
 
-def write(out: Path, figures: dict[str, list[float]], divided: dict[int, list[tuple[float, float]]]) -> None:
+def write(
+    out: Path, figures: dict[str, list[float]], divided: dict[int, list[tuple[float, float]]]
+) -> None:
     shorter = compare(figures["sync"], figures["stall"])
     results: dict[str, Any] = {f"{name}_s": spread(values) for name, values in figures.items()}
     results["sync_save_s"] = results.pop("sync_s")
@@ -201,15 +238,23 @@ def write(out: Path, figures: dict[str, list[float]], divided: dict[int, list[tu
     rows = [
         ["torch.save while training waits", cell(results["sync_save_s"], ".2f"), "s"],
         ["stall of a snapshot in the background", cell(results["stall_s"], ".4f"), "s"],
-        ["the first copy, with its allocation, nothing concurrent", cell(results["first_s"], ".2f"), "s"],
+        [
+            "the first copy, with its allocation, nothing concurrent",
+            cell(results["first_s"], ".2f"),
+            "s",
+        ],
         ["times shorter", cell(shorter, ",.0f"), ""],
         ["forward and backward pass alone", cell(results["alone_s"], ".2f"), "s"],
         ["the same during staging and writing", cell(results["beside_s"], ".2f"), "s"],
         ["until the snapshot is durable, while training", cell(results["durable_s"], ".2f"), "s"],
     ]
     for n, times in results["ranks"].items():
-        rows.append([f"until it is durable, {n} ranks, no training", cell(times["durable_s"], ".2f"), "s"])
-        rows.append([f"found, verified and restored, {n} ranks", cell(times["restore_s"], ".2f"), "s"])
+        rows.append(
+            [f"until it is durable, {n} ranks, no training", cell(times["durable_s"], ".2f"), "s"]
+        )
+        rows.append(
+            [f"found, verified and restored, {n} ranks", cell(times["restore_s"], ".2f"), "s"]
+        )
     report(out, results, ["what", "median (range)", "unit"], rows, readme(results))
 
 

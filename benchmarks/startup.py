@@ -1,12 +1,12 @@
 """Time from the command to the first optimizer step.
 
-The clock starts when the command does, and stops when its line `the first step was done after ...` arrives, which rank
-0 logs after the update of the weights. CPU time is that of all processes of the command until then. The model is that
-of `experiment=shakespeare_char_cpu`; its text has been encoded by an earlier run, as for every start but the first.
-Each process has one thread.
+The clock starts when the command does, and stops when its line `the first step was done after ...`
+arrives, which rank 0 logs after the update of the weights. CPU time is that of all processes of the
+command until then. The model is that of `experiment=shakespeare_char_cpu`; its text has been
+encoded by an earlier run, as for every start but the first. Each process has one thread.
 
-The floor is torchrun with a minimal script for two ranks: it imports torch, joins a gloo group, and takes one step of a
-small model in DistributedDataParallel. The commands alternate.
+The floor is torchrun with a minimal script for two ranks: it imports torch, joins a gloo group, and
+takes one step of a small model in DistributedDataParallel. The commands alternate.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
@@ -54,13 +54,18 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
     """Return wall and CPU seconds."""
     paths = {**environment(), "PYTHONPATH": str(ROOT)}
     begin = time.perf_counter()
-    process = subprocess.Popen(command, cwd=cwd, env=paths, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, cwd=cwd, env=paths, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert process.stdout is not None
     output = []
     for line in process.stdout:
         output.append(line)
         if line.startswith(DONE):
-            wall, cpu = time.perf_counter() - begin, sum(map(cpu_seconds, process_tree(process.pid)))
+            wall, cpu = (
+                time.perf_counter() - begin,
+                sum(map(cpu_seconds, process_tree(process.pid))),
+            )
             break
     output.extend(process.stdout)
     if process.wait() != 0 or not any(line.startswith(DONE) for line in output):
@@ -70,7 +75,9 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
 
 def main() -> None:
     options = parser(__doc__, "startup")
-    options.add_argument("--repetitions", type=int, default=7, help="of each way (default: %(default)s)")
+    options.add_argument(
+        "--repetitions", type=int, default=7, help="of each way (default: %(default)s)"
+    )
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory(prefix="startup-") as scratch:
         root = Path(scratch)
@@ -79,18 +86,27 @@ def main() -> None:
         script = root / "floor.py"
         script.write_text(FLOOR)
         commands[FLOOR_WAY] = [*TORCHRUN, str(script)]
-        candidates = {way: partial(time_to_first_step, command, root) for way, command in commands.items()}
+        candidates = {
+            way: partial(time_to_first_step, command, root) for way, command in commands.items()
+        }
         for measure in candidates.values():
             measure()  # warm the disk cache, encode the text
         values = alternate("start", candidates, chosen.repetitions)
     walls = {way: spread([wall for wall, _ in pairs]) for way, pairs in values.items()}
     cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}
     ways = {
-        way: {"command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", ""), "wall": walls[way], "cpu": cpus[way]}
+        way: {
+            "command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", ""),
+            "wall": walls[way],
+            "cpu": cpus[way],
+        }
         for way in values
     }
     rows = [[way, cell(walls[way], ".2f"), cell(cpus[way], ".2f")] for way in values]
-    readme = [(f"start to the end of the first step, {way}", f"{cell(walls[way], '.2f')} s") for way in WAYS]
+    readme = [
+        (f"start to the end of the first step, {way}", f"{cell(walls[way], '.2f')} s")
+        for way in WAYS
+    ]
     report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows, readme)
 
 

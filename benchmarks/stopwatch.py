@@ -1,4 +1,6 @@
-"""Time and memory of a trainer's steps, measured from outside: the trainer only has to log its steps."""
+"""Time and memory of a trainer's steps, measured from outside: the trainer only has to log its
+steps.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,17 @@ class Pace:
 def running(
     command: Sequence[str], cwd: Path, threads: int = 1, limit_s: float | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """Start a trainer; yield its process and output lines. Kill it at the end or after `limit_s`."""
+    """Start a trainer; yield its process and output lines.
+
+    Kill it at the end or after `limit_s`.
+    """
     process = subprocess.Popen(
-        command, cwd=cwd, env=environment(threads), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=cwd,
+        env=environment(threads),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert process.stdout is not None
     timer = threading.Timer(limit_s or threading.TIMEOUT_MAX, kill_tree, [process.pid])
@@ -57,7 +67,8 @@ def pace(
 ) -> Pace:
     """Run a trainer until it has logged the last step of a span, then kill it.
 
-    The clocks are read when the log line of a step arrives, which excludes startup and warm-up steps.
+    The clocks are read when the log line of a step arrives, which excludes startup and warm-up
+    steps.
 
     Args:
         pattern: matches the log line of a step; its group is the step number.
@@ -80,7 +91,9 @@ def pace(
                 if max(stamps) - min(stamps) >= timed:
                     break
         else:
-            raise RuntimeError(f"{' '.join(command[:3])} ended before its step {warmup + timed}:\n{''.join(tail)}")
+            raise RuntimeError(
+                f"{' '.join(command[:3])} ended before its step {warmup + timed}:\n{''.join(tail)}"
+            )
         peak_mb = sum(map(peak_memory_mb, process_tree(process.pid)))
     first, last = min(stamps), max(stamps)
     wall, cpu = (after - before for before, after in zip(stamps[first], stamps[last], strict=True))
@@ -89,7 +102,8 @@ def pace(
 
 def kill_tree(process: int) -> None:
     """Kill a process and its descendants."""
-    for member in list(process_tree(process)):  # list first: killing the parent would orphan the others
+    # list first: killing the parent would orphan the others
+    for member in list(process_tree(process)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)
 
@@ -117,7 +131,9 @@ def cpu_seconds(process: int) -> float:
 def peak_memory_mb(process: int) -> float:
     """Return peak resident memory in MB; 0 if the process has exited."""
     try:
-        found = re.search(r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), flags=re.MULTILINE)
+        found = re.search(
+            r"^VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text(), flags=re.MULTILINE
+        )
     except OSError:
         return 0.0
     return int(found[1]) * 1024 / 1e6 if found else 0.0

@@ -1,10 +1,12 @@
-"""Every `ddp.strategy`: final loss, time of a step against ddp, and a rank's peak memory in training, saving, resuming.
+"""Every `ddp.strategy`: final loss, time of a step against ddp, and a rank's peak memory in
+training, saving, resuming.
 
-One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one rank:
-with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M parameters and 60 steps; `large`
-has 19M and few tokens, on two ranks, so that its memory is that of the state; it alone is resumed. Memory is VmHWM of
-the rank with most. For saving and resuming it is what is added to the memory before; the bytes of the optimizer's state
-that a rank holds are there for comparison.
+One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with
+ddp (on one rank: with `single`), one process group each; a ratio compares neighbours. `small` has
+0.8M parameters and 60 steps; `large` has 19M and few tokens, on two ranks, so that its memory is
+that of the state; it alone is resumed. Memory is VmHWM of the rank with most. For saving and
+resuming it is what is added to the memory before; the bytes of the optimizer's state that a rank
+holds are there for comparison.
 
     python benchmarks/strategies.py
     python benchmarks/strategies.py --settings large --repetitions 1
@@ -27,17 +29,52 @@ from typing import Any
 from common import ROOT, alternate, cell, compare, environment, log, parser, report, spread
 
 HEADER = [
-    *("setting", "precision", "ranks", "strategy", "validation loss", "step, ms", "against ddp", "training, MiB"),
+    *(
+        "setting",
+        "precision",
+        "ranks",
+        "strategy",
+        "validation loss",
+        "step, ms",
+        "against ddp",
+        "training, MiB",
+    ),
     *("state, MiB", "saving, + MiB", "resuming, + MiB"),
 ]
 PLAN = "MINGPT_STRATEGIES"  # environment variable with a worker's settings
 STRATEGIES = {1: ["single", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"]}
 STRATEGIES |= {3: STRATEGIES[2], 4: [*STRATEGIES[2], "hsdp"]}
-COMMON = ["model=gpt_micro", "optimizer=adamw", "data.truncate=0.1", "trainer.device=cpu", "trainer.max_epochs=null"]
-COMMON += ["trainer.eval_every=null", "trainer.eval_steps=20", "snapshot.every_steps=null", "run.name=run"]
-SMALL = [*COMMON, "data.block_size=64", "trainer.batch_size=12", "trainer.micro_batch_size=3", "optimizer.lr=1e-3"]
-LARGE = [*COMMON, "data.block_size=16", "trainer.batch_size=4", "model.n_layer=6", "model.n_embd=512"]
-SETTINGS = {"small": ([*SMALL, "optimizer.warmup_steps=5"], 60), "large": ([*LARGE, "optimizer.warmup_steps=2"], 4)}
+COMMON = [
+    "model=gpt_micro",
+    "optimizer=adamw",
+    "data.truncate=0.1",
+    "trainer.device=cpu",
+    "trainer.max_epochs=null",
+]
+COMMON += [
+    "trainer.eval_every=null",
+    "trainer.eval_steps=20",
+    "snapshot.every_steps=null",
+    "run.name=run",
+]
+SMALL = [
+    *COMMON,
+    "data.block_size=64",
+    "trainer.batch_size=12",
+    "trainer.micro_batch_size=3",
+    "optimizer.lr=1e-3",
+]
+LARGE = [
+    *COMMON,
+    "data.block_size=16",
+    "trainer.batch_size=4",
+    "model.n_layer=6",
+    "model.n_embd=512",
+]
+SETTINGS = {
+    "small": ([*SMALL, "optimizer.warmup_steps=5"], 60),
+    "large": ([*LARGE, "optimizer.warmup_steps=2"], 4),
+}
 WARMUP = 2  # steps that are not timed
 MIB = 2**20
 
@@ -55,7 +92,10 @@ def reset_peak() -> int:
 
 
 def worker_main(out: Path) -> None:
-    """Run one rank: the package's train command, patched to measure; then resume for one step more."""
+    """Run one rank: the package's train command, patched to measure.
+
+    Then resume for one step more.
+    """
     from mingpt_ddp.cli import train as launch
     from mingpt_ddp.distributed.process_group import ProcessGroup
     from mingpt_ddp.snapshots.manager import SnapshotManager
@@ -81,8 +121,15 @@ def worker_main(out: Path) -> None:
         lr = optimizer_step(self, step)
         found["steps"].append(time.perf_counter() - began)
         found["training"] = memory("VmHWM")
-        tensors = [t for state in self.optimizer.state.values() for t in state.values() if hasattr(t, "nbytes")]
-        found["state"] = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
+        tensors = [
+            t
+            for state in self.optimizer.state.values()
+            for t in state.values()
+            if hasattr(t, "nbytes")
+        ]
+        found["state"] = sum(
+            (t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors
+        )
         return lr
 
     def measured_save(self: Any, *arguments: Any) -> None:
@@ -120,24 +167,42 @@ def worker_main(out: Path) -> None:
 
 def train(words: list[str], ranks: int, scratch: Path) -> list[dict[str, Any]]:
     """Run the ranks; return what each measured."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={ranks}",
+        __file__,
+    ]
     variables = {**environment(threads=1), PLAN: str(scratch), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*torchrun, *words], env=variables, cwd=scratch, text=True, capture_output=True, check=False)
+    done = subprocess.run(
+        [*torchrun, *words], env=variables, cwd=scratch, text=True, capture_output=True, check=False
+    )
     files = [scratch / f"rank{rank}.json" for rank in range(ranks)]
     if done.returncode or not all(file.exists() for file in files):
         sys.exit(f"the run failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return [json.loads(file.read_text()) for file in files]
 
 
-def measure(overrides: list[str], steps: int, ranks: int, cache: Path, resumes: bool) -> dict[str, Any]:
-    """Train, then resume for one step in new processes if requested; return the figures of the rank with most."""
+def measure(
+    overrides: list[str], steps: int, ranks: int, cache: Path, resumes: bool
+) -> dict[str, Any]:
+    """Train, then resume for one step in new processes if requested.
+
+    Return the figures of the rank with most.
+    """
     with tempfile.TemporaryDirectory(prefix="strategies-") as name:
         scratch = Path(name)
         words = [*overrides, f"data.cache_dir={cache}", f"run.root={scratch / 'runs'}"]
         first = train([*words, f"trainer.max_steps={steps}"], ranks, scratch)
         loss = json.loads((scratch / "runs" / "run" / "result.json").read_text())["val_loss"]
-        second = train([*words, f"trainer.max_steps={steps + 1}"], ranks, scratch) if resumes else []
-    figures = {key: max(rank[key] for rank in first) / MIB for key in ("training", "state", "saving")}
+        second = (
+            train([*words, f"trainer.max_steps={steps + 1}"], ranks, scratch) if resumes else []
+        )
+    figures = {
+        key: max(rank[key] for rank in first) / MIB for key in ("training", "state", "saving")
+    }
     step_ms = 1e3 * max(median(rank["steps"][WARMUP:]) for rank in first)
     resuming = {"resuming": max(rank["resuming"] for rank in second) / MIB} if resumes else {}
     return {"loss": loss, "step_ms": step_ms, **figures, **resuming}
@@ -147,8 +212,12 @@ def main() -> None:
     options = parser(__doc__, "strategies")
     options.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     options.add_argument("--precisions", nargs="+", default=["fp32", "bf16"])
-    options.add_argument("--ranks", nargs="+", type=int, choices=STRATEGIES, default=list(STRATEGIES))
-    options.add_argument("--repetitions", type=int, default=3, help="of every strategy (default: %(default)s)")
+    options.add_argument(
+        "--ranks", nargs="+", type=int, choices=STRATEGIES, default=list(STRATEGIES)
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="of every strategy (default: %(default)s)"
+    )
     chosen = options.parse_args()
     results, rows = [], []
     with tempfile.TemporaryDirectory(prefix="strategies-cache-") as name:
@@ -157,38 +226,75 @@ def main() -> None:
             ranks_of = chosen.ranks if setting == "small" else [2]
             for precision, ranks in [(p, r) for p in chosen.precisions for r in ranks_of]:
                 words = {
-                    s: [*overrides, f"trainer.precision={precision}", f"ddp.strategy={s}"] for s in STRATEGIES[ranks]
+                    s: [*overrides, f"trainer.precision={precision}", f"ddp.strategy={s}"]
+                    for s in STRATEGIES[ranks]
                 }
                 resumes = setting == "large"
-                candidates = {s: partial(measure, w, steps, ranks, Path(name), resumes) for s, w in words.items()}
-                found = alternate(f"{setting}, {precision}, {ranks} ranks", candidates, chosen.repetitions)
+                candidates = {
+                    s: partial(measure, w, steps, ranks, Path(name), resumes)
+                    for s, w in words.items()
+                }
+                found = alternate(
+                    f"{setting}, {precision}, {ranks} ranks", candidates, chosen.repetitions
+                )
                 base = [each["step_ms"] for each in found[STRATEGIES[ranks][0]]]
                 for strategy, measured in found.items():
-                    columns = {k: spread([each[k] for each in measured]) for k in measured[0] if k != "loss"}
+                    columns = {
+                        k: spread([each[k] for each in measured])
+                        for k in measured[0]
+                        if k != "loss"
+                    }
                     losses = [each["loss"] for each in measured]  # which differ in the last digits
                     ratio = compare([each["step_ms"] for each in measured], base)
-                    about = {"setting": setting, "precision": precision, "ranks": ranks, "strategy": strategy}
+                    about = {
+                        "setting": setting,
+                        "precision": precision,
+                        "ranks": ranks,
+                        "strategy": strategy,
+                    }
                     results.append({**about, "losses": losses, **columns, "ratio": ratio})
                     keys = ("training", "state", "saving", "resuming")
-                    memories = [f"{columns[key]['median']:,.1f}" if key in columns else "" for key in keys]
+                    memories = [
+                        f"{columns[key]['median']:,.1f}" if key in columns else "" for key in keys
+                    ]
                     times = [cell(columns["step_ms"], ".1f"), cell(ratio, ".2f")]
-                    rows.append([*map(str, about.values()), f"{median(losses):.7f}", *times, *memories])
+                    rows.append(
+                        [*map(str, about.values()), f"{median(losses):.7f}", *times, *memories]
+                    )
     log(f"{len(rows)} rows")
-    report(chosen.out, {"repetitions": chosen.repetitions, "results": results}, HEADER, rows, readme(results))
+    report(
+        chosen.out,
+        {"repetitions": chosen.repetitions, "results": results},
+        HEADER,
+        rows,
+        readme(results),
+    )
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row per setting, precision and number of ranks: loss, time and memory of each strategy."""
+    """Return a row per setting, precision and number of ranks: loss, time and memory of each
+    strategy.
+    """
     rows: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         ranks = f"{result['ranks']} rank{'s' if result['ranks'] > 1 else ''}"
-        rows.setdefault(f"{result['setting']} model in {result['precision']} on {ranks}", []).append(result)
+        rows.setdefault(
+            f"{result['setting']} model in {result['precision']} on {ranks}", []
+        ).append(result)
     found = []
     for name, (base, *others) in rows.items():
         losses = [loss for result in (base, *others) for loss in result["losses"]]
-        parts = [f"{base['strategy']} {base['step_ms']['median']:.0f} ms, {base['state']['median']:.1f} MiB"]
+        parts = [
+            (
+                f"{base['strategy']} {base['step_ms']['median']:.0f} ms, "
+                f"{base['state']['median']:.1f} MiB"
+            )
+        ]
         for other in others:
-            times, state = other["ratio"]["median"], other["state"]["median"] / base["state"]["median"]
+            times, state = (
+                other["ratio"]["median"],
+                other["state"]["median"] / base["state"]["median"],
+            )
             parts.append(f"{other['strategy']} {times:.2f} times, {state:.2f} times")
         loss = f"loss {median(losses):.6f}, {max(losses) - min(losses):.0e} apart"
         found.append(

@@ -1,8 +1,9 @@
 """The overhead of a job of a sweep, against the same run started alone.
 
-The same short run with different seeds: started alone, and as the jobs of a sweep in each way of launching one. All
-processes are counted, divided by the number of jobs: wall seconds, and CPU seconds, which depend less on other load. A
-sweep whose jobs are all complete measures the cost of skipping a job.
+The same short run with different seeds: started alone, and as the jobs of a sweep in each way of
+launching one. All processes are counted, divided by the number of jobs: wall seconds, and CPU
+seconds, which depend less on other load. A sweep whose jobs are all complete measures the cost of
+skipping a job.
 
     python benchmarks/sweep_overhead.py
 """
@@ -17,9 +18,19 @@ from typing import Any
 
 from common import ROOT, alternate, cell, compare, parser, report, spread, timed
 
-RUN = "model=gpt_nano model.n_layer=2 model.n_embd=24 data.block_size=16 data.truncate=0.02 trainer.max_epochs=null"
+RUN = (
+    "model=gpt_nano model.n_layer=2 model.n_embd=24 data.block_size=16 data.truncate=0.02 "
+    "trainer.max_epochs=null"
+)
 RUN += " trainer.max_steps=20 trainer.eval_every=10 trainer.batch_size=12 optimizer.warmup_steps=2"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "main.py")]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc_per_node=2",
+    str(ROOT / "main.py"),
+]
 PYTHON = [sys.executable, str(ROOT / "main.py")]
 # By way: the command of a single run, the command of a sweep.
 WAYS = {
@@ -30,7 +41,13 @@ WAYS = {
     ),
     "one rank, in one process (`python main.py -m`)": (PYTHON, [*PYTHON, "-m"]),
 }
-HEADER = ["way", "alone: s, CPU s", "a job of a sweep: s, CPU s", "job / alone, by CPU time", "skipping a job: s"]
+HEADER = [
+    "way",
+    "alone: s, CPU s",
+    "a job of a sweep: s, CPU s",
+    "job / alone, by CPU time",
+    "skipping a job: s",
+]
 
 
 def spend(command: list[str], cwd: Path) -> tuple[float, float]:
@@ -67,17 +84,30 @@ def readme(ways: dict[str, Any]) -> list[tuple[str, str]]:
 def main() -> None:
     options = parser(__doc__, "sweep_overhead")
     options.add_argument("--jobs", type=int, default=8, help="of a sweep (default: %(default)s)")
-    options.add_argument("--repetitions", type=int, default=3, help="of each pair (default: %(default)s)")
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="of each pair (default: %(default)s)"
+    )
     chosen = options.parse_args()
     rows, figures = [], {}
     for way, (single, sweep) in WAYS.items():
-        candidates = {"alone": partial(alone, single), "sweep": partial(in_a_sweep, sweep, chosen.jobs)}
+        candidates = {
+            "alone": partial(alone, single),
+            "sweep": partial(in_a_sweep, sweep, chosen.jobs),
+        }
         values = alternate(way, candidates, chosen.repetitions)
-        taken = {side: {key: [one[key] for one in all_] for key in all_[0]} for side, all_ in values.items()}
+        taken = {
+            side: {key: [one[key] for one in all_] for key in all_[0]}
+            for side, all_ in values.items()
+        }
         ratio = compare(taken["sweep"]["cpu"], taken["alone"]["cpu"])
-        spreads = {side: {key: spread(all_) for key, all_ in keys.items()} for side, keys in taken.items()}
+        spreads = {
+            side: {key: spread(all_) for key, all_ in keys.items()} for side, keys in taken.items()
+        }
         figures[way] = {**spreads, "cpu_ratio": ratio}
-        both = [", ".join(cell(spreads[side][key], ".1f") for key in ("wall", "cpu")) for side in ("alone", "sweep")]
+        both = [
+            ", ".join(cell(spreads[side][key], ".1f") for key in ("wall", "cpu"))
+            for side in ("alone", "sweep")
+        ]
         rows.append([way, *both, cell(ratio, ".2f"), cell(spreads["sweep"]["skip"], ".2f")])
     report(chosen.out, {"jobs": chosen.jobs, "ways": figures}, HEADER, rows, readme(figures))
 

@@ -1,8 +1,10 @@
-"""Write the tables of docs/benchmarks.md from `benchmarks/results/*.json`: no figure is copied by hand.
+"""Write the tables of docs/benchmarks.md from `benchmarks/results/*.json`: no figure is copied by
+hand.
 
-A benchmark declares its rows: the `readme` argument of `common.report`, pairs of what and figure, is stored in its JSON
-file with the raw figures, the machine and the date. This script collects them, one table per machine, with scripts in
-the order of benchmarks/README.md, and writes them between two marks in the page.
+A benchmark declares its rows: the `readme` argument of `common.report`, pairs of what and figure,
+is stored in its JSON file with the raw figures, the machine and the date. This script collects
+them, one table per machine, with scripts in the order of benchmarks/README.md, and writes them
+between two marks in the page.
 
     python benchmarks/table.py
 """
@@ -22,11 +24,15 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 def describe_machine(machine: dict[str, Any]) -> str:
     """Describe the machine and the software of a result."""
     cores = f"{machine['cores']} cores of {machine['cpu']}"
-    return ", ".join([*([machine["gpu"]] if machine.get("gpu") else []), cores, f"torch {machine['torch']}"])
+    return ", ".join(
+        [*([machine["gpu"]] if machine.get("gpu") else []), cores, f"torch {machine['torch']}"]
+    )
 
 
 def in_order(results: dict[str, dict[str, Any]], index: str) -> list[dict[str, Any]]:
-    """Return the results that have rows, in the order of their scripts in the index; unlisted ones last."""
+    """Return the results that have rows, in the order of their scripts in the index; unlisted ones
+    last.
+    """
     shown = {name: result for name, result in results.items() if result.get("readme")}
     mentioned = {name: index.find(f"({result['script']})") for name, result in shown.items()}
     order = sorted(shown, key=lambda name: (mentioned[name] < 0, mentioned[name], name))
@@ -48,7 +54,9 @@ def tables(results: dict[str, dict[str, Any]], index: str) -> str:
             line = " | ".join(cell.replace("|", "\\|").replace("](docs/", "](") for cell in cells)
             machines.setdefault(describe_machine(result["machine"]), []).append(f"| {line} |")
     header = ["| what | figure | script | measured |", "| --- | --- | --- | --- |"]
-    return "\n\n".join("\n".join([f"{name}:", "", *header, *rows]) for name, rows in machines.items())
+    return "\n\n".join(
+        "\n".join([f"{name}:", "", *header, *rows]) for name, rows in machines.items()
+    )
 
 
 def filled(page: str, table: str) -> str:
@@ -67,7 +75,9 @@ def filled(page: str, table: str) -> str:
 def current() -> str:
     """Return the page for the current results."""
     results = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
-    return filled(PAGE.read_text(), tables(results, (ROOT / "benchmarks" / "README.md").read_text()))
+    return filled(
+        PAGE.read_text(), tables(results, (ROOT / "benchmarks" / "README.md").read_text())
+    )
 
 
 if __name__ == "__main__":

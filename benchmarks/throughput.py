@@ -1,15 +1,17 @@
-"""Training tokens/s of this project against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
+"""Training tokens/s against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
 
-Our candidates: `gpt`, nanoGPT's architecture and optimizer, on a CPU also in its fp32; and `modern`, the fast recipe
-(Muon, `trainer.precision=auto`: bf16 if the CPU is fast at it). nanoGPT computes in fp32 on a CPU: its train.py has
-no autocast there, regardless of --dtype. With --device=cuda all are compiled and in bf16.
+Our candidates: `gpt`, nanoGPT's architecture and optimizer, on a CPU also in its fp32; and
+`modern`, the fast recipe (Muon, `trainer.precision=auto`: bf16 if the CPU is fast at it). nanoGPT
+computes in fp32 on a CPU: its train.py has no autocast there, regardless of --dtype. With
+--device=cuda all are compiled and in bf16.
 
-Each runs its user command, each time in a new process: `main.py` with its loader, clipping, metering and
-TensorBoard, and nanoGPT's own `train.py` from a temporary copy of its files. All have gradients clipped at 1.0, no
-dropout, no biases, and log every few steps. One stopwatch serves all: wall time and CPU time of the process when the
-log line of a step arrives. Startup and warm-up are before the first stamp; none evaluates or saves in the timed span.
-Tokens per second of CPU time are the fairer figure if other processes compete for the cores. nanoGPT is not part
-of this project; give its checkout:
+Each runs its user command, each time in a new process: `main.py` with its loader, clipping,
+metering and TensorBoard, and nanoGPT's own `train.py` from a temporary copy of its files. All have
+gradients clipped at 1.0, no dropout, no biases, and log every few steps. One stopwatch serves all:
+wall time and CPU time of the process when the log line of a step arrives. Startup and warm-up are
+before the first stamp; none evaluates or saves in the timed span. Tokens per second of CPU time are
+the fairer figure if other processes compete for the cores. nanoGPT is not part of this project;
+give its checkout:
 
     python benchmarks/throughput.py --nanogpt ~/nanoGPT
 """
@@ -25,9 +27,28 @@ from typing import Any
 
 from common import alternate, cell, compare, corpus_path, parser, report, spread
 from stopwatch import pace
-from trainers import MODERN, NANOGPT, ON, OURS, PLAIN, PLAIN_FP32, SETTINGS, Setting, copy_with_data, nanogpt, ours
+from trainers import (
+    MODERN,
+    NANOGPT,
+    ON,
+    OURS,
+    PLAIN,
+    PLAIN_FP32,
+    SETTINGS,
+    Setting,
+    copy_with_data,
+    nanogpt,
+    ours,
+)
 
-HEADER = ["setting", "candidate", "tokens/s", "nanoGPT tokens/s", "ratio, pair by pair", "ratio by CPU time"]
+HEADER = [
+    "setting",
+    "candidate",
+    "tokens/s",
+    "nanoGPT tokens/s",
+    "ratio, pair by pair",
+    "ratio by CPU time",
+]
 CANDIDATES = {
     "cpu": {"gpt fp32": PLAIN_FP32, "gpt": PLAIN, "modern": MODERN},
     "cuda": {"gpt": PLAIN, "modern": MODERN},
@@ -46,10 +67,17 @@ def tokens_per_s(command: list[str], cwd: Path, pattern: str, setting: Setting) 
     return round(setting.tokens / taken.wall_s), round(setting.tokens / taken.cpu_s)
 
 
-def measure(setting: Setting, chosen: argparse.Namespace, text: Path, scratch: Path) -> dict[str, Any]:
+def measure(
+    setting: Setting, chosen: argparse.Namespace, text: Path, scratch: Path
+) -> dict[str, Any]:
     names, device = chosen.candidates, chosen.device
-    commands = {name: ours(setting, text, scratch, CANDIDATES[device][name], device) for name in names}
-    candidates = {name: partial(tokens_per_s, command, scratch, OURS, setting) for name, command in commands.items()}
+    commands = {
+        name: ours(setting, text, scratch, CANDIDATES[device][name], device) for name in names
+    }
+    candidates = {
+        name: partial(tokens_per_s, command, scratch, OURS, setting)
+        for name, command in commands.items()
+    }
     baseline = nanogpt(setting, device)
     candidates["nanogpt"] = partial(tokens_per_s, baseline, scratch / "nanogpt", NANOGPT, setting)
     shape = f"{setting.n_layer} layers, {setting.n_embd} wide, context {setting.context}"
@@ -66,19 +94,32 @@ def readme(settings: dict[str, Any], device: str) -> list[tuple[str, str]]:
     """Return a row per shape, with all candidates."""
     rows, clock = [], {"cpu": "tokens_per_cpu_s", "cuda": "tokens_per_s"}[device]
     for result in settings.values():
-        shape = "{n_layer} layers, {n_embd} wide, context {context}, batch {batch}".format(**result["setting"])
-        figures = [f"{cell(ratio, '.2f')} times {WHAT[name]}" for name, ratio in result[clock]["ratio"].items()]
+        shape = "{n_layer} layers, {n_embd} wide, context {context}, batch {batch}".format(
+            **result["setting"]
+        )
+        figures = [
+            f"{cell(ratio, '.2f')} times {WHAT[name]}"
+            for name, ratio in result[clock]["ratio"].items()
+        ]
         rows.append((f"training speed against {HOW[device]}: {shape}", ", ".join(figures)))
     return rows
 
 
 def main() -> None:
     options = parser(__doc__, "throughput")
-    options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
-    options.add_argument("--settings", nargs="+", choices=SETTINGS, help="default: small and mid, or char and gpt2")
-    options.add_argument("--candidates", nargs="+", choices=WHAT, help="default: all that suit the device")
+    options.add_argument(
+        "--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"
+    )
+    options.add_argument(
+        "--settings", nargs="+", choices=SETTINGS, help="default: small and mid, or char and gpt2"
+    )
+    options.add_argument(
+        "--candidates", nargs="+", choices=WHAT, help="default: all that suit the device"
+    )
     options.add_argument("--device", choices=ON, default="cpu")
-    options.add_argument("--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)")
+    options.add_argument(
+        "--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)"
+    )
     chosen = options.parse_args()
     chosen.candidates = chosen.candidates or list(CANDIDATES[chosen.device])
     text = corpus_path()

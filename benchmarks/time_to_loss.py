@@ -1,14 +1,16 @@
-"""Wall time of the whole process to a validation loss on tinyshakespeare, against nanoGPT: alternating.
+"""Wall time of the whole process to a validation loss on tinyshakespeare, against nanoGPT.
 
-nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide, 2,000 steps, which reach
-about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. The time is that of the whole process,
-including imports, evaluations and saves; ours also encodes the text, nanoGPT's prepare.py is not timed. Both losses are
-in nats per character over the whole validation split, each character once: ours from result.json, nanoGPT's from the
-checkpoint that it kept, evaluated afterwards by `nanogpt_loss.py`.
+nanoGPT trains as its README says for a CPU: context 64, batch 12, 4 layers, 4 heads, 128 wide,
+2,000 steps, which reach about 1.88. Ours is `experiment=shakespeare_char_cpu_fast`. The time is
+that of the whole process, including imports, evaluations and saves; ours also encodes the text,
+nanoGPT's prepare.py is not timed. Both losses are in nats per character over the whole validation
+split, each character once: ours from result.json, nanoGPT's from the checkpoint that it kept,
+evaluated afterwards by `nanogpt_loss.py`.
 
-The second figure is how low ours gets in the time that nanoGPT takes: `experiment=shakespeare_bpe_cpu` with as many
-steps as fit. Its tokens are longer than characters; the loss is that of the same text, divided by its characters. The
-number of steps follows from the CPU times of nanoGPT's first run here and of two short runs of that experiment, or from
+The second figure is how low ours gets in the time that nanoGPT takes:
+`experiment=shakespeare_bpe_cpu` with as many steps as fit. Its tokens are longer than characters;
+the loss is that of the same text, divided by its characters. The number of steps follows from the
+CPU times of nanoGPT's first run here and of two short runs of that experiment, or from
 --long-steps.
 
     python benchmarks/time_to_loss.py --nanogpt ~/nanoGPT
@@ -65,9 +67,17 @@ class Run:
 def nanogpt(copy: Path, steps: int, cores: int) -> Run:
     """Train with a thread per core."""
     flags = [*FLAGS.split(), *SHAPE.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
-    wall, cpu = timed([sys.executable, "train.py", "config/train_shakespeare_char.py", *flags], copy, cores)
-    evaluate = [sys.executable, str(ROOT / "benchmarks" / "nanogpt_loss.py"), "out-shakespeare-char/ckpt.pt"]
-    stdout = subprocess.run(evaluate, cwd=copy, env=environment(1), capture_output=True, text=True, check=True).stdout
+    wall, cpu = timed(
+        [sys.executable, "train.py", "config/train_shakespeare_char.py", *flags], copy, cores
+    )
+    evaluate = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "nanogpt_loss.py"),
+        "out-shakespeare-char/ckpt.pt",
+    ]
+    stdout = subprocess.run(
+        evaluate, cwd=copy, env=environment(1), capture_output=True, text=True, check=True
+    ).stdout
     kept = json.loads(stdout.splitlines()[-1])
     return Run(kept["step"], kept["val_loss"], wall, cpu)
 
@@ -77,7 +87,12 @@ def ours(experiment: str, text: Path, cores: int, extra: list[str]) -> Run:
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         where = [*path_overrides(text, Path(directory)), "run.name=run"]
         extra = [f"ddp.nproc_per_node={cores}", *extra] if cores > 1 else extra
-        command = [sys.executable, str(ROOT / "main.py"), f"experiment={experiment}", "trainer.device=cpu"]
+        command = [
+            sys.executable,
+            str(ROOT / "main.py"),
+            f"experiment={experiment}",
+            "trainer.device=cpu",
+        ]
         wall, cpu = timed([*command, *where, *extra], Path(directory))
         result = json.loads((Path(directory) / "runs" / "run" / "result.json").read_text())
     return Run(result["step"], nats_per_character(result), wall, cpu)
@@ -110,12 +125,20 @@ def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
     cores = "one core" if results["cores"] == 1 else f"{results['cores']} cores"
 
     def describe(figures: dict[str, Any]) -> str:
-        steps = " to ".join(f"{n:,}" for n in sorted({min(figures["steps"]), max(figures["steps"])}))
+        steps = " to ".join(
+            f"{n:,}" for n in sorted({min(figures["steps"]), max(figures["steps"])})
+        )
         return f"{cell(figures['val_loss'], '.3f')} in {steps} steps"
 
     theirs, fast = describe(results["nanogpt"]), results["fast"]
-    what = f"whole training on tinyshakespeare, {cores}: `{fast['experiment']}` (validation loss {describe(fast)})"
-    times = f"{cell(fast['wall_ratio'], '.1f')} times faster; by CPU time {cell(fast['cpu_ratio'], '.1f')}"
+    what = (
+        f"whole training on tinyshakespeare, {cores}: `{fast['experiment']}` (validation "
+        f"loss {describe(fast)})"
+    )
+    times = (
+        f"{cell(fast['wall_ratio'], '.1f')} times faster; by CPU time "
+        f"{cell(fast['cpu_ratio'], '.1f')}"
+    )
     rows = [(f"{what} against nanoGPT ({theirs})", times)]
     if long := results.get("long"):
         time, cpu = (1 / long[f"{clock}_ratio"]["median"] for clock in ("wall", "cpu"))
@@ -127,13 +150,25 @@ def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 def command_line() -> argparse.Namespace:
     options = parser(__doc__, "time_to_loss")
-    options.add_argument("--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT")
-    options.add_argument("--steps", type=int, default=STEPS, help="of nanoGPT (default: %(default)s)")
+    options.add_argument(
+        "--nanogpt", type=Path, required=True, metavar="DIR", help="a checkout of nanoGPT"
+    )
+    options.add_argument(
+        "--steps", type=int, default=STEPS, help="of nanoGPT (default: %(default)s)"
+    )
     options.add_argument("--cores", type=int, default=1, help="default: %(default)s")
-    options.add_argument("--fast", default="shakespeare_char_cpu_fast", metavar="NAME", help="default: %(default)s")
-    options.add_argument("--long", default="shakespeare_bpe_cpu", metavar="NAME", help="default: %(default)s")
-    options.add_argument("--long-steps", type=int, help="of that experiment; 0: skip it (default: as many as fit)")
-    options.add_argument("--repetitions", type=int, default=3, help="of each (default: %(default)s)")
+    options.add_argument(
+        "--fast", default="shakespeare_char_cpu_fast", metavar="NAME", help="default: %(default)s"
+    )
+    options.add_argument(
+        "--long", default="shakespeare_bpe_cpu", metavar="NAME", help="default: %(default)s"
+    )
+    options.add_argument(
+        "--long-steps", type=int, help="of that experiment; 0: skip it (default: as many as fit)"
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=3, help="of each (default: %(default)s)"
+    )
     return options.parse_args()
 
 
@@ -155,18 +190,28 @@ def main() -> None:
     text, cores = corpus_path(), chosen.cores
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as directory:
         copy = copy_with_data(chosen.nanogpt, text, Path(directory) / "nanogpt")
-        candidates: dict[str, Callable[[], Run]] = {"nanogpt": partial(nanogpt, copy, chosen.steps, cores)}
+        candidates: dict[str, Callable[[], Run]] = {
+            "nanogpt": partial(nanogpt, copy, chosen.steps, cores)
+        }
         candidates["fast"] = seeded(chosen.fast, text, cores)
         if chosen.long_steps is None:
             chosen.long_steps = as_many_as_fit(chosen.long, text, cores, candidates["nanogpt"]())
         if chosen.long_steps:
-            candidates["long"] = seeded(chosen.long, text, cores, f"trainer.max_steps={chosen.long_steps}")
+            candidates["long"] = seeded(
+                chosen.long, text, cores, f"trainer.max_steps={chosen.long_steps}"
+            )
         runs = alternate("time to loss", candidates, chosen.repetitions)
     results = {name: summary(values, runs["nanogpt"]) for name, values in runs.items()}
     for name in results.keys() - {"nanogpt"}:
         results[name]["experiment"] = getattr(chosen, name)
     figures = {"cores": cores, **results}
-    forms = {"val_loss": ".4f", "wall_s": ".1f", "cpu_s": ".1f", "wall_ratio": ".2f", "cpu_ratio": ".2f"}
+    forms = {
+        "val_loss": ".4f",
+        "wall_s": ".1f",
+        "cpu_s": ".1f",
+        "wall_ratio": ".2f",
+        "cpu_ratio": ".2f",
+    }
     rows = [
         [name, str(result["steps"]), *(cell(result[key], form) for key, form in forms.items())]
         for name, result in results.items()

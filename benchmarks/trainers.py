@@ -1,4 +1,6 @@
-"""Commands that train with this project and with nanoGPT, at the same shapes: eager on a CPU, compiled on a GPU."""
+"""Commands that train with this project and with nanoGPT, at the same shapes: eager on a CPU,
+compiled on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Setting:
 SETTINGS = {
     "small": Setting(4, 4, 128, context=64, batch=12, warmup=50, timed=300, log_every=10),
     "mid": Setting(6, 6, 384, context=256, batch=16, warmup=2, timed=8, log_every=1),
-    "char": Setting(6, 6, 384, context=256, batch=64, warmup=200, timed=1000, log_every=100),  # nanoGPT's for a GPU
+    # nanoGPT's for a GPU
+    "char": Setting(6, 6, 384, context=256, batch=64, warmup=200, timed=1000, log_every=100),
     "gpt2": Setting(12, 12, 768, context=1024, batch=12, warmup=50, timed=200, log_every=10),
 }
 ON = {"cpu": ["small", "mid"], "cuda": ["char", "gpt2"]}  # settings by device
@@ -51,34 +54,62 @@ PLAIN_FP32 = [*PLAIN, "trainer.precision=fp32"]
 MODERN = ["model=modern_micro", "optimizer=muon"]
 
 
-def ours(setting: Setting, text: Path, scratch: Path, recipe: list[str], device: str = "cpu") -> list[str]:
-    """Return the command that trains indefinitely: loader, clipping, metering and TensorBoard, no evaluation, no save.
+def ours(
+    setting: Setting, text: Path, scratch: Path, recipe: list[str], device: str = "cpu"
+) -> list[str]:
+    """Return the command that trains indefinitely: loader, clipping, metering and TensorBoard, no
+    evaluation, no save.
 
     Args:
         scratch: directory for runs and the encoded text.
         recipe: overrides for the model and the optimizer; the precision is auto unless overridden.
     """
-    shape = {"model.n_layer": setting.n_layer, "model.n_head": setting.n_head, "model.n_embd": setting.n_embd}
+    shape = {
+        "model.n_layer": setting.n_layer,
+        "model.n_head": setting.n_head,
+        "model.n_embd": setting.n_embd,
+    }
     shape |= {"data.block_size": setting.context, "trainer.batch_size": setting.batch}
     shape |= {"trainer.log_every": setting.log_every, "trainer.max_steps": FOREVER}
     overrides = ["trainer.precision=auto", *recipe, "model.dropout=0.0", "data=shakespeare"]
     overrides += [f"trainer.device={device}", f"trainer.compile={str(device == 'cuda').lower()}"]
-    overrides += ["trainer.grad_norm_clip=1.0", "trainer.max_epochs=null", "trainer.eval_every=null"]
+    overrides += [
+        "trainer.grad_norm_clip=1.0",
+        "trainer.max_epochs=null",
+        "trainer.eval_every=null",
+    ]
     overrides += ["snapshot.every_steps=null", "run.resume=never"]
-    overrides += [*path_overrides(text, scratch), *(f"{key}={value}" for key, value in shape.items())]
+    overrides += [
+        *path_overrides(text, scratch),
+        *(f"{key}={value}" for key, value in shape.items()),
+    ]
     return [sys.executable, str(ROOT / "main.py"), *overrides]
 
 
 def path_overrides(text: Path, scratch: Path) -> list[str]:
     """Return overrides for the text, and for all other files in one directory."""
-    return [f"data.path='{text}'", f"data.cache_dir='{scratch / 'cache'}'", f"run.root='{scratch / 'runs'}'"]
+    return [
+        f"data.path='{text}'",
+        f"data.cache_dir='{scratch / 'cache'}'",
+        f"run.root='{scratch / 'runs'}'",
+    ]
 
 
 def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
-    """Return nanoGPT's command, for a copy made by `copy_with_data`; fp32 on a CPU, bf16 on a GPU."""
+    """Return nanoGPT's command, for a copy made by `copy_with_data`; fp32 on a CPU, bf16 on a
+    GPU.
+    """
     shape = {"n_layer": setting.n_layer, "n_head": setting.n_head, "n_embd": setting.n_embd}
-    shape |= {"block_size": setting.context, "batch_size": setting.batch, "log_interval": setting.log_every}
-    options: dict[str, Any] = shape | {"eval_iters": 1, "eval_interval": FOREVER, "max_iters": FOREVER}
+    shape |= {
+        "block_size": setting.context,
+        "batch_size": setting.batch,
+        "log_interval": setting.log_every,
+    }
+    options: dict[str, Any] = shape | {
+        "eval_iters": 1,
+        "eval_interval": FOREVER,
+        "max_iters": FOREVER,
+    }
     options |= {"device": device, "compile": device == "cuda", "dropout": 0.0, "grad_clip": 1.0}
     flags = [f"--{key}={value}" for key, value in options.items()]
     return [sys.executable, "train.py", "config/train_shakespeare_char.py", *flags]
@@ -87,8 +118,12 @@ def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
 def copy_with_data(checkout: Path, text: Path, copy: Path) -> Path:
     """Copy nanoGPT's code to a new directory, with the text in its format; return the copy."""
     if not (checkout / "train.py").is_file() or not (checkout / "config").is_dir():
-        sys.exit(f"--nanogpt {checkout} is not a checkout of nanoGPT: it has no train.py or no config/")
-    shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git", "assets", "*.ipynb", "*.bin", "out*"))
+        sys.exit(
+            f"--nanogpt {checkout} is not a checkout of nanoGPT: it has no train.py or no config/"
+        )
+    shutil.copytree(
+        checkout, copy, ignore=shutil.ignore_patterns(".git", "assets", "*.ipynb", "*.bin", "out*")
+    )
     characters = text.read_text(encoding="utf-8")
     vocabulary = {character: token for token, character in enumerate(sorted(set(characters)))}
     tokens = np.array([vocabulary[character] for character in characters], dtype=np.uint16)

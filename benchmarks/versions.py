@@ -1,16 +1,15 @@
 """Compare the speed of this checkout with that of another revision.
 
-Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new processes. Steps are
-read from `metrics.jsonl`, independent of log messages.
+Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new
+processes. Steps are read from `metrics.jsonl`, independent of log messages.
 
 small, mid   training tokens per second of CPU time, one thread, nanoGPT's CPU shapes
-one, ten     sampled characters per second of CPU time, mid shape: a long text minus a short one, to exclude startup
-start        seconds from the command to the first logged step, 1 process
-start2       the same with ddp.nproc_per_node=2
-recovery     seconds from kill -9 of a worker to the first new step (2 ranks, every_steps=10)
-exited       of these, until the other worker has exited
-resumed      of these, until the new workers have read the snapshot
-loss         seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a loss of 1.88
+one, ten     sampled characters per second of CPU time, mid shape: a long text minus a short one, to
+exclude startup start        seconds from the command to the first logged step, 1 process start2
+the same with ddp.nproc_per_node=2 recovery     seconds from kill -9 of a worker to the first new
+step (2 ranks, every_steps=10) exited       of these, until the other worker has exited resumed
+of these, until the new workers have read the snapshot loss         seconds of the whole process of
+experiment=shakespeare_char_cpu_fast, which reaches a loss of 1.88
 
     git clone . /tmp/before && git -C /tmp/before checkout REVISION
     MINGPT_SHAKESPEARE=input.txt python benchmarks/versions.py --other /tmp/before
@@ -47,11 +46,28 @@ from stopwatch import cpu_seconds, process_tree
 
 SHAPES = {
     "small": ["model=gpt_micro", "data.block_size=64", "trainer.batch_size=12"],
-    "mid": ["model=gpt_mini", "model.n_embd=384", "model.dropout=0", "data.block_size=256", "trainer.batch_size=16"],
+    "mid": [
+        "model=gpt_mini",
+        "model.n_embd=384",
+        "model.dropout=0",
+        "data.block_size=256",
+        "trainer.batch_size=16",
+    ],
 }
 STEPS = {"small": (100, 500), "mid": (5, 20)}  # timed: from the first to the last
-TINY = ["model=gpt_nano", "data.block_size=32", "trainer.batch_size=12", "trainer.log_every=1", "data.truncate=0.1"]
-QUIET = ["trainer.max_epochs=null", "trainer.eval_every=null", "trainer.sample_every=null", "trainer.device=cpu"]
+TINY = [
+    "model=gpt_nano",
+    "data.block_size=32",
+    "trainer.batch_size=12",
+    "trainer.log_every=1",
+    "data.truncate=0.1",
+]
+QUIET = [
+    "trainer.max_epochs=null",
+    "trainer.eval_every=null",
+    "trainer.sample_every=null",
+    "trainer.device=cpu",
+]
 LOWER_IS_BETTER = ("start", "start2", "recovery", "exited", "resumed", "loss")
 PATIENCE_S = 300.0
 _names = count()
@@ -62,7 +78,12 @@ class Checkout:
 
     def __init__(self, home: Path, scratch: Path, text: Path) -> None:
         self.home, self.scratch = home, scratch
-        self.data = ["data=shakespeare", f"data.path={text}", "data.sha256=null", f"data.cache_dir={scratch / 'cache'}"]
+        self.data = [
+            "data=shakespeare",
+            f"data.path={text}",
+            "data.sha256=null",
+            f"data.cache_dir={scratch / 'cache'}",
+        ]
 
     def start(self, script: str, *arguments: str) -> subprocess.Popen[bytes]:
         paths = {**environment(), "PYTHONPATH": str(self.home)}
@@ -94,18 +115,27 @@ def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int) -> Non
     wait_until(lambda: last_step(run) >= step, process, run, f"step {step}")
 
 
-def wait_until(is_over: Callable[[], bool], process: subprocess.Popen[bytes], run: Path, what: str) -> None:
+def wait_until(
+    is_over: Callable[[], bool], process: subprocess.Popen[bytes], run: Path, what: str
+) -> None:
     until = time.monotonic() + PATIENCE_S
     while not is_over():
         if process.poll() is not None or time.monotonic() > until:
-            sys.exit(f"{run} did not reach {what}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}")
+            sys.exit(
+                f"{run} did not reach "
+                f"{what}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}"
+            )
         time.sleep(0.005)
 
 
 def throughput(shape: str, checkout: Checkout) -> float:
     """Return training tokens per second of CPU time."""
     first, last = STEPS[shape]
-    precision = ["trainer.precision=fp32", f"trainer.log_every={first}", f"trainer.max_steps={last}"]
+    precision = [
+        "trainer.precision=fp32",
+        f"trainer.log_every={first}",
+        f"trainer.max_steps={last}",
+    ]
     process, run = checkout.train(*SHAPES[shape], *precision, "snapshot.every_steps=null")
     wait_for_step(process, run, first)
     begin = cpu_seconds(process.pid)
@@ -121,13 +151,23 @@ def sampling(samples: int, checkout: Checkout) -> float:
     run = checkout.scratch / "outputs" / f"model-{checkout.home.name}"
     if not run.exists():
         process = checkout.start(
-            "main.py", *checkout.data, *QUIET, *SHAPES["mid"], f"run.name={run.name}", "trainer.max_steps=1"
+            "main.py",
+            *checkout.data,
+            *QUIET,
+            *SHAPES["mid"],
+            f"run.name={run.name}",
+            "trainer.max_steps=1",
         )
         checkout.finish(process)
 
     def seconds(characters: int) -> float:
         begin = children_cpu_seconds()
-        words = [f"snapshot={run}", f"max_new_tokens={characters}", f"samples={samples}", "device=cpu"]
+        words = [
+            f"snapshot={run}",
+            f"max_new_tokens={characters}",
+            f"samples={samples}",
+            "device=cpu",
+        ]
         checkout.finish(checkout.start("sample.py", *words))
         return children_cpu_seconds() - begin
 
@@ -147,18 +187,35 @@ def start(ranks: int, checkout: Checkout) -> float:
 
 
 def recovery(event: str, checkout: Checkout) -> float:
-    """Return the seconds from SIGKILL of a worker to an event: exited, resumed, or recovery, the first new step."""
+    """Return the seconds from SIGKILL of a worker to an event: exited, resumed, or recovery, the
+    first new step.
+    """
     # At 20 ms per step the run lasts until it is killed below.
-    process, run = checkout.train(*TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2")
+    process, run = checkout.train(
+        *TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2"
+    )
     wait_for_step(process, run, 35)
     survivor, worker = (
-        next(pid for pid in process_tree(process.pid) if has_open_file(pid, f"/main.rank{rank}.log")) for rank in (0, 1)
+        next(
+            pid for pid in process_tree(process.pid) if has_open_file(pid, f"/main.rank{rank}.log")
+        )
+        for rank in (0, 1)
     )
     begin = time.perf_counter()
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: not has_open_file(survivor, "/main.rank0.log"), process, run, "the end of the other worker")
+    wait_until(
+        lambda: not has_open_file(survivor, "/main.rank0.log"),
+        process,
+        run,
+        "the end of the other worker",
+    )
     if event == "resumed":
-        wait_until(lambda: "resuming from" in (run / "main.rank0.log").read_text(), process, run, "its snapshot")
+        wait_until(
+            lambda: "resuming from" in (run / "main.rank0.log").read_text(),
+            process,
+            run,
+            "its snapshot",
+        )
     elif event == "recovery":
         wait_for_step(process, run, last_step(run) + 1)
     seconds = time.perf_counter() - begin
@@ -179,7 +236,12 @@ def to_loss(checkout: Checkout) -> float:
     """Return the seconds of the whole process; exit if it does not reach the loss."""
     begin = time.perf_counter()
     name = f"run-{next(_names)}"
-    words = ["experiment=shakespeare_char_cpu_fast", *checkout.data[1:], "trainer.device=cpu", f"run.name={name}"]
+    words = [
+        "experiment=shakespeare_char_cpu_fast",
+        *checkout.data[1:],
+        "trainer.device=cpu",
+        f"run.name={name}",
+    ]
     checkout.finish(checkout.start("main.py", *words))
     seconds = time.perf_counter() - begin
     loss = json.loads((checkout.scratch / "outputs" / name / "result.json").read_text())["val_loss"]
@@ -202,9 +264,15 @@ FIGURES: dict[str, Callable[[Checkout], float]] = {
 
 def main() -> None:
     options = parser(__doc__, "versions")
-    options.add_argument("--other", type=Path, required=True, metavar="DIR", help="a checkout of another version")
-    options.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES), help="default: all")
-    options.add_argument("--repetitions", type=int, default=5, help="of each figure (default: %(default)s)")
+    options.add_argument(
+        "--other", type=Path, required=True, metavar="DIR", help="a checkout of another version"
+    )
+    options.add_argument(
+        "--figures", nargs="+", choices=FIGURES, default=list(FIGURES), help="default: all"
+    )
+    options.add_argument(
+        "--repetitions", type=int, default=5, help="of each figure (default: %(default)s)"
+    )
     chosen = options.parse_args()
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
@@ -213,12 +281,17 @@ def main() -> None:
             (Path(scratch) / name).mkdir()
             checkouts[name] = Checkout(home, Path(scratch) / name, corpus_path())
         for figure in chosen.figures:
-            measures = {name: partial(FIGURES[figure], checkout) for name, checkout in checkouts.items()}
+            measures = {
+                name: partial(FIGURES[figure], checkout) for name, checkout in checkouts.items()
+            }
             for measure in measures.values():
                 measure()  # disk caches, compiled bytecode, the encoded text
             values = alternate(figure, measures, chosen.repetitions)
             ratio = compare(values["this"], values["other"])
-            results[figure] = {**{name: spread(each) for name, each in values.items()}, "ratio": ratio}
+            results[figure] = {
+                **{name: spread(each) for name, each in values.items()},
+                "ratio": ratio,
+            }
     header = ["figure", "this", "other", "this / other, pair by pair", "better is"]
     rows = [
         [

@@ -69,5 +69,7 @@ class JobError(UserError):
 
 
 def printable(text: str) -> str:
-    """Escape C0 and C1 control characters other than newline and tab, which a terminal would interpret."""
+    """Escape C0 and C1 control characters other than newline and tab, which a terminal would
+    interpret.
+    """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

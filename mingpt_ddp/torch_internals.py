@@ -1,7 +1,8 @@
 """The only module that uses torch internals: private functions and undocumented attributes.
 
-Each function checks that torch has what it uses, and falls back if not. tests/unit/test_torch_internals.py lists all of
-it, so that a torch upgrade breaks that test and not a run.
+Each function checks that torch has what it uses, and falls back if not.
+tests/unit/test_torch_internals.py lists all of it, so that a torch upgrade breaks that test and not
+a run.
 """
 
 import contextlib
@@ -30,7 +31,8 @@ def cpu_is_fast_at_bf16() -> bool:
 
 
 def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
-    """Apply a tensor method such as `mul_` to a list of tensors in few kernels, by torch._foreach_mul_.
+    """Apply a tensor method such as `mul_` to a list of tensors in few kernels, by
+    torch._foreach_mul_.
 
     Args:
         arguments: of the method; a list or tuple holds one per tensor.
@@ -40,12 +42,20 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
     fused = getattr(torch, f"_foreach_{operation}", None)
     if fused is not None:
         return fused(tensors, *arguments, **options)
-    rows = [[a[i] if isinstance(a, (list, tuple)) else a for a in arguments] for i in range(len(tensors))]
-    return tuple(getattr(t, operation)(*row, **options) for t, row in zip(tensors, rows, strict=True))
+    rows = [
+        [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
+        for i in range(len(tensors))
+    ]
+    return tuple(
+        getattr(t, operation)(*row, **options) for t, row in zip(tensors, rows, strict=True)
+    )
 
 
 def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Let GradScaler, not the fused kernel, skip a step that overflowed. Fallback: it already does."""
+    """Let GradScaler, not the fused kernel, skip a step that overflowed.
+
+    Fallback: it already does.
+    """
     if hasattr(optimizer, "_step_supports_amp_scaling"):
         optimizer._step_supports_amp_scaling = False
 
@@ -54,24 +64,32 @@ def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether calling the module runs hooks. Fallback: True, so that the module is not replaced."""
+    """Return whether calling the module runs hooks.
+
+    Fallback: True, so that the module is not replaced.
+    """
     return any(getattr(module, hooks, True) for hooks in ("_forward_hooks", "_forward_pre_hooks"))
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: int) -> Callable[[Tensor], Tensor]:
-    """Return a linear layer whose weight is packed for its kernel, as Inductor packs frozen weights.
+def pack_linear(
+    weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: int
+) -> Callable[[Tensor], Tensor]:
+    """Return a linear layer whose weight is packed for its kernel, as Inductor packs frozen
+    weights.
 
     Args:
         weight: (outputs, inputs).
         bias: (outputs,).
-        dtype: of the packed weight. fp16 is FBGEMM's, whose input and output are fp32; other dtypes are oneDNN's.
+        dtype: of the packed weight. fp16 is FBGEMM's, whose input and output are fp32; other dtypes
+            are oneDNN's.
         batch: rows of input to optimize for; other numbers of rows work too.
 
     Returns:
         A function from (..., inputs) to (..., outputs) of the same dtype.
 
     Raises:
-        AttributeError, RuntimeError: this torch build or CPU lacks the kernel; call `can_pack` first.
+        AttributeError, RuntimeError: this torch build or CPU lacks the kernel; call `can_pack`
+            first.
     """
     if dtype == torch.float16:
         packed = torch.ops.quantized.linear_prepack_fp16(weight, bias)
@@ -118,10 +136,13 @@ def communication_times(model: nn.Module) -> tuple[float, float]:
 
 
 def keep_process_group(wrapped: DistributedDataParallel) -> None:
-    """Keep the process group alive until the C++ objects of DDP are destroyed. Fallback: DDP may destroy it.
+    """Keep the process group alive until the C++ objects of DDP are destroyed.
 
-    Their destructors hold the GIL. When they drop the last reference to a gloo group, its destructor joins a thread
-    that may itself wait for the GIL, to free a tensor: a deadlock. A reference from Python is dropped without the GIL.
+    Fallback: DDP may destroy it.
+
+    Their destructors hold the GIL. When they drop the last reference to a gloo group, its
+    destructor joins a thread that may itself wait for the GIL, to free a tensor: a deadlock. A
+    reference from Python is dropped without the GIL.
     """
     for name in ("reducer", "logger"):
         if hasattr(wrapped, name):
@@ -129,7 +150,10 @@ def keep_process_group(wrapped: DistributedDataParallel) -> None:
 
 
 def clone_store(store: S) -> S:
-    """Open another connection to a store, for another thread. Fallback: the same connection, which is locked."""
+    """Open another connection to a store, for another thread.
+
+    Fallback: the same connection, which is locked.
+    """
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -138,10 +162,12 @@ def clone_store(store: S) -> S:
 
 @contextlib.contextmanager
 def without_profiler_marks() -> Iterator[None]:
-    """Drop the lines `USDT:...` that Kineto writes to standard error when a profile begins and ends.
+    """Drop the lines `USDT:...` that Kineto writes to standard error when a profile begins and
+    ends.
 
-    KINETO_LOG_LEVEL cannot do that: these lines have a higher level than errors. So file descriptor 2 is a file in
-    memory within this context, and all other lines are written when it ends. Fallback: all lines are.
+    KINETO_LOG_LEVEL cannot do that: these lines have a higher level than errors. So file descriptor
+    2 is a file in memory within this context, and all other lines are written when it ends.
+    Fallback: all lines are.
     """
     try:
         stderr = os.dup(2)
@@ -165,13 +191,19 @@ def without_profiler_marks() -> Iterator[None]:
 
 
 def record_gpu_allocations() -> None:
-    """Let a dump name the line of code that allocated each block. Fallback: it does not. Without a GPU, do nothing."""
+    """Let a dump name the line of code that allocated each block.
+
+    Fallback: it does not. Without a GPU, do nothing.
+    """
     if torch.cuda.is_initialized():
         getattr(torch.cuda.memory, "_record_memory_history", dict)(enabled="state", stacks="python")
 
 
 def dump_gpu_memory(path: str) -> bool:
-    """Write all blocks of GPU memory, a pickle that nothing here reads; return whether. Fallback: False."""
+    """Write all blocks of GPU memory, a pickle that nothing here reads; return whether.
+
+    Fallback: False.
+    """
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
     if dump is not None:
         dump(path)
@@ -182,21 +214,25 @@ def dump_gpu_memory(path: str) -> bool:
 
 
 def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None:
-    """Let the compiler split the graph at DDP's buckets, so that communication overlaps with the backward pass.
+    """Let the compiler split the graph at DDP's buckets, so that communication overlaps with the
+    backward pass.
 
     It cannot if the first bucket is larger than the others. Fallback: the compiler's default.
     """
     from torch._dynamo import config
 
     if hasattr(config, "optimize_ddp"):
-        config.optimize_ddp = wanted and getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET) >= FIRST_BUCKET
+        config.optimize_ddp = (
+            wanted and getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET) >= FIRST_BUCKET
+        )
 
 
 def compile_deterministically(wanted: bool) -> None:
     """Disable autotuning between kernels whose summation order differs.
 
-    On a GPU Inductor benchmarks padded matrix products, such as those for 65 characters, and may choose another kernel
-    once its cache is lost. `torch.use_deterministic_algorithms` prevents only part of that. Fallback: its default.
+    On a GPU Inductor benchmarks padded matrix products, such as those for 65 characters, and may
+    choose another kernel once its cache is lost. `torch.use_deterministic_algorithms` prevents only
+    part of that. Fallback: its default.
     """
     from torch._inductor import config
 
@@ -205,7 +241,10 @@ def compile_deterministically(wanted: bool) -> None:
 
 
 def compile_error() -> type[Exception]:
-    """Return the class that torch.compile raises for a model it cannot compile. Fallback: RuntimeError."""
+    """Return the class that torch.compile raises for a model it cannot compile.
+
+    Fallback: RuntimeError.
+    """
     from torch._dynamo import exc
 
     return getattr(exc, "TorchDynamoException", RuntimeError)

@@ -1,4 +1,6 @@
-"""Write docs/configuration.md and what --help prints, the references of all keys, from the schema."""
+"""Write docs/configuration.md and what --help prints, the references of all keys, from the
+schema.
+"""
 
 import json
 import sys
@@ -30,7 +32,7 @@ For example: main.py experiment=demo ddp.nproc_per_node=2 trainer.max_steps=500
 Flags: -m sweeps over values, as in optimizer.lr=1e-3,3e-4; --cfg job shows the configuration; --config-dir=DIR adds
 presets of your own; --version; --hydra-help shows what else Hydra takes.
 
-Presets"""
+Presets"""  # noqa: E501
 PAGE = """# Look up a configuration key
 
 ```
@@ -45,7 +47,7 @@ stands for what every preset says itself.
 **Numbers:** whether another value trains other numbers. Such a key is part of the hash in the name of a run without
 `run.name`, unless it has its default: a key that a later version adds renames no run. No key of `ddp` counts, so that
 a run can go on on other machines: they change the order of sums, and `ddp.comm_hook` their precision.
-"""
+"""  # noqa: E501
 OTHERS = """## Coming from nanoGPT, Lightning or Hugging Face
 
 These names on the command line are answered with ours; some count in another unit.
@@ -56,12 +58,20 @@ These names on the command line are answered with ours; some count in another un
 
 
 def sections() -> Iterator[tuple[str, str, Keys]]:
-    """Yield heading, meaning and keys: of each group what all its dataclasses have, then what each has besides."""
+    """Yield heading, meaning and keys: of each group what all its dataclasses have, then what each
+    has besides.
+    """
     for group, (selectors, classes) in GROUPS.items():
         keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
         first, *others = keys
-        common = {k: schema for k, schema in keys[first].items() if all(keys[o].get(k) == schema for o in others)}
-        shared = next(base for base in first.__mro__ if all(issubclass(other, base) for other in others))
+        common = {
+            k: schema
+            for k, schema in keys[first].items()
+            if all(keys[o].get(k) == schema for o in others)
+        }
+        shared = next(
+            base for base in first.__mro__ if all(issubclass(other, base) for other in others)
+        )
         yield group, meaning(shared), common
         for name, cls in classes.items() if others else ():
             own = {k: schema for k, schema in keys[cls].items() if k not in common}
@@ -71,7 +81,7 @@ def sections() -> Iterator[tuple[str, str, Keys]]:
 
 def meaning(cls: type) -> str:
     """Return the first line of a docstring without the module that it names."""
-    return str(cls.__doc__).partition(" (mingpt_ddp")[0].rstrip(".") + "."
+    return str(cls.__doc__).partition("(mingpt_ddp")[0].rstrip(" .\n") + "."
 
 
 def type_of(schema: dict[str, Any]) -> str:
@@ -82,7 +92,9 @@ def type_of(schema: dict[str, Any]) -> str:
         return " | ".join(literals)
     if "prefixItems" in schema:
         return f"list of {len(schema['prefixItems'])}: {type_of(schema['prefixItems'][0])}"
-    bounds = (f"{sign} {show_number(schema[name])}" for name, sign in BOUNDS.items() if name in schema)
+    bounds = (
+        f"{sign} {show_number(schema[name])}" for name, sign in BOUNDS.items() if name in schema
+    )
     return f"{TYPES[schema['type']]} {', '.join(bounds)}".strip()
 
 
@@ -95,7 +107,10 @@ def help_text() -> str:
     """Return what --help prints."""
     lines = [HELP]
     for directory in sorted(path for path in (ROOT / "conf").iterdir() if any(path.glob("*.yaml"))):
-        lines.append(f"  {directory.name:<10} {' '.join(sorted(path.stem for path in directory.glob('*.yaml')))}")
+        lines.append(
+            f"  {directory.name:<10} "
+            f"{' '.join(sorted(path.stem for path in directory.glob('*.yaml')))}"
+        )
     lines += ["", "Keys with their defaults; ??? stands for a value of the preset"]
     for heading, text, keys in sections():
         lines += ["", f"{heading}: {text}"]
@@ -112,19 +127,26 @@ def page() -> str:
     for heading, text, keys in sections():
         lines += [f"## {heading}", "", text, ""]
         if keys:
-            lines += ["| key | type | unit | default | meaning | numbers |", "| --- | --- | --- | --- | --- | --- |"]
+            lines += [
+                "| key | type | unit | default | meaning | numbers |",
+                "| --- | --- | --- | --- | --- | --- |",
+            ]
         for key, schema in keys.items():
             cells = [type_of(schema).replace("|", "\\|"), schema["unit"], f"`{default_of(schema)}`"]
             cells += [schema["description"], "yes" if schema["numerics"] else ""]
             lines.append(f"| `{key}` | {' | '.join(cells)} |")
         lines += [""] if keys else []
     rows = (
-        f"| `{ours}` | {', '.join(f'`{name}`' for name in names.split())} |" for ours, names in other_names().items()
+        f"| `{ours}` | {', '.join(f'`{name}`' for name in names.split())} |"
+        for ours, names in other_names().items()
     )
     return "\n".join(lines) + "\n" + OTHERS + "\n".join(rows) + "\n"
 
 
-FILES = {ROOT / "docs" / "configuration.md": page, ROOT / "mingpt_ddp" / "config" / "help.txt": help_text}
+FILES = {
+    ROOT / "docs" / "configuration.md": page,
+    ROOT / "mingpt_ddp" / "config" / "help.txt": help_text,
+}
 
 if __name__ == "__main__":
     for path, text in FILES.items():

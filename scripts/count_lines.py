@@ -1,6 +1,8 @@
-"""Count tokens and lines of code of mingpt_ddp per module and subpackage, and those of the reading path.
+"""Count tokens and lines of code of mingpt_ddp per module and subpackage, and those of the reading
+path.
 
-Comments, docstrings, blank lines, line ends and indents do not count; an f-string is one token on every Python.
+Comments, docstrings, blank lines, line ends and indents do not count; an f-string is one token on
+every Python.
 
 Usage: python scripts/count_lines.py, from the root of the checkout; `make lines` does it.
 """
@@ -51,7 +53,10 @@ def code_tokens(source: str) -> int:
 
 
 def code_lines(source: str) -> int:
-    """Count the lines that hold at least one token of code; every line of a multi-line string counts."""
+    """Count the lines that hold at least one token of code.
+
+    Every line of a multi-line string counts.
+    """
     found: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOT_CODE:

@@ -1,8 +1,9 @@
-"""Print the lowest version that setup.cfg allows of each requirement, as constraints for pip: NAME==VERSION.
+"""Print the lowest version that setup.cfg allows of each requirement, as constraints for pip:
+NAME==VERSION.
 
 Usage: python scripts/lowest_versions.py EXTRA... >FILE; pip install -c FILE '.[EXTRA,...]'
-`make lowest` does it. A requirement without a lower bound gets no line. torch gets none either: the Makefile sets its
-version, because the builds that the index has of an older one may take gigabytes.
+`make lowest` does it. A requirement without a lower bound gets no line. torch gets none either: the
+Makefile sets its version, because the builds that the index has of an older one may take gigabytes.
 """
 
 import configparser
@@ -11,10 +12,15 @@ import sys
 
 
 def lowest(requirements: str) -> list[str]:
-    """Turn the lines of a requirements field of setup.cfg into pins; an environment marker is kept."""
+    """Turn the lines of a requirements field of setup.cfg into pins.
+
+    An environment marker is kept.
+    """
     pins = []
     for line in requirements.split("\n"):
-        found = re.match(r"(?P<name>[\w.-]+)(\[.*?\])?>=(?P<version>[\w.]+)[^;]*(?P<marker>;.*)?", line.strip())
+        found = re.match(
+            r"(?P<name>[\w.-]+)(\[.*?\])?>=(?P<version>[\w.]+)[^;]*(?P<marker>;.*)?", line.strip()
+        )
         if found and found["name"] != "torch":
             pins.append(f"{found['name']}=={found['version']}{found['marker'] or ''}")
     return pins

@@ -1,9 +1,12 @@
-"""Mutation tests by mutmut, whose settings are in pyproject.toml: `make mutation`. Run it again to continue.
+"""Mutation tests by mutmut, whose settings are in pyproject.toml: `make mutation`.
 
-All mutants of the snapshot format and store, the loader and the schedules, and a seeded sample of those of the process
-group. Prints the score and what survived; `mutmut show NAME` prints a mutant.
+Run it again to continue.
 
-mutmut forks a process per mutant from one that has collected the tests; there this file is a plugin of pytest.
+All mutants of the snapshot format and store, the loader and the schedules, and a seeded sample of
+those of the process group. Prints the score and what survived; `mutmut show NAME` prints a mutant.
+
+mutmut forks a process per mutant from one that has collected the tests; there this file is a plugin
+of pytest.
 """
 
 import gc
@@ -24,11 +27,15 @@ TARGET = 0.85
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Run the fastest tests first: the first one that fails kills the mutant. Whole runs are for the save schedule."""
+    """Run the fastest tests first: the first one that fails kills the mutant.
+
+    Whole runs are for the save schedule.
+    """
     if (stats := Path("mutmut-stats.json")).exists():
         seconds = json.loads(stats.read_text())["duration_by_test"]
         items.sort(key=lambda item: seconds.get(item.nodeid, 0))
-    if ranks := sys.modules.get("multiprocess.ranks"):  # fork the ranks from here: a fork server would import torch
+    # fork the ranks from here: a fork server would import torch
+    if ranks := sys.modules.get("multiprocess.ranks"):
         import mingpt_ddp.training.run  # noqa: F401
 
         ranks.processes = multiprocessing.get_context("fork")
@@ -38,7 +45,9 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Import once for all mutants what torch imports late, and spare the forks the collection of what is there."""
+    """Import once for all mutants what torch imports late, and spare the forks the collection of
+    what is there.
+    """
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -48,7 +57,10 @@ def results() -> dict[str, dict[str, int | None]]:
     """Return the exit code of each chosen mutant by file; None: not run yet."""
     found = {}
     for path in sorted(Path("mutants").rglob("*.py.meta")):
-        file, codes = str(path.relative_to("mutants"))[:-5], json.loads(path.read_text())["exit_code_by_key"]
+        file, codes = (
+            str(path.relative_to("mutants"))[:-5],
+            json.loads(path.read_text())["exit_code_by_key"],
+        )
         names = sorted(codes)
         if file == SAMPLED:
             names = sorted(random.Random(0).sample(names, min(SAMPLE, len(names))))
@@ -58,19 +70,25 @@ def results() -> dict[str, dict[str, int | None]]:
 
 def main() -> None:
     """Run what has not been run; exit with 1 below the target."""
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     mutmut = [str(Path(sys.executable).parent / "mutmut"), "run", f"--max-children={LANES}"]
     if not results():
         subprocess.run([*mutmut, "mingpt_ddp.optim.lr_schedule*"], check=True)
     for _ in range(2):  # mutmut forgets all results if its settings or the tests have changed
-        if left := [name for codes in results().values() for name, code in codes.items() if code is None]:
+        if left := [
+            name for codes in results().values() for name, code in codes.items() if code is None
+        ]:
             subprocess.run([*mutmut, *left], check=True)
     total: Counter[bool] = Counter()
     for file, codes in results().items():
         killed = Counter(code in KILLED for code in codes.values())
         total += killed
         print(f"{file}: {killed[True]} of {killed.total()} killed")
-        print("".join(f"    {name}\n" for name, code in codes.items() if code not in KILLED), end="")
+        print(
+            "".join(f"    {name}\n" for name, code in codes.items() if code not in KILLED), end=""
+        )
     score = total[True] / total.total()
     print(f"mutation score {score:.1%} of {total.total()} mutants")
     sys.exit(score < TARGET)

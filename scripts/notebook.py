@@ -1,4 +1,6 @@
-"""Write docs/python.ipynb from docs/python.md: its Python blocks become cells of code, all else cells of text."""
+"""Write docs/python.ipynb from docs/python.md: its Python blocks become cells of code, all else
+cells of text.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,23 @@ NOTEBOOK = PAGE.with_suffix(".ipynb")
 def notebook(page: str) -> str:
     """Return the notebook of a page, as JSON."""
     cells = []
-    for number, part in enumerate(re.split(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)):
-        cell = {"id": f"cell-{number}", "metadata": {}, "source": part.strip().splitlines(keepends=True)}
+    for number, part in enumerate(
+        re.split(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    ):
+        cell = {
+            "id": f"cell-{number}",
+            "metadata": {},
+            "source": part.strip().splitlines(keepends=True),
+        }
         code = {"cell_type": "code", "execution_count": None, "outputs": []} if number % 2 else None
         cells.append({**cell, **(code or {"cell_type": "markdown"})})
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    values = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    values = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
 
 

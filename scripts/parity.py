@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROW = re.compile(r"^\| (?P<what>[^|]+) \| (?P<command>`[^`]+`|[^|]+) \| (?P<tests>[^|]*) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (?P<what>[^|]+) \| (?P<command>`[^`]+`|[^|]+) \| (?P<tests>[^|]*) \|$", re.MULTILINE
+)
 SLOW = "benchmarks/"  # measured by hand
 
 
@@ -39,11 +41,17 @@ def write_files(directory: Path) -> None:
     images.mkdir()
     for split, n in (("train", 200), ("t10k", 50)):
         pixels = bytes((label * 25 + pixel) % 256 for label in range(n) for pixel in range(28 * 28))
-        (images / f"{split}-images-idx3-ubyte").write_bytes(struct.pack(">HBB3I", 0, 8, 3, n, 28, 28) + pixels)
+        (images / f"{split}-images-idx3-ubyte").write_bytes(
+            struct.pack(">HBB3I", 0, 8, 3, n, 28, 28) + pixels
+        )
         labels = bytes(label % 10 for label in range(n))
-        (images / f"{split}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, n) + labels)
+        (images / f"{split}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">HBBI", 0, 8, 1, n) + labels
+        )
     page = (ROOT / "docs" / "your-own-model.md").read_text()
-    for name, content in re.findall(r"^`(my_task/\S+)`\n\n```\w+\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+    for name, content in re.findall(
+        r"^`(my_task/\S+)`\n\n```\w+\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
+    ):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content)
 
@@ -54,25 +62,45 @@ def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
-    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"]}
+    programs = {
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    }
     known = {"main.py": str(ROOT / "main.py"), "RUN": str(run)}
-    return [*programs[words[0]], *(known.get(word, word.replace("=RUN", f"={run}")) for word in words[1:])], variables
+    return [
+        *programs[words[0]],
+        *(known.get(word, word.replace("=RUN", f"={run}")) for word in words[1:]),
+    ], variables
 
 
 def main() -> int:
     wanted, failed, run = " ".join(sys.argv[1:]), 0, Path()
-    has_gpu = subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0 if which_gpu() else False
+    has_gpu = (
+        subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+        if which_gpu()
+        else False
+    )
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         write_files(Path(name))
         for what, command, _ in rows():
-            if not command or SLOW in command or wanted not in what or ("(GPU)" in what and not has_gpu):
+            if (
+                not command
+                or SLOW in command
+                or wanted not in what
+                or ("(GPU)" in what and not has_gpu)
+            ):
                 print(f"skipped    {what}")
                 continue
             words, variables = words_of(command, run)
             begin = time.monotonic()
-            done = subprocess.run(words, cwd=name, env=variables, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                words, cwd=name, env=variables, capture_output=True, text=True, check=False
+            )
             print(
-                f"{'ok    ' if done.returncode == 0 else 'FAILED'} {time.monotonic() - begin:3.0f} s  {what}",
+                (
+                    f"{'ok    ' if done.returncode == 0 else 'FAILED'} "
+                    f"{time.monotonic() - begin:3.0f} s  {what}"
+                ),
                 flush=True,
             )
             if done.returncode != 0:

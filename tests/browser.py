@@ -15,8 +15,20 @@ from typing import Any
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 ANSWER_S = 60.0  # seconds, on a loaded machine
 FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ),
     "--remote-debugging-pipe",
 ]
 
@@ -32,10 +44,17 @@ class Browser:
     def __init__(self, profile: Path, width: int = 1200, height: int = 900) -> None:
         program = chromium()
         assert program is not None
-        command = [program, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
+        command = [
+            program,
+            *FLAGS,
+            f"--user-data-dir={profile}",
+            f"--window-size={width},{height}",
+            "about:blank",
+        ]
         command_in, self._to = os.pipe()
         self._from, answers_out = os.pipe()
-        # It reads from descriptor 3 and writes to 4; 10 and 11 keep the two from overwriting each other.
+        # It reads from descriptor 3 and writes to 4; 10 and 11 keep the two from overwriting each
+        # other.
         script = f'exec 10<&{command_in} 11>&{answers_out}; exec 3<&10 4>&11 10<&- 11>&-; exec "$@"'
         self.process = subprocess.Popen(
             ["bash", "-c", script, "bash", *command],
@@ -54,10 +73,16 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send one command of the protocol and return its answer; events received meanwhile are kept."""
+        """Send one command of the protocol and return its answer; events received meanwhile are
+        kept.
+        """
         number = next(self._numbers)
         session = {"sessionId": self._session} if self._session else {}
-        os.write(self._to, json.dumps({"id": number, "method": method, "params": params, **session}).encode() + b"\0")
+        os.write(
+            self._to,
+            json.dumps({"id": number, "method": method, "params": params, **session}).encode()
+            + b"\0",
+        )
         while True:
             message = self._receive()
             if message.get("id") == number:
@@ -83,15 +108,23 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page, converted to JSON."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def errors(self) -> list[str]:
-        """Return exceptions and console messages, such as violations of the content security policy."""
+        """Return exceptions and console messages, such as violations of the content security
+        policy.
+        """
         self.evaluate("0")  # all events until now arrive before this answer
         reporting = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
-        return [json.dumps(event["params"])[:1000] for event in self.events if event["method"] in reporting]
+        return [
+            json.dumps(event["params"])[:1000]
+            for event in self.events
+            if event["method"] in reporting
+        ]
 
     def requested(self) -> list[str]:
         """Return the URLs requested since the page was opened."""

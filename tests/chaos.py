@@ -1,8 +1,10 @@
-"""Train on an object store under random faults for a given time, and check the guarantees from the log.
+"""Train on an object store under random faults for a given time, and check the guarantees from the
+log.
 
-Two kinds of faults are injected concurrently: process faults, one at a time, and faults of the network and the store.
-Kinds come from shuffled decks, so that each occurs. Afterwards the log of rank zero shows which steps were trained,
-which snapshots were committed, and where each attempt resumed.
+Two kinds of faults are injected concurrently: process faults, one at a time, and faults of the
+network and the store. Kinds come from shuffled decks, so that each occurs. Afterwards the log of
+rank zero shows which steps were trained, which snapshots were committed, and where each attempt
+resumed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ SETTINGS = [
     "model.dropout=0.1",
     "trainer.micro_batch_size=4",  # dropout depends on it
     "optimizer.schedule=constant",  # independent of the number of steps, which depends on the time
-    # At 1e-3 training amplifies the rounding, which differs by the number of ranks, to 3e-4 of the loss on some texts.
+    # At 1e-3 training amplifies the rounding, which differs by the number of ranks, to 3e-4 of the
+    # loss on some texts.
     "optimizer.lr=2e-4",
     "snapshot.every_steps=25",
     "ddp.timeout_s=15",  # a stopped worker is noticed after 12 s
@@ -52,14 +55,21 @@ PATIENCE_S = 120.0  # seconds for an attempt to make progress
 LEAST_FAULTS = 3
 # The kernel kills the server when the thread that started it ends: this one does not end.
 server_thread = ThreadPoolExecutor(1, "starter")
-UNAVAILABLE = r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
+UNAVAILABLE = (
+    r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
+)
 
 
-def with_limits(directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None) -> str:
+def with_limits(
+    directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None
+) -> str:
     """Return a PYTHONPATH whose sitecustomize module sets other limits in every process."""
     directory.mkdir(parents=True, exist_ok=True)
     lines = ["from mingpt_ddp.storage import lease, remote"]
-    for module, values in (("remote", REMOTE if remote is None else remote), ("lease", lease or {})):
+    for module, values in (
+        ("remote", REMOTE if remote is None else remote),
+        ("lease", lease or {}),
+    ):
         lines += [f"{module}.{name} = {value}" for name, value in values.items()]
     (directory / "sitecustomize.py").write_text("\n".join(lines) + "\n")
     return f"{directory}{os.pathsep}{ROOT}"
@@ -139,27 +149,43 @@ class Report:
     committed: int = 0
     failed_saves: int = 0  # after which training continued
     faults: dict[str, int] = field(default_factory=dict)  # by kind
-    lost: dict[str, list[int]] = field(default_factory=dict)  # steps trained again, by what ended the attempt
-    gave_up: list[str] = field(default_factory=list)  # one line each: the store was unavailable for too long
+    # steps trained again, by what ended the attempt
+    lost: dict[str, list[int]] = field(default_factory=dict)
+    # one line each: the store was unavailable for too long
+    gave_up: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
 
 class Chaos:
     """One run under injected faults."""
 
-    def __init__(self, cwd: Path, server: SeaweedServer, bucket: str, seed: int, ranks: tuple[int, ...] = (2,)) -> None:
+    def __init__(
+        self,
+        cwd: Path,
+        server: SeaweedServer,
+        bucket: str,
+        seed: int,
+        ranks: tuple[int, ...] = (2,),
+    ) -> None:
         """
         Args:
-            ranks: the world sizes to choose from at every start; if there is only one, the agent restarts workers.
+            ranks: the world sizes to choose from at every start; if there is only one, the agent
+                restarts workers.
         """
         self.cwd, self.server, self.ranks = cwd, server, ranks
-        self.process_rng, self.network_rng = random.Random(f"processes {seed}"), random.Random(f"weather {seed}")
+        self.process_rng, self.network_rng = (
+            random.Random(f"processes {seed}"),
+            random.Random(f"weather {seed}"),
+        )
         self.proxy = FaultProxy(server.port, seed)
         self.name = f"chaos-{seed}-{'-'.join(map(str, ranks))}"
         self.url = f"s3://{bucket}/{self.name}/run"
         self.run = cwd / "outputs" / "run"
         self.log = Log(self.run / "main.rank0.log")
-        self.environment = {**server.environment(self.proxy.port), "PYTHONPATH": with_limits(cwd / "site", lease=LEASE)}
+        self.environment = {
+            **server.environment(self.proxy.port),
+            "PYTHONPATH": with_limits(cwd / "site", lease=LEASE),
+        }
         self.settings = [*SETTINGS, "run.name=run", f"snapshot.path={self.url.rpartition('/')[0]}"]
         self.report = Report()
         self.ended: list[tuple[float, str]] = []  # when an attempt was ended, and the fault
@@ -207,7 +233,8 @@ class Chaos:
         """Wait until another attempt has trained some steps."""
         steps = self.process_rng.randint(5, 150)
         self.until(
-            lambda: self.log.attempts() > attempts and self.log.steps_of_attempt() >= steps, f"attempt {attempts + 1}"
+            lambda: self.log.attempts() > attempts and self.log.steps_of_attempt() >= steps,
+            f"attempt {attempts + 1}",
         )
 
     def inject_process_fault(self, kind: str) -> None:
@@ -228,7 +255,8 @@ class Chaos:
                 os.kill(pid, signal.SIGCONT)
             return
         graceful = kind in ("SIGTERM", "SIGUSR1")
-        with self.server_lock if graceful else contextlib.nullcontext():  # a graceful exit needs the store
+        # a graceful exit needs the store
+        with self.server_lock if graceful else contextlib.nullcontext():
             self.ended.append((time.time(), kind))
             with contextlib.suppress(ProcessLookupError):
                 self._signal(kind, pid, workers)
@@ -265,14 +293,18 @@ class Chaos:
         while any(map(is_running, pids)):
             self.job.process.poll()
             if time.monotonic() > deadline:
-                raise InvariantError(f"still running after {PATIENCE_S} s\n{self.job.text()[-3000:]}")
+                raise InvariantError(
+                    f"still running after {PATIENCE_S} s\n{self.job.text()[-3000:]}"
+                )
             time.sleep(0.02)
 
     # Faults of the network and the store
 
     def _inject_network_faults(self) -> None:
         rng = self.network_rng
-        kinds = deck(rng, {"store killed": 2, "errors 503": 2, "resets": 2, "stalls": 2, "answers lost": 1})
+        kinds = deck(
+            rng, {"store killed": 2, "errors 503": 2, "resets": 2, "stalls": 2, "answers lost": 1}
+        )
         while not self.finished.wait(rng.uniform(0.5, 5)):
             kind = next(kinds)
             self.count(kind)
@@ -290,7 +322,10 @@ class Chaos:
                     Rule("^GET", Fault.RESET_ANSWERING, after=rng.randint(0, 20_000), **options),
                     Rule(".", Fault.RESET_BEFORE, times=3),
                 ],
-                "stalls": [Rule("^PUT", Fault.STALL_SENDING, after=100, times=2), Rule(".", Fault.STALL, times=2)],
+                "stalls": [
+                    Rule("^PUT", Fault.STALL_SENDING, after=100, times=2),
+                    Rule(".", Fault.STALL, times=2),
+                ],
                 "answers lost": [Rule("^(PUT|DELETE|POST)", Fault.RESET_UNANSWERED, **options)],
             }[kind]
             self.finished.wait(rng.uniform(1, 4))
@@ -299,7 +334,8 @@ class Chaos:
     # The whole run
 
     def go(self, seconds: float) -> Report:
-        """Inject faults for this time, at least LEAST_FAULTS that end an attempt; let the run finish; check its log.
+        """Inject faults for this time, at least LEAST_FAULTS that end an attempt; let the run
+        finish; check its log.
 
         Raises:
             InvariantError: a guarantee was violated.
@@ -395,13 +431,21 @@ class Chaos:
         causes = [kind for when, kind in self.ended if when < began]
         return causes[-1] if causes else "unknown"
 
-    def _check_resumed_step(self, cause: str, last_kind: str, resumed: int, last_step: int, committed: int) -> None:
+    def _check_resumed_step(
+        self, cause: str, last_kind: str, resumed: int, last_step: int, committed: int
+    ) -> None:
         if resumed < committed:
-            raise InvariantError(f"after '{cause}': from step {resumed}, although step {committed} was committed")
+            raise InvariantError(
+                f"after '{cause}': from step {resumed}, although step {committed} was committed"
+            )
         if resumed > last_step:
-            raise InvariantError(f"after '{cause}': from step {resumed}, although only {last_step} were trained")
+            raise InvariantError(
+                f"after '{cause}': from step {resumed}, although only {last_step} were trained"
+            )
         if last_kind == "preempted" and resumed != last_step:
-            raise InvariantError(f"'{cause}' lost {last_step - resumed} steps, although it was reported to lose none")
+            raise InvariantError(
+                f"'{cause}' lost {last_step - resumed} steps, although it was reported to lose none"
+            )
 
 
 def deck(generator: random.Random, kinds: dict[str, int]) -> Iterator[str]:
@@ -414,7 +458,12 @@ def deck(generator: random.Random, kinds: dict[str, int]) -> Iterator[str]:
 
 def undisturbed(cwd: Path, steps: int, ranks: int) -> Path:
     """Train the same run on a local disk without faults; return its directory."""
-    settings = [*SETTINGS, "run.name=run", f"trainer.max_steps={steps}", "snapshot.every_steps=null"]
+    settings = [
+        *SETTINGS,
+        "run.name=run",
+        f"trainer.max_steps={steps}",
+        "snapshot.every_steps=null",
+    ]
     job = Job([*torchrun(ranks), *settings], cwd)
     if job.wait(600) != 0:
         raise InvariantError(job.text()[-3000:])
@@ -423,7 +472,9 @@ def undisturbed(cwd: Path, steps: int, ranks: int) -> Path:
 
 def loss_curve(run: Path, rank: int) -> list[tuple[int, float]]:
     """Return the steps and values of the loss curve of a rank, as TensorBoard reads them."""
-    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(
+        str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}
+    ).Reload()
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
@@ -432,9 +483,13 @@ def logged_steps(run: Path, rank: int) -> list[int]:
 
 
 def where_they_differ(run: Path, reference: Path, limit: float) -> str:
-    """Say since which step the loss curves of two runs differ, and which attempt of the first trained that step."""
+    """Say since which step the loss curves of two runs differ, and which attempt of the first
+    trained that step.
+    """
     other = dict(loss_curve(reference, 0))
-    since = next((step for step, loss in loss_curve(run, 0) if abs(loss - other[step]) > limit), None)
+    since = next(
+        (step for step, loss in loss_curve(run, 0) if abs(loss - other[step]) > limit), None
+    )
     if since is None:
         return "the loss curves are equal: suspect the evaluation"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,7 @@
-"""Settings of all tests. Small tensors are fastest on one thread; torch reads the variable only when it is loaded."""
+"""Settings of all tests.
+
+Small tensors are fastest on one thread; torch reads the variable only when it is loaded.
+"""
 
 import atexit
 import logging
@@ -12,10 +15,13 @@ from forked import shorten_samples
 from launching import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, whose children would ignore it too
+# a shell's background job, whose children would ignore it too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
-    directory = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    directory = (
+        f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"
+    )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", directory)
 # The runs of the tests share one cache of encoded texts, which is not the user's.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
@@ -23,7 +29,9 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs heavy third-party tools or much time, unless `-m integration` or `-m slow` asks for it."""
+    """Skip what needs heavy third-party tools or much time, unless `-m integration` or `-m slow`
+    asks for it.
+    """
     for marker, target in (("integration", "test-integrations"), ("slow", "test-slow")):
         for item in items if marker not in config.getoption("markexpr") else ():
             if item.get_closest_marker(marker):
@@ -47,7 +55,9 @@ def kill_leftover_jobs():
 
 @pytest.fixture
 def log_lines():
-    """The log lines of the package, each with its level and once, whatever a test before did to its loggers."""
+    """The log lines of the package, each with its level and once, whatever a test before did to its
+    loggers.
+    """
     found: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: found.append(f"{record.levelname} {record.getMessage()}")

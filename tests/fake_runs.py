@@ -49,7 +49,15 @@ def fake_run(
     if val_loss is not None:
         for step in range(5, steps + 1, 5):
             loss = val_loss + (4.5 - val_loss) * math.exp(-step / steps * 5)
-            lines.append({"step": step, "train_loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 40_000.0})
+            lines.append(
+                {
+                    "step": step,
+                    "train_loss": loss,
+                    "lr": 1e-3,
+                    "grad_norm": 1.0,
+                    "tokens_per_s": 40_000.0,
+                }
+            )
             if step % 20 == 0:
                 measured = {"val_loss": val_loss if step == steps else loss + 0.05}
                 if bits_per_byte is not None:

@@ -1,4 +1,6 @@
-"""A proxy in front of an HTTP server that injects faults: error statuses, resets, stalls, delays."""
+"""A proxy in front of an HTTP server that injects faults: error statuses, resets, stalls,
+delays.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Fault(Enum):
 
 @dataclass
 class Rule:
-    """What happens to requests whose first line, such as `PUT /bucket/key HTTP/1.1`, contains `match`."""
+    """What happens to requests whose first line, such as `PUT /bucket/key HTTP/1.1`, contains
+    `match`.
+    """
 
     match: str  # a regular expression
     fault: Fault
@@ -50,7 +54,9 @@ class Header:
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self.first, *rest = raw.decode("latin-1").split("\r\n")
-        self.fields = {k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)}
+        self.fields = {
+            k.strip().lower(): v.strip() for k, _, v in (line.partition(":") for line in rest)
+        }
 
     @property
     def status(self) -> int:
@@ -110,13 +116,19 @@ class FaultProxy:
 
     def _rule(self, line: str) -> Rule | None:
         for rule in self.rules:
-            if rule.hits < rule.times and re.search(rule.match, line) and self.generator.random() < rule.probability:
+            if (
+                rule.hits < rule.times
+                and re.search(rule.match, line)
+                and self.generator.random() < rule.probability
+            ):
                 rule.hits += 1
                 return rule
         return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a client connection: one request at a time, each on a new connection to the server."""
+        """Serve a client connection: one request at a time, each on a new connection to the
+        server.
+        """
         try:
             while True:
                 request = Header(await reader.readuntil(b"\r\n\r\n"))
@@ -127,7 +139,9 @@ class FaultProxy:
         finally:
             writer.close()
 
-    async def _exchange(self, request: Header, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _exchange(
+        self, request: Header, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         rule = self._rule(request.first)
         fault = rule.fault if rule else None
         if self.down or fault is Fault.RESET_BEFORE:
@@ -142,7 +156,9 @@ class FaultProxy:
             await _copy(request, reader, None, rule.after)
             await asyncio.sleep(rule.seconds)
             raise ConnectionCut
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=1 << 20)
+        upstream_reader, upstream_writer = await asyncio.open_connection(
+            "127.0.0.1", self.upstream, limit=1 << 20
+        )
         try:
             await self._forward(rule, request, (reader, writer), (upstream_reader, upstream_writer))
         finally:
@@ -175,7 +191,11 @@ class FaultProxy:
             writer.write(response.raw)
             if not empty:
                 await _copy(
-                    response, upstream_reader, writer, after if fault is Fault.RESET_ANSWERING else None, to_end=True
+                    response,
+                    upstream_reader,
+                    writer,
+                    after if fault is Fault.RESET_ANSWERING else None,
+                    to_end=True,
                 )
             await writer.drain()
             if fault is Fault.RESET_ANSWERING or not sending.done():
@@ -199,11 +219,16 @@ async def _send_continue(request: Header, writer: asyncio.StreamWriter) -> None:
         await writer.drain()
 
 
-async def _send_error(status: int, request: Header, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _send_error(
+    status: int, request: Header, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     if not request.expects_continue:
         await _copy(request, reader, None)
     text = f"<Error><Code>{CODES[status]}</Code><Message>injected {status}</Message></Error>"
-    head = f"HTTP/1.1 {status} {CODES[status]}\r\nContent-Type: application/xml\r\nConnection: close\r\n"
+    head = (
+        f"HTTP/1.1 {status} {CODES[status]}\r\nContent-Type: "
+        "application/xml\r\nConnection: close\r\n"
+    )
     content = "" if request.first.startswith("HEAD") else text
     writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n{content}".encode())
     await writer.drain()
@@ -217,7 +242,10 @@ async def _copy(
     limit: int | None = None,
     to_end: bool = False,
 ) -> None:
-    """Copy the body of a message, or its first `limit` bytes; without a length, it is empty or extends `to_end`."""
+    """Copy the body of a message, or its first `limit` bytes.
+
+    Without a length, it is empty or extends `to_end`.
+    """
     if "chunked" in header.fields.get("transfer-encoding", "").lower():
         await _copy_chunks(source, target, limit)
         return
@@ -231,7 +259,9 @@ async def _copy(
             await target.drain()
 
 
-async def _copy_chunks(source: asyncio.StreamReader, target: asyncio.StreamWriter | None, limit: int | None) -> None:
+async def _copy_chunks(
+    source: asyncio.StreamReader, target: asyncio.StreamWriter | None, limit: int | None
+) -> None:
     moved, size = 0, 1
     while size and (limit is None or moved < limit):
         line = await source.readuntil(b"\r\n")

@@ -1,7 +1,9 @@
-"""Run the program's commands in forks of a process that has imported torch, which takes most of a short command's time.
+"""Run the program's commands in forks of a process that has imported torch, which takes most of a
+short command's time.
 
-All else is as in a new process: arguments, directory, environment, output, exit code, signals. torchrun's agent is
-forked too, and so are its workers that run one of these commands. `launching.UnforkedJob` starts new processes only.
+All else is as in a new process: arguments, directory, environment, output, exit code, signals.
+torchrun's agent is forked too, and so are its workers that run one of these commands.
+`launching.UnforkedJob` starts new processes only.
 """
 
 from __future__ import annotations
@@ -30,14 +32,21 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
 COMMANDS += [
-    f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "collectives", "again", "plan")
+    f"mingpt_ddp.{name}"
+    for name in ("sample", "evaluate", "snapshots", "report", "collectives", "again", "plan")
 ]
 COMMANDS += ["torch.distributed.run"]
-PRELOADED = ["mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo", "torch._inductor.config"]
+PRELOADED = [
+    "mingpt_ddp.cli.train",
+    "mingpt_ddp.training.run",
+    "torch._dynamo",
+    "torch._inductor.config",
+]
 PRELOADED += ["torch.utils.tensorboard", "torch.distributed.run"]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 TEMPLATE = "template"  # the name of the process that an agent's workers are forked from
-IGNORED = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]  # by the template, as they are sent to the agent's group
+# by the template, as they are sent to the agent's group
+IGNORED = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
 DISPOSITIONS: dict[signal.Signals, Any] = {}  # of these, in the template
 
 
@@ -59,7 +68,10 @@ class ForkServer:
             subprocess.TimeoutExpired: the command has been killed.
         """
         with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (output, errors if separate else output)]
+            files = [
+                f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                for file in (output, errors if separate else output)
+            ]
             child = self._fork(command, cwd, env, files)
             waiter = os.pidfd_open(child)
             is_done = bool(select.select([waiter], [], [], timeout)[0])
@@ -76,15 +88,31 @@ class ForkServer:
         return subprocess.CompletedProcess(command, code, *texts)
 
     def start(self, command: list[str], cwd: Path, env: dict[str, str], files: list[str]) -> Child:
-        """Start `python ...` as a child of this process; its two outputs are appended to `files`."""
+        """Start `python ...` as a child of this process.
+
+        Its two outputs are appended to `files`.
+        """
         with adopting_orphans():
             child = self._fork(command, cwd, env, files, orphan=True)
             self._answer()  # its parent has exited: now this process is
         return Child(command, child)
 
-    def _fork(self, command: list[str], cwd: Path, env: dict[str, str], files: list[str], orphan: bool = False) -> int:
+    def _fork(
+        self,
+        command: list[str],
+        cwd: Path,
+        env: dict[str, str],
+        files: list[str],
+        orphan: bool = False,
+    ) -> int:
         """Return the process id of the command."""
-        request = {"argv": command[1:], "cwd": str(cwd), "env": env, "files": files, "orphan": orphan}
+        request = {
+            "argv": command[1:],
+            "cwd": str(cwd),
+            "env": env,
+            "files": files,
+            "orphan": orphan,
+        }
         print(json.dumps(request), file=self._requests, flush=True)
         return self._answer()
 
@@ -121,7 +149,9 @@ def server_for(imported: tuple[tuple[str, str], ...]) -> ForkServer:
     """
     env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR", **dict(imported)}
     command = [sys.executable, __file__]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+    )
     assert process.stdin and process.stdout
     return ForkServer(process.stdin, process.stdout)
 
@@ -139,7 +169,11 @@ def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
         return None
     if not all(Path(directory, "sitecustomize.py").exists() for directory in directories_of(env)):
         return None
-    imported = {key: value for key, value in env.items() if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)}
+    imported = {
+        key: value
+        for key, value in env.items()
+        if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)
+    }
     imported.pop("PYTHONPATH", None)
     return server_for(tuple(sorted(imported.items())))
 
@@ -155,11 +189,17 @@ def run_command(
     if server := server_of(command, env):
         return server.run(command, cwd, env, timeout, separate)
     errors = subprocess.PIPE if separate else subprocess.STDOUT
-    streams: dict[str, int] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+    streams: dict[str, int] = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": errors,
+    }
     return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=timeout, **streams)
 
 
-def start_command(command: list[str], cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[Any]:
+def start_command(
+    command: list[str], cwd: Path, env: dict[str, str], output: Path
+) -> subprocess.Popen[Any]:
     """Start a command in a session of its own, forked if it is one of the program's."""
     output.touch()
     if server := server_of(command, env):
@@ -167,11 +207,19 @@ def start_command(command: list[str], cwd: Path, env: dict[str, str], output: Pa
     return start_new_process(command, cwd, env, output)
 
 
-def start_new_process(command: list[str], cwd: Path, env: dict[str, str], output: Path) -> subprocess.Popen[Any]:
+def start_new_process(
+    command: list[str], cwd: Path, env: dict[str, str], output: Path
+) -> subprocess.Popen[Any]:
     """Start a command in a session of its own."""
     with open(output, "a") as out:
         return subprocess.Popen(
-            command, cwd=cwd, env=env, stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            cwd=cwd,
+            env=env,
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
         )
 
 
@@ -186,14 +234,19 @@ def main() -> None:
 
 
 def shorten_samples() -> None:
-    """Have runs of this process end with a tenth of the usual sample: generating it takes as long as training."""
+    """Have runs of this process end with a tenth of the usual sample: generating it takes as long
+    as training.
+    """
     from mingpt_ddp.tasks import language_model
 
     language_model.SAMPLE_CHARACTERS = 40
 
 
 def find_plugins() -> None:
-    """Compose a configuration, so that Hydra has its plug-ins and its grammar; they take half a second."""
+    """Compose a configuration, so that Hydra has its plug-ins and its grammar.
+
+    They take half a second.
+    """
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.hydra_utils import config_directory
@@ -264,7 +317,9 @@ def run(request: dict[str, Any]) -> None:
 
 
 def fork_workers() -> None:
-    """Make torchrun's agent, which this process becomes, fork its workers from a process that has no threads."""
+    """Make torchrun's agent, which this process becomes, fork its workers from a process that has
+    no threads.
+    """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     template, agent, in_new_process = fork_template(), os.getpid(), SubprocessHandler._popen
@@ -272,7 +327,12 @@ def fork_workers() -> None:
 
     def popen(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         name = args[3] if args[2] == "-m" else args[2]
-        if args[:2] != (sys.executable, "-u") or name not in COMMANDS or handler._stdout or handler._stderr:
+        if (
+            args[:2] != (sys.executable, "-u")
+            or name not in COMMANDS
+            or handler._stdout
+            or handler._stderr
+        ):
             return in_new_process(handler, args, env)
         return template.start([*args[1:]], Path.cwd(), env, files)
 
@@ -314,7 +374,8 @@ def spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
             signal.signal(number, signal.SIG_DFL)
     null = os.open(os.devnull, os.O_RDONLY)
     for other in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *passed}:  # not closed:
-        os.dup2(null, other)  # a fork closes the numbers that libuv had for pipes in a process with a store
+        # a fork closes the numbers that libuv had for pipes in a process with a store
+        os.dup2(null, other)
     util.spawnv_passfds = exec_passing
     forkserver._forkserver.__init__()
     resource_tracker._resource_tracker.__init__()

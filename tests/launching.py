@@ -15,7 +15,8 @@ from typing import ClassVar
 
 from forked import ROOT, TEMPLATE, run_command, start_command, start_new_process
 
-# fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third digit of a loss.
+# fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third
+# digit of a loss.
 TINY = [
     "model=gpt_nano",
     "model.n_layer=2",
@@ -34,12 +35,22 @@ TINY = [
 
 
 def environment(cwd: Path, **extra: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not re.match(r"RANK$|WORLD_SIZE$|LOCAL_|MASTER_|TORCHELASTIC", k)
+    }
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}
 
 
 def torchrun(n: int, *options: str) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={n}",
+    ]
     return [*command, *options, str(ROOT / "main.py")]
 
 
@@ -50,7 +61,9 @@ def python_main() -> list[str]:
 def call(
     command: list[str], cwd: Path, timeout: float = 120, separate: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run to completion; standard output and error are both in `stdout`, unless they are to be `separate`."""
+    """Run to completion; standard output and error are both in `stdout`, unless they are to be
+    `separate`.
+    """
     return run_command(command, cwd, environment(cwd, **extra), timeout, separate)
 
 
@@ -111,16 +124,22 @@ class UnforkedJob(Job):
 
 def children(pid: int) -> list[int]:
     try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
 
 def workers(launcher: int, is_torchrun: bool) -> list[int]:
-    """Return the workers by local rank: those of torchrun, or of `ddp.nproc_per_node`, perhaps below a fork server."""
+    """Return the workers by local rank: those of torchrun, or of `ddp.nproc_per_node`, perhaps
+    below a fork server.
+    """
     if is_torchrun:
         return [pid for pid in children(launcher) if read(pid, "comm").strip() != TEMPLATE]
-    descendants = [child for parent in [launcher, *children(launcher)] for child in children(parent)]
+    descendants = [
+        child for parent in [launcher, *children(launcher)] for child in children(parent)
+    ]
     return [pid for pid in descendants if read(pid, "comm").startswith("rank ")]
 
 
@@ -135,7 +154,8 @@ def read(pid: int, name: str | Path) -> str:
 def open_files(pid: int) -> list[str]:
     """Return the paths and sockets that a process has open."""
     links = []
-    with contextlib.suppress(OSError):  # closed meanwhile, or the process has ended; the next call sees the rest
+    # closed meanwhile, or the process has ended; the next call sees the rest
+    with contextlib.suppress(OSError):
         for path in Path(f"/proc/{pid}/fd").iterdir():
             links.append(os.readlink(path))
     return links
@@ -153,14 +173,20 @@ def wait_for(condition, timeout: float = 120, what: str = "the condition") -> No
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            jobs = "\n--- ".join(job.text()[-3000:] for job in Job.started if job.process.poll() is None)
-            raise AssertionError(f"timed out after {timeout} s waiting for {what}; running jobs wrote:\n--- {jobs}")
+            jobs = "\n--- ".join(
+                job.text()[-3000:] for job in Job.started if job.process.poll() is None
+            )
+            raise AssertionError(
+                f"timed out after {timeout} s waiting for {what}; running jobs wrote:\n--- {jobs}"
+            )
         time.sleep(0.005)
 
 
 def committed(run: Path) -> list[int]:
     """Return the steps of the committed snapshots of a run directory."""
-    return sorted(int(manifest.parent.name[5:]) for manifest in run.glob("snapshots/step_*/manifest.json"))
+    return sorted(
+        int(manifest.parent.name[5:]) for manifest in run.glob("snapshots/step_*/manifest.json")
+    )
 
 
 def last_step(run: Path) -> int:

@@ -1,8 +1,10 @@
-"""Small run directories of format 2 in tests/data/format2, which every later version must load and resume.
+"""Small run directories of format 2 in tests/data/format2, which every later version must load and
+resume.
 
     python tests/make_format2.py
 
-writes those that are missing; existing ones never change. A new model or optimizer gets a line in RUNS.
+writes those that are missing; existing ones never change. A new model or optimizer gets a line in
+RUNS.
 """
 
 from __future__ import annotations
@@ -32,21 +34,49 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training.run import run
 
 DATA = Path(__file__).resolve().parent / "data" / "format2"
-RUNS = {"gpt-adamw": ["model=gpt_nano", "optimizer=adamw"], "modern-muon": ["model=modern_micro", "optimizer=muon"]}
+RUNS = {
+    "gpt-adamw": ["model=gpt_nano", "optimizer=adamw"],
+    "modern-muon": ["model=modern_micro", "optimizer=muon"],
+}
 STEPS, MORE_STEPS = 4, 8  # of the run directory, and of the resumed run
 # No dropout: which elements torch drops depends on the CPU.
 OVERRIDES = [
-    *("model.n_layer=2", "model.n_head=2", "model.n_embd=8", "model.dropout=0.0", "run.root=.", "run.name=run"),
-    *("data=text_file", "data.path=text.txt", "data.block_size=16", "data.cache_dir=cache", "trainer.batch_size=4"),
-    *("optimizer.schedule_steps=10", "optimizer.warmup_steps=2", "trainer.max_epochs=null", "trainer.log_every=1"),
-    *("trainer.device=cpu", "trainer.precision=fp32", "trainer.eval_every=2", "snapshot.keep_last=1"),
+    *(
+        "model.n_layer=2",
+        "model.n_head=2",
+        "model.n_embd=8",
+        "model.dropout=0.0",
+        "run.root=.",
+        "run.name=run",
+    ),
+    *(
+        "data=text_file",
+        "data.path=text.txt",
+        "data.block_size=16",
+        "data.cache_dir=cache",
+        "trainer.batch_size=4",
+    ),
+    *(
+        "optimizer.schedule_steps=10",
+        "optimizer.warmup_steps=2",
+        "trainer.max_epochs=null",
+        "trainer.log_every=1",
+    ),
+    *(
+        "trainer.device=cpu",
+        "trainer.precision=fp32",
+        "trainer.eval_every=2",
+        "snapshot.keep_last=1",
+    ),
 ]
 
 
 def configuration(name: str, steps: int) -> Config:
     """Compose the configuration of a run in a directory of tests/data/format2, or a copy of it."""
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_mapping(to_plain(compose("config", [*RUNS[name], *OVERRIDES, f"trainer.max_steps={steps}"])))
+        return from_mapping(
+            to_plain(compose("config", [*RUNS[name], *OVERRIDES, f"trainer.max_steps={steps}"]))
+        )
 
 
 def train(name: str, steps: int) -> dict[str, float]:
@@ -55,13 +85,17 @@ def train(name: str, steps: int) -> dict[str, float]:
     runtime = Runtime(config, DistEnv())
     run(config, runtime, {})
     runtime.close()
-    return {str(step): loss for step, loss in read_history(Path("run", METRICS)).series("train_loss")}
+    return {
+        str(step): loss for step, loss in read_history(Path("run", METRICS)).series("train_loss")
+    }
 
 
 def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the SHA-256 of the dtype, shape and bytes of each tensor."""
     return {
-        name: hashlib.sha256(f"{t.dtype} {list(t.shape)} ".encode() + t.contiguous().numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(
+            f"{t.dtype} {list(t.shape)} ".encode() + t.contiguous().numpy().tobytes()
+        ).hexdigest()
         for name, t in sorted(tensors.items())
     }
 
@@ -69,12 +103,17 @@ def hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def make(name: str) -> None:
     generator = random.Random(2)
     phrases = ["the king", "a horse", "what light", "to be", "or not"]
-    Path("text.txt").write_text("".join(generator.choice(phrases) + generator.choice(".\n,; ") for _ in range(400)))
+    Path("text.txt").write_text(
+        "".join(generator.choice(phrases) + generator.choice(".\n,; ") for _ in range(400))
+    )
     train(name, STEPS)
     kept = Path("kept")
-    for path in ("config.yaml", METRICS, "result.json", "snapshots"):  # without the files that name this machine
+    # without the files that name this machine
+    for path in ("config.yaml", METRICS, "result.json", "snapshots"):
         kept.mkdir(exist_ok=True)
-        (shutil.copytree if Path("run", path).is_dir() else shutil.copy)(Path("run", path), kept / path)
+        (shutil.copytree if Path("run", path).is_dir() else shutil.copy)(
+            Path("run", path), kept / path
+        )
     snapshot = SnapshotStore("kept/snapshots").read(STEPS)
     expected = {"model": hashes(snapshot.model), "optimizer": hashes(snapshot.optimizer)}
     values = {**expected, "train_loss": train(name, MORE_STEPS)}
@@ -89,4 +128,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as scratch:
             os.chdir(scratch)
             make(missing)
-        print(f"{DATA / missing}: {sum(p.stat().st_size for p in (DATA / missing).rglob('*')):,} bytes")
+        print(
+            f"{DATA / missing}: "
+            f"{sum(p.stat().st_size for p in (DATA / missing).rglob('*')):,} bytes"
+        )

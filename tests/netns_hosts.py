@@ -1,4 +1,6 @@
-"""Two hosts on one machine: network namespaces with their own names and addresses, and a veth link, for torchrun."""
+"""Two hosts on one machine: network namespaces with their own names and addresses, and a veth link,
+for torchrun.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from pathlib import Path
 
 from launching import Job, is_running
 
-PREFIX = "mingpt-test"  # then the id of the creating process and a number: namespaces of others are not touched
+# then the id of the creating process and a number: namespaces of others are not touched
+PREFIX = "mingpt-test"
 NAMES = ("host1", "host2")  # the agent whose name sorts first has rank 0
-ADDRESSES = ("192.168.113.1", "192.168.113.2")  # nothing outside the two can be reached, so every pair may have these
+# nothing outside the two can be reached, so every pair may have these
+ADDRESSES = ("192.168.113.1", "192.168.113.2")
 INTERFACE = "eth0"
 NETNS = Path("/run/netns")
 ETC_NETNS = Path("/etc/netns")
@@ -42,7 +46,9 @@ class TwoHosts:
         """
         missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
         if sys.platform != "linux" or missing or os.geteuid() != 0:
-            raise HostsUnavailable("needs Linux and root" if not missing else f"needs {' and '.join(missing)}")
+            raise HostsUnavailable(
+                "needs Linux and root" if not missing else f"needs {' and '.join(missing)}"
+            )
         remove_leftovers()
         number = next(_count)
         self._namespaces = [f"{PREFIX}-{os.getpid()}-{number}-{name}" for name in NAMES]
@@ -62,7 +68,10 @@ class TwoHosts:
         self._remove()
 
     def start(self, host: int, command: list[str], cwd: Path, **extra: str) -> Job:
-        """Run a command on host 0 or 1. The process of the job is the command itself, no wrapper."""
+        """Run a command on host 0 or 1.
+
+        The process of the job is the command itself, no wrapper.
+        """
         enter = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts"]
         rename = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', NAMES[host]]
         return Job([*enter, *rename, *command], cwd, **extra)
@@ -79,9 +88,24 @@ class TwoHosts:
             _ip("netns", "add", namespace)
             _ip("-n", namespace, "link", "set", "lo", "up")
             (ETC_NETNS / namespace).mkdir(parents=True)
-            (ETC_NETNS / namespace / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+            (ETC_NETNS / namespace / "hosts").write_text(
+                "\n".join(["127.0.0.1 localhost", *known, ""])
+            )
         first, second = self._namespaces
-        _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+        _ip(
+            "link",
+            "add",
+            INTERFACE,
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            INTERFACE,
+            "netns",
+            second,
+        )
         for host, (namespace, address) in enumerate(zip(self._namespaces, ADDRESSES, strict=True)):
             _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", INTERFACE)
             self._set_link(host, "up")
@@ -95,9 +119,14 @@ class TwoHosts:
 
 
 def remove_leftovers() -> None:
-    """Remove what a killed test run left: the owner is gone, but processes in the namespaces may still run."""
+    """Remove what a killed test run left: the owner is gone, but processes in the namespaces may
+    still run.
+    """
     namespaces = {
-        path.name for directory in (NETNS, ETC_NETNS) if directory.is_dir() for path in directory.glob(f"{PREFIX}-*")
+        path.name
+        for directory in (NETNS, ETC_NETNS)
+        if directory.is_dir()
+        for path in directory.glob(f"{PREFIX}-*")
     }
     for namespace in namespaces:
         owner = namespace.removeprefix(f"{PREFIX}-").split("-")[0]

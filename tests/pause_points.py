@@ -1,4 +1,6 @@
-"""Launches that pause at a named point: a sitecustomize module on PYTHONPATH patches the package in every process."""
+"""Launches that pause at a named point: a sitecustomize module on PYTHONPATH patches the package in
+every process.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,22 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run
 
 STEPS = 24
-SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "trainer.device=cpu"]
-SETTINGS += ["trainer.precision=fp32", "snapshot.every_steps=null", "snapshot.keep_best=false", "run.name=run"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=10",
+    "trainer.device=cpu",
+]
+SETTINGS += [
+    "trainer.precision=fp32",
+    "snapshot.every_steps=null",
+    "snapshot.keep_best=false",
+    "run.name=run",
+]
 
-# Patches modules of the package right after their import, or at once: `PATCHES` maps module names to functions.
+# Patches modules of the package right after their import, or at once: `PATCHES` maps module names
+# to functions.
 SITE = '''
 import importlib.abc, importlib.util, os, sys, time
 from pathlib import Path
@@ -58,7 +72,7 @@ class Finder(importlib.abc.MetaPathFinder):
 for name in [name for name in PATCHES if name in sys.modules]:  # before a fork
     PATCHES.pop(name)(sys.modules[name])
 sys.meta_path.insert(0, Finder())
-'''
+'''  # noqa: E501
 
 REPORT_SIGNALS = """
 def report_signals(signals):
@@ -82,18 +96,25 @@ class PausedJob:
 
     start = Job
 
-    def __init__(self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str) -> None:
+    def __init__(
+        self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str
+    ) -> None:
         self.site = cwd / f"site-{time.monotonic_ns()}"
         self.site.mkdir()
         (self.site / "sitecustomize.py").write_text(SITE)
         (self.site / "patches.py").write_text(patches)
-        self.job = self.start([*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra)
+        self.job = self.start(
+            [*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra
+        )
 
     def wait_until(self, point: str, *ranks: int) -> None:
         """Wait until these ranks, by default rank zero, have reached the point."""
         for rank in ranks or (0,):
             marker = self.site / f"{point}.{rank}"
-            wait_for(lambda: marker.exists() or self.job.process.poll() is not None, what=marker.name)  # noqa: B023
+            wait_for(
+                lambda: marker.exists() or self.job.process.poll() is not None,  # noqa: B023
+                what=marker.name,
+            )
             assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
 
     def resume(self) -> None:

@@ -9,7 +9,8 @@ LOWEST = 10_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports below those that the kernel gives to anybody: a test beside this one must not get them meanwhile.
+    """Return ports below those that the kernel gives to anybody: a test beside this one must not
+    get them meanwhile.
 
     Where the kernel gives all of them, any free ones.
     """

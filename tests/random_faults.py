@@ -1,4 +1,5 @@
-"""Signals to the processes of a run at random moments; started again until it is complete, it is the undisturbed run.
+"""Signals to the processes of a run at random moments; started again until it is complete, it is
+the undisturbed run.
 
 All random numbers come from a seed, but the moments vary with the load of the machine.
 """
@@ -45,7 +46,11 @@ class FaultyRun:
         self.tmpdir.mkdir()
 
     def start(self) -> Job:
-        self.jobs.append(self.start_job([*self.command, "run.name=run", COMMAND], self.cwd, TMPDIR=str(self.tmpdir)))
+        self.jobs.append(
+            self.start_job(
+                [*self.command, "run.name=run", COMMAND], self.cwd, TMPDIR=str(self.tmpdir)
+            )
+        )
         return self.jobs[-1]
 
     @property
@@ -54,14 +59,24 @@ class FaultyRun:
 
     def processes(self) -> list[int]:
         """Return the processes of the run, orphans too: they work in its directory."""
-        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if works_in(pid, self.cwd)]
+        return [
+            pid
+            for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+            if works_in(pid, self.cwd)
+        ]
 
     def wait_for_end(self) -> None:
         """Wait until the parent has ended, and all others after it."""
         self.jobs[-1].wait()
-        wait_for(lambda: not self.processes(), ORPHANS_END_S, f"the end of the orphans {self.processes()}")
+        wait_for(
+            lambda: not self.processes(),
+            ORPHANS_END_S,
+            f"the end of the orphans {self.processes()}",
+        )
 
-    def suffer(self, moments: Iterable[int | None], victims: Iterable[str], ends: Iterable[str]) -> None:
+    def suffer(
+        self, moments: Iterable[int | None], victims: Iterable[str], ends: Iterable[str]
+    ) -> None:
         """Inject a fault at each of these moments, and start the run again whenever it has ended.
 
         Args:
@@ -93,7 +108,9 @@ class FaultyRun:
         return re.findall(r" INFO step (\d+)/", log.read_text()) if log.exists() else []
 
     def _has_reached(self, step: int, logged: int) -> bool:
-        """Whether rank zero has logged this step, and one more line than `logged`: the run has gone on."""
+        """Whether rank zero has logged this step, and one more line than `logged`: the run has gone
+        on.
+        """
         steps = self._logged_steps()
         return len(steps) > logged and max(map(int, steps)) >= step
 

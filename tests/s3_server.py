@@ -18,10 +18,28 @@ from pathlib import Path
 import fsspec.asyn
 from ports import free_ports
 
-PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+PORTS = (
+    "s3.port",
+    "s3.port.grpc",
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+)
 PORTS += ("filer.port", "filer.port.grpc")
-FLAGS = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=300ms"]
-FLAGS += ["-master.volumeSizeLimitMB=256", "-volume.max=0", "-volume.preStopSeconds=0", "-filer", "-s3"]
+FLAGS = [
+    "-ip=127.0.0.1",
+    "-ip.bind=127.0.0.1",
+    "-master.telemetry=false",
+    "-master.electionTimeout=300ms",
+]
+FLAGS += [
+    "-master.volumeSizeLimitMB=256",
+    "-volume.max=0",
+    "-volume.preStopSeconds=0",
+    "-filer",
+    "-s3",
+]
 FLAGS += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
 START_S = 60  # it takes 4 s on an idle machine
 
@@ -36,7 +54,10 @@ def _die_with_parent() -> None:
 
 
 class SeaweedServer:
-    """One server with its own directory, ports and key; what it acknowledged survives `kill` and `start`."""
+    """One server with its own directory, ports and key.
+
+    What it acknowledged survives `kill` and `start`.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +78,9 @@ class SeaweedServer:
         return self.ports["s3.port"]
 
     def environment(self, port: int | None = None) -> dict[str, str]:
-        """The environment of a client of the server, or of a proxy in front of it at another port."""
+        """The environment of a client of the server, or of a proxy in front of it at another
+        port.
+        """
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
             "AWS_ACCESS_KEY_ID": self.key,
@@ -67,12 +90,22 @@ class SeaweedServer:
 
     def start(self) -> None:
         """Start the server and wait until it answers requests for objects."""
-        command = [str(weed()), "-logtostderr=true", f"-config_dir={self.directory}", "server", *FLAGS]
+        command = [
+            str(weed()),
+            "-logtostderr=true",
+            f"-config_dir={self.directory}",
+            "server",
+            *FLAGS,
+        ]
         command += [f"-dir={self.directory / 'data'}", f"-s3.config={self.directory / 's3.json'}"]
         command += [f"-{name}={port}" for name, port in self.ports.items()]
         with open(self.directory / "log.txt", "ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_die_with_parent,
             )
         end = time.monotonic() + START_S
         while not self._answers():
@@ -86,7 +119,10 @@ class SeaweedServer:
         url = f"http://127.0.0.1:{self.ports['filer.port']}/ready/probe"
         try:
             request = urllib.request.Request(url, data=b"x" * 4096, method="PUT")
-            with urllib.request.urlopen(request, timeout=5), socket.create_connection(("127.0.0.1", self.port), 1):
+            with (
+                urllib.request.urlopen(request, timeout=5),
+                socket.create_connection(("127.0.0.1", self.port), 1),
+            ):
                 return True
         except OSError:
             return False
@@ -123,4 +159,7 @@ class SeaweedServer:
 
     def unfinished_uploads(self, bucket: str) -> list[str]:
         """The keys of multipart uploads that were neither completed nor aborted."""
-        return [upload["Key"] for upload in self._call("list_multipart_uploads", Bucket=bucket).get("Uploads", [])]
+        return [
+            upload["Key"]
+            for upload in self._call("list_multipart_uploads", Bucket=bucket).get("Uploads", [])
+        ]

@@ -1,4 +1,4 @@
-"""A SLURM cluster of two nodes on one machine: munged, slurmctld and two slurmds, for real sbatch and srun."""
+"""A SLURM cluster of two nodes on one machine, for real sbatch and srun."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1 RealMe
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1 RealMemory=1000
 PartitionName=usual Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL PriorityTier=2
-"""
+"""  # noqa: E501
 
 
 class SlurmUnavailable(Exception):
@@ -66,7 +66,9 @@ class Slurm:
         """
         missing = [program for program in PROGRAMS if shutil.which(program) is None]
         if sys.platform != "linux" or missing or os.geteuid() != 0:
-            raise SlurmUnavailable(f"needs {', '.join(missing)}" if missing else "needs Linux and root")
+            raise SlurmUnavailable(
+                f"needs {', '.join(missing)}" if missing else "needs Linux and root"
+            )
         self.home = home
         self._servers: list[subprocess.Popen[bytes]] = []
 
@@ -83,15 +85,24 @@ class Slurm:
 
     def call(self, *args: str, **extra: str) -> str:
         """Run a SLURM command on this cluster; return its output."""
-        done = subprocess.run(args, env=self.environment(**extra), capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            args, env=self.environment(**extra), capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, f"{args}: {done.stdout}{done.stderr}"
         return done.stdout
 
     def environment(self, **extra: str) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        return {**environment(self.home), "PATH": path, "SLURM_CONF": str(self.home / "slurm.conf"), **extra}
+        return {
+            **environment(self.home),
+            "PATH": path,
+            "SLURM_CONF": str(self.home / "slurm.conf"),
+            **extra,
+        }
 
-    def submit(self, script: Path, cwd: Path, options: list[str], args: list[str], **extra: str) -> str:
+    def submit(
+        self, script: Path, cwd: Path, options: list[str], args: list[str], **extra: str
+    ) -> str:
         """Submit a batch job; return its id. Its output goes to `cwd/<id>.out`."""
         options = [f"--chdir={cwd}", f"--output={cwd}/%j.out", *options]
         return self.call("sbatch", "--parsable", *options, str(script), *args, **extra).strip()
@@ -102,7 +113,11 @@ class Slurm:
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def wait(self, number: str, *states: str, timeout: float = 90) -> None:
-        wait_for(lambda: self.job(number)["JobState"] in states, timeout, f"job {number} is {' or '.join(states)}")
+        wait_for(
+            lambda: self.job(number)["JobState"] in states,
+            timeout,
+            f"job {number} is {' or '.join(states)}",
+        )
 
     def _start(self) -> None:
         self.home.chmod(0o755)
@@ -117,7 +132,10 @@ class Slurm:
         key = self.home / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        files = [f"--{name}={self.home}/munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
+        files = [
+            f"--{name}={self.home}/munge.{name}"
+            for name in ("socket", "pid-file", "log-file", "seed-file")
+        ]
         self._serve("munged", "--foreground", "--force", f"--key-file={key}", *files)
         wait_for((self.home / "munge.socket").exists, 10, "munged")
         self._serve("slurmctld", "-D", "-i")
@@ -128,7 +146,9 @@ class Slurm:
     def _serve(self, *command: str) -> None:
         number = len(self._servers)
         with open(self.home / f"{command[0]}.{number}.txt", "wb") as out:
-            server = subprocess.Popen(command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            server = subprocess.Popen(
+                command, env=self.environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
         self._servers.append(server)
 
     def _idle(self) -> bool:
@@ -146,7 +166,9 @@ class Slurm:
         left = [server for server in self._servers if server.poll() is None]
         with contextlib.suppress(subprocess.SubprocessError, AssertionError):
             self.call("scancel", "--quiet", "--user=root")
-            wait_for(lambda: not self.call("squeue", "--noheader").split(), 30, "the end of all jobs")
+            wait_for(
+                lambda: not self.call("squeue", "--noheader").split(), 30, "the end of all jobs"
+            )
         for server in reversed(left):
             server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -32,8 +32,12 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
         {"ema": snapshot.ema} if snapshot.ema else {}
     )
     for share in shard_tensors(tensors, writers):
-        files |= store.write_files(snapshot.step, {name: encode(tensors) for name, tensors in share.items()})
-    files |= store.write_files(snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()})
+        files |= store.write_files(
+            snapshot.step, {name: encode(tensors) for name, tensors in share.items()}
+        )
+    files |= store.write_files(
+        snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()}
+    )
     store.write_files(snapshot.step, store.make_manifest(snapshot.step, files))
 
 
@@ -43,7 +47,11 @@ def small_snapshot(step: int) -> Snapshot:
     weights = torch.randn(5, 3, generator=generator)
     return Snapshot(
         step=step,
-        model={"weight": weights, "bias": torch.zeros(3, dtype=torch.bfloat16), "count": torch.tensor(step)},
+        model={
+            "weight": weights,
+            "bias": torch.zeros(3, dtype=torch.bfloat16),
+            "count": torch.tensor(step),
+        },
         optimizer={"weight:exp_avg": weights / 2, "weight:step": torch.tensor(float(step))},
         state={"train_state": {"step": step, "loss": 1.5, "best": None}, "vocabulary": "\n aä€😀"},
     )
@@ -51,21 +59,42 @@ def small_snapshot(step: int) -> Snapshot:
 
 @functools.cache
 def _small_config() -> Config:
-    small = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    small = [
+        "model=gpt_nano",
+        "model.n_layer=2",
+        "model.n_embd=12",
+        "data.block_size=8",
+        "trainer.device=cpu",
+    ]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         return from_mapping(to_plain(compose("config", small)))
 
 
 def model_snapshot(step: int, **state: Any) -> Snapshot:
-    """Make a snapshot of a small model, of a run of 3 ranks; `state` replaces parts of its state.json."""
+    """Make a snapshot of a small model, of a run of 3 ranks; `state` replaces parts of its
+    state.json.
+    """
     config = _small_config()
     torch.manual_seed(step)
     model = model_state(build_model(config.model, len(VOCABULARY), config.data.block_size))
-    train_state = {"step": step, "train_loss": 2.5, "val_loss": 2.25, "best_step": 4, "val_metrics": {"accuracy": 0.5}}
+    train_state = {
+        "step": step,
+        "train_loss": 2.5,
+        "val_loss": 2.25,
+        "best_step": 4,
+        "val_metrics": {"accuracy": 0.5},
+    }
     train_state |= {"world_size": 3, "saved_at": 1e9}
     text = {"sha256": SHA256, "length": 100}
-    written = {"config": config.to_dict(), "vocabulary": VOCABULARY, "text": text, "train_state": train_state}
-    return Snapshot(step, model, {"norm.weight:step": torch.tensor(float(step))}, {**written, **state})
+    written = {
+        "config": config.to_dict(),
+        "vocabulary": VOCABULARY,
+        "text": text,
+        "train_state": train_state,
+    }
+    return Snapshot(
+        step, model, {"norm.weight:step": torch.tensor(float(step))}, {**written, **state}
+    )
 
 
 def filled(run: str, *snapshots: Snapshot | int) -> SnapshotStore:

@@ -22,7 +22,9 @@ ENCODED = EncodedText(
 )
 
 
-def text_task(config: Config, val: np.ndarray | str = "yy", vocab_size: int = 8, encoded=ENCODED) -> LanguageModel:
+def text_task(
+    config: Config, val: np.ndarray | str = "yy", vocab_size: int = 8, encoded=ENCODED
+) -> LanguageModel:
     """Return a language model task whose validation split is `val`."""
     task = object.__new__(LanguageModel)
     task.config, task.group = config, SimpleNamespace(env=DistEnv())

@@ -12,7 +12,9 @@ PAGE = (ROOT / "docs" / "your-own-model.md").read_text()
 
 def page_files(directory: str = "my_project") -> dict[str, str]:
     """Return the files of a directory shown on the page, by name."""
-    return dict(re.findall(rf"^`({directory}/\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE))
+    return dict(
+        re.findall(rf"^`({directory}/\S+)`\n\n```\w+\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    )
 
 
 def page_commands(block: int = 0) -> list[list[str]]:

@@ -14,7 +14,14 @@ class GPT(lightning.LightningModule):
         C = chosen.n_embd
         self.embed, self.position = nn.Embedding(vocab_size, C), nn.Embedding(chosen.context, C)
         layer = nn.TransformerEncoderLayer(
-            C, chosen.n_head, 4 * C, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, bias=False
+            C,
+            chosen.n_head,
+            4 * C,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+            bias=False,
         )
         self.blocks = nn.TransformerEncoder(
             layer, chosen.n_layer, nn.LayerNorm(C, bias=False), enable_nested_tensor=False

@@ -1,4 +1,6 @@
-"""litgpt: the setup function of `litgpt pretrain`, with a given model shape and a character dataset; compiled."""
+"""litgpt: the setup function of `litgpt pretrain`, with a given model shape and a character
+dataset; compiled.
+"""
 
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config

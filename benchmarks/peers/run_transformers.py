@@ -1,4 +1,6 @@
-"""transformers: GPT2LMHeadModel in its Trainer, with default arguments except for the compared settings."""
+"""transformers: GPT2LMHeadModel in its Trainer, with default arguments except for the compared
+settings.
+"""
 
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
@@ -52,7 +54,9 @@ def main() -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Examples(windows), callbacks=[Report()]).train()
+    Trainer(
+        GPT2LMHeadModel(config), arguments, train_dataset=Examples(windows), callbacks=[Report()]
+    ).train()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
     python -m mingpt_ddp.again outputs/demo optimizer.lr=3e-4
 
-RUN         a local run directory; its newest config.yaml counts, however the presets have changed since
-key=value   the changes; also presets and options of Hydra, as main.py takes them
+RUN         a local run directory; its newest config.yaml counts, however the presets have changed
+since key=value   the changes; also presets and options of Hydra, as main.py takes them
 
-A change of the numbers is another run: in a directory of its own, named like any unnamed run, or by run.name=NAME.
-Without one the run itself goes on: to print its result, to raise trainer.max_steps, or with another logging.
+A change of the numbers is another run: in a directory of its own, named like any unnamed run, or by
+run.name=NAME. Without one the run itself goes on: to print its result, to raise trainer.max_steps,
+or with another logging.
 
-The command that trains is printed. What a record should not decide is left out unless you type it: your Python files
-(code), commands to run, and where snapshots or logs are sent.
+The command that trains is printed. What a record should not decide is left out unless you type it:
+your Python files (code), commands to run, and where snapshots or logs are sent.
 """
 
 import io
@@ -55,7 +56,9 @@ def main() -> None:
             print(__doc__)
             return
         command = [sys.executable, "-m", "mingpt_ddp", *command_words(sys.argv[1], sys.argv[2:])]
-        read_env().call_on_rank_zero(lambda: print(shlex.join(["python", *command[1:]]), flush=True))
+        read_env().call_on_rank_zero(
+            lambda: print(shlex.join(["python", *command[1:]]), flush=True)
+        )
         os.execv(sys.executable, command)
 
 
@@ -74,14 +77,18 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         check(False, f"{run} has no config.yaml of a run; name a run directory")
     assert recorded is not None
-    odd = next((key for group in recorded.values() for key in group if not str(key).isidentifier()), None)
+    odd = next(
+        (key for group in recorded.values() for key in group if not str(key).isidentifier()), None
+    )
     check(odd is None, f"{run}/config.yaml has the key {str(odd)[:50]!r}, which no run writes")
     keys = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
-    if len({f"trainer.{name}" for name in LIMITS} & keys.keys()) == 1:  # one that is typed is the only one
+    # one that is typed is the only one
+    if len({f"trainer.{name}" for name in LIMITS} & keys.keys()) == 1:
         recorded["trainer"] |= dict.fromkeys(LIMITS)
     if "trainer.batch_size_per_rank" in keys:
         recorded["trainer"].pop("batch_size", None)
-    words, omitted = list[str](), list[str]()
+    words = list[str]()
+    omitted = list[str]()
     for group in GROUPS:
         for key, word in _group_words(group, recorded.get(group, {}), group in keys):
             value = recorded.get(group, {}).get(key.partition(".")[2])
@@ -92,25 +99,36 @@ def command_words(run: str, typed: list[str]) -> list[str]:
             else:
                 words.append(word)
     if omitted:
-        print(f"not taken from {run}: {', '.join(omitted)}; type what you trust"[:1000], file=sys.stderr)
+        print(
+            f"not taken from {run}: {', '.join(omitted)}; type what you trust"[:1000],
+            file=sys.stderr,
+        )
     return [*words, *_directory_words(directory, recorded, keys), *typed]
 
 
 def _is_left_out(key: str, value: Any) -> bool:
     is_url = "://" in str(value) and not key.startswith("data.")
-    return key in LEFT_OUT or key.partition(".")[2] in CODE_LOCATION_KEYS or is_url or "::" in str(value)
+    return (
+        key in LEFT_OUT
+        or key.partition(".")[2] in CODE_LOCATION_KEYS
+        or is_url
+        or "::" in str(value)
+    )
 
 
 def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[tuple[str, str]]:
-    """Yield the overrides of a group with their keys: the preset that is closest, and what differs from it.
+    """Yield the overrides of a group with their keys: the preset that is closest, and what differs
+    from it.
 
     Args:
-        is_typed: a preset of the group is on the command line: it replaces one of ours, and provides code of yours.
+        is_typed: a preset of the group is on the command line: it replaces one of ours, and
+            provides code of yours.
     """
     selectors, classes = GROUPS[group]
     selector, choice = selected(group, keys)
     choice = DEFAULT_CHOICE.get(group) if choice is None else choice
-    known, values = choice is None or isinstance(choice, str), dict[str, Any]()
+    known = choice is None or isinstance(choice, str)
+    values = dict[str, Any]()
     known = known and choice in classes
     if known and selectors and is_typed:
         return
@@ -141,7 +159,9 @@ def _closest_preset(
         values = {**defaults, **yaml.safe_load(path.read_text())}
         if f"/schema/{group}/{choice or 'text'}" in values.pop("defaults", ()):
             differing = sum(values.get(key, ...) != value for key, value in keys.items())
-            found.append((differing, path.stem, values | ({GROUPS[group][0][0]: choice} if choice else {})))
+            found.append(
+                (differing, path.stem, values | ({GROUPS[group][0][0]: choice} if choice else {}))
+            )
     check(bool(found), f"no preset of {group} is like that of the run")
     return min(found, key=lambda each: each[:2])[1:]
 
@@ -158,11 +178,21 @@ def _preset_values(group: str) -> dict[str, Any]:
     return values
 
 
-def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> Iterable[str]:
+def _directory_words(
+    directory: Path, recorded: dict[str, Any], typed: dict[str, str]
+) -> Iterable[str]:
     """Return run.root, and run.name if the run itself goes on, unless they are typed."""
     depth = str(recorded["run"].get("name") or "").count("/") + 1  # sweep/job has 2 parts
     names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
-    flat, presets = flatten(recorded), {*GROUPS, "experiment"} & typed.keys()
-    if presets or any(parse_value(typed[key]) != flat.get(key) for key in numeric_keys(recorded).keys() & typed.keys()):
+    flat = flatten(recorded)
+    presets = {*GROUPS, "experiment"} & typed.keys()
+    if presets or any(
+        parse_value(typed[key]) != flat.get(key)
+        for key in numeric_keys(recorded).keys() & typed.keys()
+    ):
         del names["name"]
-    return [f"run.{key}={hydra_value(value)}" for key, value in names.items() if f"run.{key}" not in typed]
+    return [
+        f"run.{key}={hydra_value(value)}"
+        for key, value in names.items()
+        if f"run.{key}" not in typed
+    ]

@@ -1,6 +1,7 @@
 """The functions of `import mingpt_ddp`, for scripts and notebooks: train, load, history.
 
-Everything is imported when it is first used, so that `import mingpt_ddp` takes no time. docs/python.md shows their use.
+Everything is imported when it is first used, so that `import mingpt_ddp` takes no time.
+docs/python.md shows their use.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
     from mingpt_ddp.errors import UserError
 
 
-def train(overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None) -> dict[str, Any]:
-    """Train as `python main.py` does with these overrides, in processes of its own, and print what it prints.
+def train(
+    overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None
+) -> dict[str, Any]:
+    """Train as `python main.py` does with these overrides, in processes of its own, and print what
+    it prints.
 
-    The same call again resumes. Ctrl-C, or the stop button of a notebook, saves a snapshot, then raises
-    KeyboardInterrupt. The training ends with the calling process, even if that is killed.
+    The same call again resumes. Ctrl-C, or the stop button of a notebook, saves a snapshot, then
+    raises KeyboardInterrupt. The training ends with the calling process, even if that is killed.
 
     Args:
         overrides: as on the command line, `key=value` and options of Hydra.
-        nproc: local processes that train together; None: as `ddp.nproc_per_node` says, by default one.
+        nproc: local processes that train together; None: as `ddp.nproc_per_node` says, by default
+            one.
 
     Returns:
         The content of result.json, and the run directory as `run`.
@@ -64,7 +69,10 @@ def train(overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = No
 
 
 def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """Run a command and print its output; return its exit code and its last line. End it if this function is ended."""
+    """Run a command and print its output; return its exit code and its last line.
+
+    End it if this function is ended.
+    """
     last = ""
     # In a session of its own: Ctrl-C on the terminal arrives once, from here.
     with subprocess.Popen(
@@ -132,7 +140,10 @@ class LoadedRun:
         numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
         build(SampleConfig, {"snapshot": "-", "top_k": top_k, "top_p": top_p, **numbers}, "")
         sampling = SamplingParams(temperature, top_k, top_p)
-        return prompt + generate_text(self.model, self.tokenizer, prompt, max_new_tokens, sampling, seed)[0]
+        return (
+            prompt
+            + generate_text(self.model, self.tokenizer, prompt, max_new_tokens, sampling, seed)[0]
+        )
 
 
 def load(
@@ -163,7 +174,8 @@ def load(
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the measurements of a run by step, as `pandas.DataFrame(history(run))` takes them.
 
-    A step that was repeated after a restart counts once. A row has the keys of what was measured at its step.
+    A step that was repeated after a restart counts once. A row has the keys of what was measured at
+    its step.
 
     Raises:
         RunError: this is not the directory of a run.
@@ -175,4 +187,6 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         return read_history(Path(run) / METRICS).rows
     except OSError as error:
-        raise RunError(f"{run} is not a run directory: it has no {METRICS} that can be read") from error
+        raise RunError(
+            f"{run} is not a run directory: it has no {METRICS} that can be read"
+        ) from error

@@ -1,4 +1,6 @@
-"""The grammar of all commands except train: positional URLs, then `key=value`, `--key value` or `--key=value`."""
+"""The grammar of all commands except train: positional URLs, then `key=value`, `--key value` or
+`--key=value`.
+"""
 
 import contextlib
 import dataclasses
@@ -18,15 +20,18 @@ from mingpt_ddp.storage.urls import check_url
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
-FREE_TEXT = {"free_text": True}  # metadata of a field that may contain what looks like a URL with a password
+# metadata of a field that may contain what looks like a URL with a password
+FREE_TEXT = {"free_text": True}
 
 
-def run_command(usage: str, command: Command | Mapping[str, Command], needs_arguments: bool = True) -> None:
+def run_command(
+    usage: str, command: Command | Mapping[str, Command], needs_arguments: bool = True
+) -> None:
     """Call a command with the command-line arguments and exit with its code.
 
     Args:
-        command: one, or several by name, selected by the first argument. The type of its parameter `config`
-            defines its keys.
+        command: one, or several by name, selected by the first argument. The type of its parameter
+            `config` defines its keys.
         needs_arguments: print the usage if there are none.
     """
     words = sys.argv[1:]
@@ -77,7 +82,8 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
 def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str | None, Any]]:
     """Yield each argument with its key (None for a URL) and its text.
 
-    An argument with a slash or a colon before its first = is a URL: the job directories of a sweep contain a =.
+    An argument with a slash or a colon before its first = is a URL: the job directories of a sweep
+    contain a =.
     """
     rest = iter(words)
     for word in rest:
@@ -86,7 +92,10 @@ def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str |
         if word.startswith("--"):
             key = key[2:].replace("-", "_").replace(".", "_")
             text = text if equals else next(rest, "--")
-            check(bool(equals) or key not in known or text[:2] != "--", f"{word} has no value; write {word}=VALUE")
+            check(
+                bool(equals) or key not in known or text[:2] != "--",
+                f"{word} has no value; write {word}=VALUE",
+            )
             yield word, key, text
         elif equals and not re.search("[/:]", key):
             yield word, key, text

@@ -1,9 +1,10 @@
 """Check and time the communication between the ranks of a cluster, before training on it.
 
-    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576 json=collectives.json
-    python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
+    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576
+    json=collectives.json python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
 
-operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter, all_to_all, send_recv,
+operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter,
+all_to_all, send_recv,
                   ring (an all-reduce written by hand), barrier (all)
 backend           auto (the default: NCCL on GPUs, else gloo), gloo, nccl or mpi
 device            auto (the default: the GPU if there is one), cpu or cuda
@@ -15,9 +16,10 @@ timeout_s         how long a rank waits for the others (120)
 plot, json        files to write: a page with the curves (it needs plotly), and the numbers
 nproc_per_node    start this many local processes with torchrun
 
-Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the repetitions, on
-the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for all_reduce and ring, (n-1)/n for gather,
-all_gather, scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests defines it.
+Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the
+repetitions, on the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for
+all_reduce and ring, (n-1)/n for gather, all_gather, scatter, reduce_scatter and all_to_all, 1 for
+the others, as nccl-tests defines it.
 """
 
 import json
@@ -47,11 +49,23 @@ if TYPE_CHECKING:
     from mingpt_ddp.distributed.collectives import Measurement
 
 OPERATIONS = [
-    *("broadcast", "all_reduce", "reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all"),
+    *(
+        "broadcast",
+        "all_reduce",
+        "reduce",
+        "gather",
+        "all_gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+    ),
     *("send_recv", "ring", "barrier"),
 ]
 TENSORS = 4  # of a message's size, which a rank needs at a time
-HEADER = f"{'operation':<14} {'bytes':>11} {'latency (us)':>12} {'algbw (GB/s)':>12} {'busbw (GB/s)':>12}"
+HEADER = (
+    f"{'operation':<14} {'bytes':>11} {'latency (us)':>12} {'algbw (GB/s)':>12} "
+    f"{'busbw (GB/s)':>12}"
+)
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,8 @@ class CollectivesConfig:
     nproc_per_node: PositiveInt | None = None
 
     def __post_init__(self) -> None:
-        smallest, largest = self.min_bytes, self.max_bytes
+        smallest = self.min_bytes
+        largest = self.max_bytes
         check(smallest <= largest, f"min_bytes={smallest} must be at most max_bytes={largest}")
         for name in self.operations:
             check(name in OPERATIONS, f"{name} is not an operation; {hint_at(name, OPERATIONS)}")
@@ -79,8 +94,14 @@ class CollectivesConfig:
         for key, path in (("plot", self.plot), ("json", self.json)):
             is_file = path is None or (bool(path.strip()) and "://" not in path)
             check(is_file, f"{key}={path} must be a local file")
-        check(not self.plot or self.plot.endswith(".html"), f"plot={self.plot} is a page; give it a name with .html")
-        check(not self.plot or find_spec("plotly") is not None, "plot needs plotly; pip install 'mingpt_ddp[report]'")
+        check(
+            not self.plot or self.plot.endswith(".html"),
+            f"plot={self.plot} is a page; give it a name with .html",
+        )
+        check(
+            not self.plot or find_spec("plotly") is not None,
+            "plot needs plotly; pip install 'mingpt_ddp[report]'",
+        )
 
     def check_files(self) -> None:
         """Refuse files that cannot be written, before anything is measured; called on one rank."""
@@ -88,7 +109,9 @@ class CollectivesConfig:
             parents = Path(path).absolute().parents if path is not None else []
             existing = next((parent for parent in parents if parent.exists()), None)
             if existing is not None and not (existing.is_dir() and os.access(existing, os.W_OK)):
-                raise RunError(f"{key}={path} cannot be written, because of {existing}; name another file")
+                raise RunError(
+                    f"{key}={path} cannot be written, because of {existing}; name another file"
+                )
 
     def sizes(self) -> Iterator[int]:
         """Yield the message sizes in bytes, before they are rounded."""
@@ -104,13 +127,17 @@ def main() -> None:
 
 
 def _command(config: CollectivesConfig) -> int:
-    exits, env = ProcessExit(), read_env()
+    exits = ProcessExit()
+    env = read_env()
     if env.is_standalone and config.nproc_per_node is not None and config.nproc_per_node > 1:
         from mingpt_ddp.distributed.launcher import run_under_torchrun
 
         config.check_files()
         run_under_torchrun("mingpt_ddp.collectives", config.nproc_per_node, sys.argv[1:])
-    start = "start it with torchrun --nproc_per_node=3 -m mingpt_ddp.collectives, or set nproc_per_node=3"
+    start = (
+        "start it with torchrun --nproc_per_node=3 -m mingpt_ddp.collectives, or set "
+        "nproc_per_node=3"
+    )
     check(env.world_size > 1, f"collectives needs several ranks; {start}")
     try:
         code = _exercise(config, env, exits)
@@ -134,12 +161,18 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
         ddp = replace(ddp, backend="gloo")
     memory = total_memory([device])
     check(
-        TENSORS * config.max_bytes <= memory, f"max_bytes={config.max_bytes} does not fit into {memory} bytes of memory"
+        TENSORS * config.max_bytes <= memory,
+        f"max_bytes={config.max_bytes} does not fit into {memory} bytes of memory",
     )
     group = exits.group = ProcessGroup(env, [device], ddp, job=0)
     group.run_on_rank_zero(config.check_files)
     hosts = len(set(group.all_gather(socket.gethostname())))
-    about = {"ranks": group.world_size, "hosts": hosts, "backend": group.transport, "device": device.type}
+    about = {
+        "ranks": group.world_size,
+        "hosts": hosts,
+        "backend": group.transport,
+        "device": device.type,
+    }
     title = ", ".join(f"{key} {value}" for key, value in about.items())
     env.call_on_rank_zero(lambda: echo(f"{title}\n{HEADER}"))
     rows: list[Measurement] = []
@@ -150,12 +183,16 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
             rows.append(row)
             env.call_on_rank_zero(partial(echo, _line(row, group.transport)))
             if row.fault is not None:
-                env.call_on_rank_zero(partial(print, f"error: {row.fault}", file=sys.stderr, flush=True))
+                env.call_on_rank_zero(
+                    partial(print, f"error: {row.fault}", file=sys.stderr, flush=True)
+                )
                 group.close()
                 return FAILURE
             if row.latency_s is None:
                 break
-    group.run_on_rank_zero(lambda: _write(config, title, {**about, "results": [asdict(row) for row in rows]}))
+    group.run_on_rank_zero(
+        lambda: _write(config, title, {**about, "results": [asdict(row) for row in rows]})
+    )
     env.call_on_rank_zero(lambda: echo("every result is correct"))
     group.close()
     return 0
@@ -186,7 +223,11 @@ def _page(title: str, rows: list[dict[str, Any]]) -> str:
     names = dict.fromkeys(row["operation"] for row in rows if row["busbw"])
     drawn = {name: [row for row in rows if row["operation"] == name] for name in names}
     curves = [
-        {"name": name, "x": [row["bytes"] for row in points], "y": [row["busbw"] / 1e9 for row in points]}
+        {
+            "name": name,
+            "x": [row["bytes"] for row in points],
+            "y": [row["busbw"] / 1e9 for row in points],
+        }
         for name, points in drawn.items()
     ]
     axes = {"xaxis": "message (bytes)", "yaxis": "busbw (GB/s)"}

@@ -4,15 +4,17 @@
     torchrun --nproc_per_node=2 -m mingpt_ddp.evaluate outputs/demo data.path=other.txt
     python -m mingpt_ddp.evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
-snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
-                several: the loss of each, and the metrics of the mean of their probabilities; or the metrics of each,
-                if they have no mean: other tokenizers (compare bits_per_byte), context lengths, or a regression
+snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every
+rank can read;
+                several: the loss of each, and the metrics of the mean of their probabilities; or
+                the metrics of each, if they have no mean: other tokenizers (compare bits_per_byte),
+                context lengths, or a regression
 step            newest (the default), best (lowest validation loss) or a number
 split           val (the default) or test
-data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
-device          auto (the default: the GPU if there is one), cpu or cuda
-precision       auto (the default: as in training on this device), fp32, bf16 or fp16
-code            your Python file that registers the task, the model or the dataset, if they are not built in
+data.path       a text to measure instead, as a whole, in the characters that the model knows; or
+where the data is now device          auto (the default: the GPU if there is one), cpu or cuda
+precision       auto (the default: as in training on this device), fp32, bf16 or fp16 code
+your Python file that registers the task, the model or the dataset, if they are not built in
 
 The metrics are printed as JSON.
 """
@@ -65,19 +67,27 @@ def main() -> None:
 def _command(config: EvaluateConfig) -> int:
     env = read_env()
     metrics = evaluate(config)
-    about = {"split": config.split} if config.data_path is None else {"data": config.data_path, "split": config.split}
+    about = (
+        {"split": config.split}
+        if config.data_path is None
+        else {"data": config.data_path, "split": config.split}
+    )
     env.call_on_rank_zero(lambda: echo(json.dumps({**about, **metrics}, indent=1)))
     return 0
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Return the metrics by name; of an ensemble also the loss of each of its `runs`, or why it is `not_averaged`.
+    """Return the metrics by name.
+
+    Of an ensemble also the loss of each of its `runs`, or why it is `not_averaged`.
 
     A collective of all ranks that a launcher has started.
 
     Raises:
-        SnapshotError: there is no snapshot, no model can be built from it, or the snapshots do not compare.
-        DataError: the data is not there, has changed, or has characters that the model does not know.
+        SnapshotError: there is no snapshot, no model can be built from it, or the snapshots do not
+            compare.
+        DataError: the data is not there, has changed, or has characters that the model does not
+            know.
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
@@ -89,7 +99,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     if config.code is not None:
         run_file(Path(config.code), "code")
     snapshots = {url: load(url, ("model",), config.step) for url in config.snapshot}
-    states, (first, *others) = {url: snapshot.state for url, snapshot in snapshots.items()}, snapshots
+    states, (first, *others) = (
+        {url: snapshot.state for url, snapshot in snapshots.items()},
+        snapshots,
+    )
     configs = {first: _run_config(config, first, states[first])}
     configs |= {url: _run_config(config, url, states[url], states[first]) for url in others}
     runtime = Runtime(configs[first], read_env())
@@ -112,12 +125,18 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             for url, snapshot in snapshots.items()
         }
         evaluators = {id(each): Evaluator(each, runtime) for each in tasks.values()}
-        found = {url: evaluators[id(tasks[url])].run(model, config.split) or {} for url, model in models.items()}
+        found = {
+            url: evaluators[id(tasks[url])].run(model, config.split) or {}
+            for url, model in models.items()
+        }
         if not found[first]:
             raise DataError(f"the data of {first} has no {config.split} split")
         metrics: dict[str, Any] = found[first]
         if reason:
-            metrics = {"not_averaged": reason, "runs": [{"snapshot": url, **each} for url, each in found.items()]}
+            metrics = {
+                "not_averaged": reason,
+                "runs": [{"snapshot": url, **each} for url, each in found.items()],
+            }
         elif others:
             runs = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
             average = evaluators[id(task)].run(Ensemble([*models.values()]), config.split) or {}
@@ -153,7 +172,11 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
     """
     try:
         values = {group: dict(keys) for group, keys in state["config"].items()}
-        values["trainer"] |= {"device": config.device, "precision": config.precision, "eval_steps": None}
+        values["trainer"] |= {
+            "device": config.device,
+            "precision": config.precision,
+            "eval_steps": None,
+        }
         values |= {"ddp": {}, "snapshot": {}}
         if first is not None:
             _measure_like(values, first["config"])
@@ -161,7 +184,13 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
         if config.data_path is not None:
             check("path" in data, "its data has no path; leave data.path out")
-            given |= {"path": config.data_path, "sha256": None, "truncate": 1.0, "sources": None, "val_paths": None}
+            given |= {
+                "path": config.data_path,
+                "sha256": None,
+                "truncate": 1.0,
+                "sources": None,
+                "val_paths": None,
+            }
         if data.get("tokenizer") not in ("char", "byte"):  # that of the snapshot is used
             given["tokenizer"] = "bpe"
         paths = [{**data, **given}.get(key) for key in ("path", "sources", "val_paths")]
@@ -170,7 +199,8 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         return from_mapping(values)
     except NotRegisteredError as error:
         raise SnapshotError(
-            f"the snapshot of {url} needs code of yours: {error.args[0]}; name the Python file that "
+            f"the snapshot of {url} needs code of yours: {error.args[0]}; name the Python "
+            "file that "
             "registers it, if you trust it, as in code=my_project/mine.py"
         ) from error
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -179,14 +209,18 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
 
 
 def _measure_like(values: dict[str, Any], first: Any) -> None:
-    """Give a run's configuration the same split of the same text as the first, for its own tokenizer and length.
+    """Give a run's configuration the same split of the same text as the first, for its own
+    tokenizer and length.
 
     Raises:
         ValueError: they have other tasks.
     """
-    own, default = values["data"], DEFAULT_CHOICE["task"]
+    own = values["data"]
+    default = DEFAULT_CHOICE["task"]
     name, expected = (each.get("task", {}).get("name", default) for each in (values, first))
     if name != expected:
-        raise ValueError(f"task.name={name} does not compare with task.name={expected}; measure it alone")
+        raise ValueError(
+            f"task.name={name} does not compare with task.name={expected}; measure it alone"
+        )
     if "block_size" in own:  # a text
         values["data"] = {**first["data"], **{key: own[key] for key in OF_TOKENS if key in own}}

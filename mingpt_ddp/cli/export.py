@@ -27,10 +27,17 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         fits = self.license is None or (
-            re.fullmatch(r"[a-z][a-z0-9.-]{1,49}", self.license) and type(yaml.safe_load(self.license)) is str
+            re.fullmatch(r"[a-z][a-z0-9.-]{1,49}", self.license)
+            and type(yaml.safe_load(self.license)) is str
         )  # YAML reads `no` as false
-        check(bool(fits), f"license={self.license} must be an identifier in lower case, as in apache-2.0 or mit")
-        check(bool(self.to.strip()) and "://" not in self.to, f"to={self.to} must be a new local directory")
+        check(
+            bool(fits),
+            f"license={self.license} must be an identifier in lower case, as in apache-2.0 or mit",
+        )
+        check(
+            bool(self.to.strip()) and "://" not in self.to,
+            f"to={self.to} must be a new local directory",
+        )
 
 
 def export(config: ExportConfig) -> int:

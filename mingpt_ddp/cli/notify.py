@@ -20,7 +20,9 @@ FAILED = "failed"
 
 @contextlib.contextmanager
 def notifying(config: Config, env: DistEnv) -> Iterator[None]:
-    """Run the command of a run that ends in this context, or fails in it if no launcher could restart it."""
+    """Run the command of a run that ends in this context, or fails in it if no launcher could
+    restart it.
+    """
     before = _end(config)
     try:
         yield
@@ -41,7 +43,9 @@ def _end(config: Config) -> list[Any]:
 
 def notify(config: Config, status: str) -> None:
     """Run the command for a status, without a shell; a failure of it is logged only."""
-    key, command = ("on_failure", config.run.on_failure) if status == FAILED else ("on_end", config.run.on_end)
+    key, command = (
+        ("on_failure", config.run.on_failure) if status == FAILED else ("on_end", config.run.on_end)
+    )
     if command is None:
         return
     directory = run_directory(config).absolute()
@@ -49,6 +53,12 @@ def notify(config: Config, status: str) -> None:
     about = {"RUN_DIR": str(directory), "STATUS": status, "VAL_LOSS": str(loss)}
     environ = {**os.environ, **{f"MINGPT_DDP_{name}": value for name, value in about.items()}}
     try:
-        subprocess.run(shlex.split(command), env=environ, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S, check=True)
+        subprocess.run(
+            shlex.split(command),
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            timeout=TIMEOUT_S,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the command of run.%s failed: %s", key, error)

@@ -1,12 +1,14 @@
 """Say what a configuration means, without training it.
 
-    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
+    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2
+    [format=json]
 
 group.key=value     as for main.py: the same presets, keys and errors
 format              text (the default) or json, in bytes and seconds
 
-Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers of ranks, and what
-looks doubtful. For the times, one rank trains alone on this machine for some seconds; it writes no run directory.
+Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers
+of ranks, and what looks doubtful. For the times, one rank trains alone on this machine for some
+seconds; it writes no run directory.
 """
 
 import json
@@ -72,37 +74,74 @@ def _print_plan(cfg: DictConfig, as_json: bool) -> None:
 def describe(plan: dict[str, Any]) -> str:
     """Return a plan as text."""
     model, length, batch, memory, saves, times = (plan[name] for name in SECTIONS)
-    unit, size = length["unit"], {name: human_size(value) for name, value in memory.items()}
-    flops = f"; {model['flops_per_item']:.3g} FLOP per item, {model['flops']:.3g} in all" if model["flops"] else ""
+    unit = length["unit"]
+    size = {name: human_size(value) for name, value in memory.items()}
+    flops = (
+        f"; {model['flops_per_item']:.3g} FLOP per item, {model['flops']:.3g} in all"
+        if model["flops"]
+        else ""
+    )
     write = "" if saves["write_s"] is None else f", written in {saves['write_s']:.2g} s"
     evaluations = f"{times['evaluations']:,} evaluations of {times['evaluation_s']:.3g} s"
     rows = [
         ("run", f"{plan['run']}, here on {plan['device']}"),
         ("data", plan["data"]),
         ("model", f"{model['name']}: {model['parameters']:,} parameters{flops}"),
-        ("length", f"{length['steps']:,} steps, {length['epochs']:.3g} epochs, {length['items']:,} {unit}"),
+        (
+            "length",
+            f"{length['steps']:,} steps, {length['epochs']:.3g} epochs, {length['items']:,} {unit}",
+        ),
         ("", f"{model['items_per_parameter']:.3g} {unit} per parameter"),
         (
             "batch",
-            f"{batch['batch_size']} in {batch['micro_batches']} micro-batches, {batch['items']:,} {unit} per step",
+            (
+                f"{batch['batch_size']} in {batch['micro_batches']} micro-batches, "
+                f"{batch['items']:,} {unit} per step"
+            ),
         ),
         ("memory", f"{size.pop('total')} of {size.pop('available')} per rank"),
         ("", ", ".join(f"{name} {value}" for name, value in size.items() if memory[name])),
-        ("snapshots", f"{human_size(saves['bytes'])} each{write}; {human_size(saves['kept_bytes'])} stay"),
-        ("", f"{saves['count']:,}, every {saves['every_steps']:,} steps ({_duration(saves['every_s'])})"),
+        (
+            "snapshots",
+            f"{human_size(saves['bytes'])} each{write}; {human_size(saves['kept_bytes'])} stay",
+        ),
+        (
+            "",
+            (
+                f"{saves['count']:,}, every {saves['every_steps']:,} steps "
+                f"({_duration(saves['every_s'])})"
+            ),
+        ),
         ("time", f"{_duration(times['total_s'])}: steps of {times['step_s']:.3g} s, {evaluations}"),
-        ("", f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank alone, without communication"),
+        (
+            "",
+            (
+                f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank alone, without "
+                "communication"
+            ),
+        ),
     ]
     lines = [f"{name:<11}{text}" for name, text in rows]
-    lines += ["", "ranks   batch  micro-batch  per rank  idle  learning rate", *map(_ranks, plan["world_sizes"]), ""]
-    lines += ["doubtful:", *(f"* {text}" for text in plan["doubts"])] if plan["doubts"] else ["nothing looks doubtful"]
+    lines += [
+        "",
+        "ranks   batch  micro-batch  per rank  idle  learning rate",
+        *map(_ranks, plan["world_sizes"]),
+        "",
+    ]
+    lines += (
+        ["doubtful:", *(f"* {text}" for text in plan["doubts"])]
+        if plan["doubts"]
+        else ["nothing looks doubtful"]
+    )
     return "\n".join(lines)
 
 
 def _ranks(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['ranks']:>5}   {row['error']}"
-    sizes = f"{row['batch_size']:>5}  {row['micro_batch_size']:>11}  {row['micro_batches_per_rank']:>8}"
+    sizes = (
+        f"{row['batch_size']:>5}  {row['micro_batch_size']:>11}  {row['micro_batches_per_rank']:>8}"
+    )
     return f"{row['ranks']:>5}   {sizes}  {row['idle']:>4.0%}  {row['lr']:>13.3g}"
 
 

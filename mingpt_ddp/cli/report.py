@@ -4,9 +4,10 @@
 
 runs       directories: runs, or parents of runs one or two levels below
 
-Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run is named, of its
-curves with restarts, timings of every rank, samples and configuration. The page of one directory is its report.html,
-that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
+Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run
+is named, of its curves with restarts, timings of every rank, samples and configuration. The page of
+one directory is its report.html, that of several is report-NAME+OTHER.html next to them. It needs
+plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
 """
@@ -35,7 +36,9 @@ def main() -> None:
 def _command(config: ReportConfig) -> int:
     for url in config.runs:
         if "://" in url:
-            raise RunError(f"{url} is not a local directory; only snapshots may be remote, not run directories")
+            raise RunError(
+                f"{url} is not a local directory; only snapshots may be remote, not run directories"
+            )
     directories = [*{os.path.realpath(run): Path(run) for run in config.runs}.values()]
     print(report(directories, page_path(directories)), flush=True)
     return 0

@@ -1,16 +1,17 @@
 """Generate text from a snapshot.
 
-    python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
+    python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8
+    top_k=40 seed=1
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL
 step            newest (the default), best (lowest validation loss) or a number
 prompt          what the text starts with; - reads it from standard input
 max_new_tokens  how many characters to generate (500)
 temperature     divides the logits: below 1 is more predictable, 0 is greedy (0.8)
-top_k, top_p    sample from the k likeliest characters; from the likeliest that sum to probability p (all)
-seed, samples   another seed gives another text (1); how many texts to generate (1)
-device          auto (the default: the GPU if there is one), cpu or cuda
-precision       auto (the default: 16 bits where the hardware is fast at it), fp32, bf16 or fp16; on another device or
+top_k, top_p    sample from the k likeliest characters; from the likeliest that sum to probability p
+(all) seed, samples   another seed gives another text (1); how many texts to generate (1) device
+auto (the default: the GPU if there is one), cpu or cuda precision       auto (the default: 16 bits
+where the hardware is fast at it), fp32, bf16 or fp16; on another device or
                 in another precision the same seed may give another text
 code            your Python file that registers the model, if the model is not built in
 """
@@ -54,7 +55,9 @@ def _command(config: SampleConfig) -> int:
     try:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     except (UnicodeDecodeError, AttributeError) as error:  # it is None if it is closed
-        raise DataError(f"prompt=- needs UTF-8 text on standard input: {error if sys.stdin else 'closed'}") from error
+        raise DataError(
+            f"prompt=- needs UTF-8 text on standard input: {error if sys.stdin else 'closed'}"
+        ) from error
     for number, text in enumerate(sample(config, prompt)):
         text = printable(text) if sys.stdout and sys.stdout.isatty() else text
         print(f"{'-' * 80}\n{text}" if number else text, flush=True)
@@ -83,9 +86,17 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     try:
         with attribute_errors_to_user_code():
             model.to(device)
-            prepare(model, choose_precision(config.precision, model, config.samples), config.samples)
+            prepare(
+                model, choose_precision(config.precision, model, config.samples), config.samples
+            )
             texts = generate_text(
-                model, tokenizer, prompt, config.max_new_tokens, sampling, config.seed, config.samples
+                model,
+                tokenizer,
+                prompt,
+                config.max_new_tokens,
+                sampling,
+                config.seed,
+                config.samples,
             )
     except RuntimeError as error:  # non-finite weights, or a context too long for the memory
         raise SnapshotError(f"the model of {config.snapshot} cannot be used: {error}") from error

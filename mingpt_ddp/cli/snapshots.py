@@ -8,12 +8,14 @@
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
+prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest
+validation loss;
            also keep those of every keep_every steps, if it is given
-follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
-export     write the weights, their description and a model card to a new local directory
+follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link
+points export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
-format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which torch.load reads with
+format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which
+torch.load reads with
            weights_only=True; hf: a directory that transformers loads, tokenizer included
 license    of the export, for its model card, as in apache-2.0; by default the card names none
 """
@@ -32,7 +34,11 @@ from mingpt_ddp.cli.arguments import echo, human_size, run_command
 from mingpt_ddp.cli.export import export
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
-from mingpt_ddp.snapshots.format import CorruptSnapshotError, IncompleteSnapshotError, directory_name
+from mingpt_ddp.snapshots.format import (
+    CorruptSnapshotError,
+    IncompleteSnapshotError,
+    directory_name,
+)
 from mingpt_ddp.snapshots.load import find_steps, recorded_train_state, step_in
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
@@ -40,7 +46,17 @@ from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.run_dir import LOCK, RunDirectory
 from mingpt_ddp.storage.urls import open_storage
 
-HEADINGS = ("step", "status", "size", "files", "world size", "train loss", "val loss", "best", "saved")
+HEADINGS = (
+    "step",
+    "status",
+    "size",
+    "files",
+    "world size",
+    "train loss",
+    "val loss",
+    "best",
+    "saved",
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +74,9 @@ class PruneConfig(ListConfig):
 
 def main() -> None:
     """Run `python -m mingpt_ddp.snapshots`."""
-    run_command(__doc__, {"list": list_snapshots, "verify": verify, "prune": prune, "export": export})
+    run_command(
+        __doc__, {"list": list_snapshots, "verify": verify, "prune": prune, "export": export}
+    )
 
 
 # list
@@ -79,7 +97,9 @@ def list_snapshots(config: ListConfig) -> int:
     """Print a table per store."""
     for store, steps in find_steps(config.url, config.follow):
         entries = [inspect(store, step) for step in steps]
-        best = next((e.train_state.get("best_step") for e in reversed(entries) if e.status == "whole"), None)
+        best = next(
+            (e.train_state.get("best_step") for e in reversed(entries) if e.status == "whole"), None
+        )
         rows = [HEADINGS, *(_row(entry, best) for entry in entries)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
@@ -99,7 +119,9 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
     except CorruptSnapshotError as damage:
         status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
         names = open_storage(f"{store.url}/{directory_name(step)}").list()
-        return Entry(step, status, sum(store.size(step, name) or 0 for name in names), len(names), {})
+        return Entry(
+            step, status, sum(store.size(step, name) or 0 for name in names), len(names), {}
+        )
     size = sum(file["bytes"] for file in files.values())
     return Entry(step, "whole", size, len(files) + 1, recorded_train_state(state))
 
@@ -113,9 +135,18 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
         return "-"
 
     return (
-        *(str(entry.step), entry.status, human_size(entry.size), str(entry.files), cell("world_size", "{:.0f}".format)),
+        *(
+            str(entry.step),
+            entry.status,
+            human_size(entry.size),
+            str(entry.files),
+            cell("world_size", "{:.0f}".format),
+        ),
         *(cell("train_loss", "{:.4f}".format), cell("val_loss", "{:.4f}".format)),
-        *("*" if entry.step == best else "", cell("saved_at", lambda time: str(datetime.fromtimestamp(int(time))))),
+        *(
+            "*" if entry.step == best else "",
+            cell("saved_at", lambda time: str(datetime.fromtimestamp(int(time)))),
+        ),
     )
 
 
@@ -130,13 +161,21 @@ def verify(config: ListConfig) -> int:
             problem = verify_step(store, step)
             is_damage = problem is not None and not isinstance(problem, IncompleteSnapshotError)
             damaged |= is_damage
-            echo(f"{store.url}/{directory_name(step)}: {'damaged: ' if is_damage else ''}{problem or 'whole'}")
+            echo(
+                f"{store.url}/{directory_name(step)}: "
+                f"{'damaged: ' if is_damage else ''}{problem or 'whole'}"
+            )
     return int(damaged)
 
 
 def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
-    """Read a whole snapshot, with a progress bar on a terminal; return its damage, noted in `store.damaged`."""
-    with tqdm(desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None) as bar:
+    """Read a whole snapshot, with a progress bar on a terminal.
+
+    Return its damage, noted in `store.damaged`.
+    """
+    with tqdm(
+        desc=f"step {step}", unit="B", unit_scale=True, unit_divisor=1024, leave=False, disable=None
+    ) as bar:
         try:
             store.verify(step, bar.update)
             return None
@@ -151,15 +190,21 @@ def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
 def prune(config: PruneConfig) -> int:
     """Delete old snapshots; keep at least the newest whole one of each store."""
     if step_in(config.url) is not None:
-        raise ConfigError(f"{config.url} is one snapshot; prune takes a run directory or its snapshots")
+        raise ConfigError(
+            f"{config.url} is one snapshot; prune takes a run directory or its snapshots"
+        )
     stores = [store for store, _ in find_steps(config.url, config.follow)]
     with _locked(config.url, stores):
         for store in stores:
             intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
             whole = list(itertools.islice(intact, config.keep_last))  # every byte verified
             if not whole:
-                raise SnapshotError(f"there is no whole snapshot at {store.url}; nothing is deleted")
-            best = inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
+                raise SnapshotError(
+                    f"there is no whole snapshot at {store.url}; nothing is deleted"
+                )
+            best = (
+                inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
+            )
             best = best if isinstance(best, int) else None
             expired = store.expired_steps(config.keep_last, best, whole[0], config.keep_every)
             for step in expired:
@@ -177,11 +222,16 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         RunError: a run is using them.
         StorageUnavailableError: a storage does not respond.
     """
-    run, owners = open_storage(url), list[RunDirectory]()
+    run = open_storage(url)
+    owners = list[RunDirectory]()
     paths = [Path(run.root)] if run.local and (Path(run.root) / "config.yaml").exists() else []
-    shared = [s.storage for s in stores if isinstance(s.storage, RemoteStorage) and s.storage.shared]
+    shared = [
+        s.storage for s in stores if isinstance(s.storage, RemoteStorage) and s.storage.shared
+    ]
     for path in (Path(store.storage.root) for store in stores if store.storage.local):
-        in_run = path.name == "snapshots" and (path.parent in paths or (path.parent / LOCK).exists())
+        in_run = path.name == "snapshots" and (
+            path.parent in paths or (path.parent / LOCK).exists()
+        )
         paths.append(path.parent if in_run else path)
     with contextlib.ExitStack() as held:
         try:

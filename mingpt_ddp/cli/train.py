@@ -1,4 +1,6 @@
-"""The train command: compose, validate, start local workers if requested, report every error as one line."""
+"""The train command: compose, validate, start local workers if requested, report every error as one
+line.
+"""
 
 import contextlib
 import gc
@@ -30,14 +32,26 @@ from mingpt_ddp.distributed.env import (
     process_start_time,
     read_env,
 )
-from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR, ProcessExit, die_with_parent, exit_process
+from mingpt_ddp.distributed.exit import (
+    FAILURE,
+    USER_ERROR,
+    ProcessExit,
+    die_with_parent,
+    exit_process,
+)
 from mingpt_ddp.distributed.fork_server import start_server
 from mingpt_ddp.distributed.launcher import train_on_workers
 from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.metrics.trackers.outboxes import check_installed
-from mingpt_ddp.storage.run_dir import RunStatus, next_free_name, read_result, run_directory, with_run_name
+from mingpt_ddp.storage.run_dir import (
+    RunStatus,
+    next_free_name,
+    read_result,
+    run_directory,
+    with_run_name,
+)
 from mingpt_ddp.storage.urls import check_url
 from mingpt_ddp.sweeps.sweep import Sweep
 
@@ -46,13 +60,15 @@ log = logging.getLogger(__name__)
 
 def main() -> None:
     """Run main.py and `python -m mingpt_ddp`; always exit through os._exit."""
-    gc.set_threshold(20_000)  # by default a third of the time in which torch is imported goes into collections
+    # by default a third of the time in which torch is imported goes into collections
+    gc.set_threshold(20_000)
     caller = os.environ.pop(CALLER, None)
     if caller or has_parent_launcher():
         die_with_parent(caller)
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
-    sweep, exits = Sweep(), ProcessExit()
+    sweep = Sweep()
+    exits = ProcessExit()
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
             print(text)
@@ -76,11 +92,13 @@ def main() -> None:
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if sweep.done or not sweep.failed:  # otherwise from Optuna, which has no best trial
             is_launcher = type(error).__module__.startswith(("submitit.", "ray."))
-            exits.user_error(RunError(str(error)) if is_launcher else ConfigError(hydra_utils.explain(error)))
+            exits.user_error(
+                RunError(str(error)) if is_launcher else ConfigError(hydra_utils.explain(error))
+            )
     logs.to_console(exits.env)
     sweep.finish()
-    # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun counts as a
-    # failure. All files are written and the process group is closed.
+    # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
+    # counts as a failure. All files are written and the process group is closed.
     exit_process(None, 0)
 
 
@@ -88,12 +106,14 @@ def prepare(env: DistEnv) -> None:
     """Normalize the command line for Hydra, and the streams for any terminal.
 
     Raises:
-        ConfigError: the command line contains a password, which Hydra would save, or a word that Hydra cannot read.
+        ConfigError: the command line contains a password, which Hydra would save, or a word that
+            Hydra cannot read.
     """
     # torch.distributed.launch passes --local-rank, which Hydra rejects, besides LOCAL_RANK.
     words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
     sys.argv[1:] = hydra_utils.reorder_argv(words)
-    for stream in (sys.stdout, sys.stderr):  # never crash on characters that the terminal cannot encode
+    # never crash on characters that the terminal cannot encode
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     logging.raiseExceptions = False  # no traceback when a log record cannot be written
@@ -105,12 +125,15 @@ def prepare(env: DistEnv) -> None:
 
 
 def train(cfg: DictConfig) -> float:
-    """Run one job, from the composed configuration to its validation loss, or what else its sweep is ranked by.
+    """Run one job, from the composed configuration to its validation loss, or what else its sweep
+    is ranked by.
 
     Raises:
-        JobError: all ranks have failed in the same way, or the only one has; the sweep continues with the next job.
+        JobError: all ranks have failed in the same way, or the only one has; the sweep continues
+            with the next job.
     """
-    sweep, exits = Sweep.current(), ProcessExit(hydra_utils.job_number())
+    sweep = Sweep.current()
+    exits = ProcessExit(hydra_utils.job_number())
     logs.to_console(exits.env)
     signals = SignalHandler(exits)
     signals.install()
@@ -131,11 +154,13 @@ def train(cfg: DictConfig) -> float:
         exits.group = None  # the signal handlers outlive the job and would keep it in memory
         logs.close()
     gc.collect()
-    raise failure  # outside the handlers: a context would keep the model in memory through its traceback
+    # outside the handlers: a context would keep the model in memory through its traceback
+    raise failure
 
 
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
-    started_at = time.monotonic() if hydra_utils.job_number() > 0 else None  # None: at process start
+    # None: at process start
+    started_at = time.monotonic() if hydra_utils.job_number() > 0 else None
     config = checked_config(cfg)
     check_machine(config)
     env = read_env(config.ddp.local_workers or 1)
@@ -155,10 +180,13 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
     env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
-    files, typed, metric = hydra_utils.hydra_artifacts(cfg), hydra_utils.typed_keys(), sweep.objective.metric
+    files = hydra_utils.hydra_artifacts(cfg)
+    typed = hydra_utils.typed_keys()
+    metric = sweep.objective.metric
     with notifying(config, env):
         value = run(config, runtime, files, signals, started_at, typed, metric)
-    signalled = any(group.all_gather(signals.signal_name is not None))  # possibly too late for this job
+    # possibly too late for this job
+    signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
     return sweep.finish_job(run_directory(config), value, signalled, config.ddp.preempted_exit_code)
 
@@ -170,14 +198,17 @@ def _report_directory(directory: Path) -> None:
 
 
 def checked_config(cfg: DictConfig) -> Config:
-    """Return the configuration that Hydra has composed, typed, with the number of workers and URLs that can be opened.
+    """Return the configuration that Hydra has composed, typed, with the number of workers and URLs
+    that can be opened.
 
     Raises:
         ConfigError, CodeError: a key, a value or a user's file is invalid.
     """
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
     if config.ddp.nproc_per_node == "gpu":
-        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices)))
+        config = replace(
+            config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices))
+        )
     _check_urls(config)
     check_installed(config)
     return config
@@ -187,7 +218,9 @@ def _count_gpus(per_worker: int) -> int:
     import torch
 
     if not (count := torch.cuda.device_count()):  # asks the driver: does not initialize CUDA
-        raise ConfigError("ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers")
+        raise ConfigError(
+            "ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers"
+        )
     return max(1, count // per_worker)
 
 

@@ -43,14 +43,19 @@ class UserCodeConfig:
 class TaskConfig(UserCodeConfig):
     """What the model learns: batch -> loss and metrics (mingpt_ddp/tasks)."""
 
-    name: str = key("language_model", "the registered task: language_model, classification, regression or your own")
+    name: str = key(
+        "language_model",
+        "the registered task: language_model, classification, regression or your own",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassesConfig(TaskConfig):
     """A task whose targets are classes: the next token, or a label."""
 
-    label_smoothing: DecayFactor = key(0.0, "share of a target spread over all classes, in training alone")
+    label_smoothing: DecayFactor = key(
+        0.0, "share of a target spread over all classes, in training alone"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +63,12 @@ class ModelConfig(UserCodeConfig):
     """The keys of every model."""
 
     name: str = neutral(..., "a label for directories and logs")
-    architecture: str = key(..., "the registered model to build: gpt, modern, convnet, toy or your own")
-    devices: PositiveInt = neutral(1, "GPUs that share the blocks of each rank's model; on a CPU pretended")
+    architecture: str = key(
+        ..., "the registered model to build: gpt, modern, convnet, toy or your own"
+    )
+    devices: PositiveInt = neutral(
+        1, "GPUs that share the blocks of each rank's model; on a CPU pretended"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +76,21 @@ class TransformerConfig(ModelConfig):
     """The keys of the built-in decoders."""
 
     n_layer: Annotated[PositiveInt, Field(le=1_000)] = key(..., "blocks")
-    n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "attention heads per block; a divisor of n_embd")
-    n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(..., "width of the residual stream", "features")
-    dropout: DecayFactor = key(0.0, "fraction of the activations that dropout zeroes", "probability")
+    n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(
+        ..., "attention heads per block; a divisor of n_embd"
+    )
+    n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(
+        ..., "width of the residual stream", "features"
+    )
+    dropout: DecayFactor = key(
+        0.0, "fraction of the activations that dropout zeroes", "probability"
+    )
 
     def __post_init__(self) -> None:
         divides = self.n_embd % self.n_head == 0
-        check(divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}")
+        check(
+            divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,24 +98,38 @@ class GPTConfig(TransformerConfig):
     """A GPT-2 style decoder (mingpt_ddp/models/gpt.py)."""
 
     bias: bool = key(False, "biases in linear layers and layer norms, as in GPT-2")
-    activation: Literal["gelu", "gelu_tanh"] = key("gelu", "exact, or GPT-2's approximation, which is slower on a CPU")
+    activation: Literal["gelu", "gelu_tanh"] = key(
+        "gelu", "exact, or GPT-2's approximation, which is slower on a CPU"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModernConfig(TransformerConfig):
-    """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models/modern.py)."""
+    """A decoder with rotary position embeddings and no biases or gains
+    (mingpt_ddp/models/modern.py).
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
         even = self.n_embd // self.n_head % 2 == 0
-        check(even, f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for rotary positions")
+        check(
+            even,
+            (
+                f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
+                "rotary positions"
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvNetConfig(ModelConfig):
-    """Convolutions with batch normalization, pooling, a linear classifier (mingpt_ddp/models/convnet.py)."""
+    """Convolutions with batch normalization, pooling, a linear classifier
+    (mingpt_ddp/models/convnet.py).
+    """
 
-    channels: PositiveInt = key(16, "feature maps of the first convolution; the second has twice as many")
+    channels: PositiveInt = key(
+        16, "feature maps of the first convolution; the second has twice as many"
+    )
     dropout: DecayFactor = key(0.0, "fraction of the features that dropout zeroes", "probability")
 
 
@@ -107,17 +138,34 @@ class OptimizerConfig(UserCodeConfig):
     """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
 
     name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
-    lr: LearningRate = key(1e-3, "learning rate at the peak of the schedule; muon's is for matrices")
-    weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(0.1, "of matrices; vectors are not decayed")
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key("cosine", "how the learning rate decays")
-    schedule_steps: PositiveInt | None = key(None, "length of the schedule; null: the run's", "steps")
+    lr: LearningRate = key(
+        1e-3, "learning rate at the peak of the schedule; muon's is for matrices"
+    )
+    weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
+        0.1, "of matrices; vectors are not decayed"
+    )
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
+        "cosine", "how the learning rate decays"
+    )
+    schedule_steps: PositiveInt | None = key(
+        None, "length of the schedule; null: the run's", "steps"
+    )
     warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(0.1, "final learning rate over the peak")
-    decay_ratio: UnitInterval = key(0.2, "wsd: the last fraction of the schedule, in which lr decays")
-    lr_scaling: Literal["none", "linear", "sqrt"] = key("none", "of all learning rates, by batch over reference batch")
-    reference_batch_size: PositiveInt | None = key(None, "lr_scaling: the batch that lr is meant for", "sequences")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
+        0.1, "final learning rate over the peak"
+    )
+    decay_ratio: UnitInterval = key(
+        0.2, "wsd: the last fraction of the schedule, in which lr decays"
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = key(
+        "none", "of all learning rates, by batch over reference batch"
+    )
+    reference_batch_size: PositiveInt | None = key(
+        None, "lr_scaling: the batch that lr is meant for", "sequences"
+    )
     weight_decay_schedule: Literal["constant", "linear", "cosine", "lr"] = key(
-        "constant", "how weight_decay changes over the schedule; lr: in proportion to the learning rate"
+        "constant",
+        "how weight_decay changes over the schedule; lr: in proportion to the learning rate",
     )
     final_weight_decay_ratio: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
         0.0, "weight_decay_schedule=linear, cosine: final weight decay over the first"
@@ -125,7 +173,9 @@ class OptimizerConfig(UserCodeConfig):
 
     def __post_init__(self) -> None:
         is_known = self.lr_scaling == "none" or self.reference_batch_size is not None
-        check(is_known, f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size")
+        check(
+            is_known, f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,41 +195,74 @@ class SGDConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(not self.nesterov or self.momentum > 0, "optimizer.nesterov=true needs optimizer.momentum > 0")
+        check(
+            not self.nesterov or self.momentum > 0,
+            "optimizer.nesterov=true needs optimizer.momentum > 0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(OptimizerConfig):
-    """Muon for the matrices of the hidden layers, AdamW for everything else (mingpt_ddp/optim/muon.py)."""
+    """Muon for the matrices of the hidden layers, AdamW for everything else
+    (mingpt_ddp/optim/muon.py).
+    """
 
     momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
     embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
     head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
     vector_lr: LearningRate = key(0.1, "AdamW's peak for parameters that are not matrices")
-    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.95), "AdamW's decay per step of both moments")
+    betas: tuple[DecayFactor, DecayFactor] = key(
+        (0.9, 0.95), "AdamW's decay per step of both moments"
+    )
     eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(UserCodeConfig):
-    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py and dataloader.py)."""
+    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py and
+    dataloader.py).
+    """
 
-    name: str | None = neutral(None, "a label for directories and logs; null: the file name of path")
-    path: str = key(..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise")
-    sha256: str | None = key(None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content")
-    block_size: PositiveInt = key(64, "context length", "tokens")
-    stride: PositiveInt | None = key(None, "between the starts of windows; null: block_size", "tokens")
-    train_split: Annotated[float, Field(gt=0, lt=1)] = key(0.9, "share of the text to train on, from its start")
-    test_split: Annotated[float, Field(ge=0, lt=1)] = key(0.0, "share of the text to test on once, at its end")
-    truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
-    cache_dir: str | None = neutral(None, "local directory of encoded texts; null: the user's cache directory")
-    reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
-    tokenizer: str = key("char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json")
-    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] | None = key(None, "of bpe; null: 4096", "tokens")
-    sources: list[tuple[str, PositiveFloat]] | None = key(
-        None, "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by these weights"
+    name: str | None = neutral(
+        None, "a label for directories and logs; null: the file name of path"
     )
-    val_paths: dict[str, str] | None = neutral(None, "further validation texts by name, as {wiki: wiki.txt}")
+    path: str = key(
+        ..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise"
+    )
+    sha256: str | None = key(
+        None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content"
+    )
+    block_size: PositiveInt = key(64, "context length", "tokens")
+    stride: PositiveInt | None = key(
+        None, "between the starts of windows; null: block_size", "tokens"
+    )
+    train_split: Annotated[float, Field(gt=0, lt=1)] = key(
+        0.9, "share of the text to train on, from its start"
+    )
+    test_split: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.0, "share of the text to test on once, at its end"
+    )
+    truncate: UnitInterval = key(1.0, "share of the text to use at all, from its start")
+    cache_dir: str | None = neutral(
+        None, "local directory of encoded texts; null: the user's cache directory"
+    )
+    reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
+    tokenizer: str = key(
+        "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json"
+    )
+    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] | None = key(
+        None, "of bpe; null: 4096", "tokens"
+    )
+    sources: list[tuple[str, PositiveFloat]] | None = key(
+        None,
+        (
+            "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by "
+            "these weights"
+        ),
+    )
+    val_paths: dict[str, str] | None = neutral(
+        None, "further validation texts by name, as {wiki: wiki.txt}"
+    )
     max_expansion: Annotated[float, Field(ge=1, le=1e6)] = neutral(
         100.0, "most bytes of a decompressed text per byte of its file; 64 MiB are always allowed"
     )
@@ -194,22 +277,45 @@ class DataConfig(UserCodeConfig):
             check_directory("data.cache_dir", self.cache_dir)
         trains = self.vocab_size is None or self.tokenizer == "bpe"
         check(trains, f"data.vocab_size={self.vocab_size} needs data.tokenizer=bpe")
-        check(self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null")
+        check(
+            self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null"
+        )
         total = sum(weight for _, weight in self.sources or ())
-        check(math.isfinite(total), "the weights of data.sources have no finite sum; give smaller ones, as in 3 and 1")
-        check(not (self.sources and self.sha256), "data.sha256 is of data.path; set it to null with data.sources")
+        check(
+            math.isfinite(total),
+            "the weights of data.sources have no finite sum; give smaller ones, as in 3 and 1",
+        )
+        check(
+            not (self.sources and self.sha256),
+            "data.sha256 is of data.path; set it to null with data.sources",
+        )
         for name in self.val_paths or ():
-            check(name.isidentifier() and name.isascii(), f"data.val_paths.{name}: a name is of letters, digits and _")
+            check(
+                name.isidentifier() and name.isascii(),
+                f"data.val_paths.{name}: a name is of letters, digits and _",
+            )
         rest = self.train_split + self.test_split < 1
-        check(rest, f"data.test_split={self.test_split} leaves nothing to validate on; lower it or data.train_split")
+        check(
+            rest,
+            (
+                f"data.test_split={self.test_split} leaves nothing to validate on; lower it or "
+                "data.train_split"
+            ),
+        )
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
-        check(bool(is_sha), f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null")
+        check(
+            bool(is_sha),
+            f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null",
+        )
 
     @property
     def label(self) -> str:
         """The name of the text in directories and logs."""
         paths = [path for path, _ in self.sources or ()] or [self.path]
-        stems = [PurePosixPath(path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem for path in paths]
+        stems = [
+            PurePosixPath(path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem
+            for path in paths
+        ]
         return self.name or "+".join(filter(None, stems)) or "text"
 
 
@@ -219,7 +325,9 @@ class DatasetConfig(UserCodeConfig):
 
     name: str = neutral(..., "a label for directories and logs")
     dataset: str = key(..., "the registered dataset to build: digits, mnist, toy or your own")
-    num_workers: NonNegativeInt = neutral(0, "processes per rank that load samples, at most 16 per core; 0: the rank")
+    num_workers: NonNegativeInt = neutral(
+        0, "processes per rank that load samples, at most 16 per core; 0: the rank"
+    )
     pin_memory: bool = neutral(True, "load batches into page-locked memory, for a GPU")
 
     @property
@@ -242,9 +350,12 @@ class MNISTConfig(DatasetConfig):
     """The 70,000 images of 28 x 28 pixels (mingpt_ddp/data/images.py)."""
 
     path: str = key(
-        ..., "directory or URL of the four idx files, plain or .gz: https://ossci-datasets.s3.amazonaws.com/mnist"
+        ...,
+        "directory or URL of the four idx files, plain or .gz: https://ossci-datasets.s3.amazonaws.com/mnist",
     )
-    cache_dir: str | None = neutral(None, "local directory of downloads; null: the user's cache directory")
+    cache_dir: str | None = neutral(
+        None, "local directory of downloads; null: the user's cache directory"
+    )
     shift: Annotated[NonNegativeInt, Field(le=8)] = key(
         0, "augmentation: move training images up to this far", "pixels"
     )

@@ -1,4 +1,6 @@
-"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and the run name derived from them."""
+"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and the run name derived
+from them.
+"""
 
 import dataclasses
 import hashlib
@@ -46,7 +48,8 @@ class Config:
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def run_name(self, extra: dict[str, Any] | None = None) -> str:
-        """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
+        """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and
+        restart.
 
         Args:
             extra: see `digest`.
@@ -66,7 +69,8 @@ class Config:
 
 
 def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that the schema marks as changing the numbers, with their defaults; None for a required key.
+    """Return the keys that the schema marks as changing the numbers, with their defaults; None for
+    a required key.
 
     Args:
         values: a configuration as plain values; its model, optimizer and reader determine the keys.
@@ -75,24 +79,34 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
     for group, (_, classes) in GROUPS.items():
         cls = classes[selected(group, values.get(group, {}))[1] or DEFAULT_CHOICE.get(group)]
         known = default_values(cls)
-        defaults |= {f"{group}.{field.name}": known.get(field.name) for field in fields(cls) if changes_numbers(field)}
+        defaults |= {
+            f"{group}.{field.name}": known.get(field.name)
+            for field in fields(cls)
+            if changes_numbers(field)
+        }
     return defaults
 
 
 def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that determine the numbers of a run, as the input of its name's hash.
 
-    Keys at their default are omitted, so that a key added later renames no run. Storage, limits, distribution, saving
-    and logging do not count. The seed does: two seeds are two runs. The SHA-256 of a user's file does not, so that a
-    run resumes after a bug fix in the file.
+    Keys at their default are omitted, so that a key added later renames no run. Storage, limits,
+    distribution, saving and logging do not count. The seed does: two seeds are two runs. The
+    SHA-256 of a user's file does not, so that a run resumes after a bug fix in the file.
     """
     flat = flatten(values)
-    return {key: flat[key] for key, default in numeric_keys(values).items() if flat.get(key, default) != default}
+    return {
+        key: flat[key]
+        for key, default in numeric_keys(values).items()
+        if flat.get(key, default) != default
+    }
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration by dotted key, `group.key`."""
-    return {f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()}
+    return {
+        f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -100,12 +114,18 @@ def _plain(value: Any) -> Any:
 
 
 def _without_optional_nulls(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if not (value is None and key in OMITTED_IF_NULL)}
+    return {
+        key: value for key, value in keys.items() if not (value is None and key in OMITTED_IF_NULL)
+    }
 
 
 def default_values(cls: type) -> dict[str, Any]:
     """Return a group's keys that have a default, with values as in a YAML file."""
-    defaults = {field.name: _plain(field.default) for field in fields(cls) if field.default is not dataclasses.MISSING}
+    defaults = {
+        field.name: _plain(field.default)
+        for field in fields(cls)
+        if field.default is not dataclasses.MISSING
+    }
     return _without_optional_nulls(defaults)
 
 
@@ -114,7 +134,9 @@ def _slug(name: str) -> str:
 
 
 class NotRegisteredError(ConfigError):
-    """The configuration selects a model, optimizer or reader that is not registered; `code` may be missing."""
+    """The configuration selects a model, optimizer or reader that is not registered; `code` may be
+    missing.
+    """
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
@@ -129,13 +151,16 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
         if isinstance(error, MissingMandatoryValue):
             raise ConfigError(f"{error.full_key} is missing; give it a value") from error
         key = f"{error.full_key}: " if error.full_key else ""
-        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+        reason = re.sub(
+            r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]
+        )
         raise ConfigError(f"{key}{reason}") from error
     return dict(values)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
-    """Return the typed configuration of plain values, as Hydra, a snapshot or a YAML file holds them.
+    """Return the typed configuration of plain values, as Hydra, a snapshot or a YAML file holds
+    them.
 
     Raises:
         ConfigError: a key or value is invalid; one line that names the key.
@@ -143,7 +168,8 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
-    values = {"task": {}, "tracker": {}, **values}  # runs of earlier versions are language models without trackers
+    # runs of earlier versions are language models without trackers
+    values = {"task": {}, "tracker": {}, **values}
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
@@ -157,7 +183,11 @@ def build_group(group: str, values: Any) -> Any:
     classes = GROUPS[group][1]
     selector, choice = selected(group, values)
     choice = DEFAULT_CHOICE.get(group) if choice is None else choice
-    names = [name for name, cls in classes.items() if issubclass(cls, DatasetConfig) == (selector == "dataset")]
+    names = [
+        name
+        for name, cls in classes.items()
+        if issubclass(cls, DatasetConfig) == (selector == "dataset")
+    ]
     if not (choice is None or isinstance(choice, str)) or choice not in names:
         known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")

@@ -23,8 +23,13 @@ def key(default: Any, description: str, unit: str = "", *, numerics: bool = True
         default: ... if the key is required.
         numerics: whether it changes the numbers of a run, and therefore the name of an unnamed run.
     """
-    metadata = {"description": description, "json_schema_extra": {"unit": unit, "numerics": numerics}}
-    return dataclasses.field(default=dataclasses.MISSING if default is ... else default, metadata=metadata)
+    metadata = {
+        "description": description,
+        "json_schema_extra": {"unit": unit, "numerics": numerics},
+    }
+    return dataclasses.field(
+        default=dataclasses.MISSING if default is ... else default, metadata=metadata
+    )
 
 
 neutral = partial(key, numerics=False)
@@ -37,5 +42,6 @@ def changes_numbers(field: dataclasses.Field[Any]) -> bool:
 
 def describe(metadata: Mapping[str, Any]) -> str:
     """Return a key's unit and the first clause of its description."""
-    unit, meaning = metadata["json_schema_extra"]["unit"], metadata["description"].partition(";")[0]
+    unit = metadata["json_schema_extra"]["unit"]
+    meaning = metadata["description"].partition(";")[0]
     return f"{unit}: {meaning}" if unit else meaning

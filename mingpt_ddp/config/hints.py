@@ -1,4 +1,6 @@
-"""Suggest the key that an unknown key was meant to be, including the names of nanoGPT, Lightning and Hugging Face."""
+"""Suggest the key that an unknown key was meant to be, including the names of nanoGPT, Lightning
+and Hugging Face.
+"""
 
 import dataclasses
 from collections.abc import Iterable
@@ -21,20 +23,28 @@ FORMULAS = {
 
 
 def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
-    """Return a suggestion for an unknown dotted key: from its group if that is known, else from all keys.
+    """Return a suggestion for an unknown dotted key: from its group if that is known, else from all
+    keys.
 
     Args:
         chosen: the names of the keys in its group, if the group is known.
     """
     known = known_keys()
     group, _, name = key.rpartition(".")
-    names = [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")] if chosen is None else [*chosen]
+    names = (
+        [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")]
+        if chosen is None
+        else [*chosen]
+    )
     if key in known:
         return f" of the chosen {group}"
     theirs = {word: k for k, words in other_names().items() for word in words.split()}
     ours = theirs.get(key) or theirs.get(name)
-    if ours and (not names or not ours.startswith(f"{group}.") or ours.removeprefix(f"{group}.") in names):
-        meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""  # the unit may differ
+    if ours and (
+        not names or not ours.startswith(f"{group}.") or ours.removeprefix(f"{group}.") in names
+    ):
+        # the unit may differ
+        meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""
         formula = f" = {FORMULAS[name]}" if name in FORMULAS else ""
         return f"; did you mean {ours}{meaning}{formula}?"
     if same_name := [k for k in known if k.endswith(f".{name}")]:
@@ -50,7 +60,11 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of all keys by dotted name."""
     classes = [(group, cls) for group, (_, choices) in GROUPS.items() for cls in choices.values()]
-    return {f"{group}.{field.name}": field for group, cls in classes for field in dataclasses.fields(cls)}
+    return {
+        f"{group}.{field.name}": field
+        for group, cls in classes
+        for field in dataclasses.fields(cls)
+    }
 
 
 def other_names() -> dict[str, str]:

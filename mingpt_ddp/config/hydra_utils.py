@@ -1,4 +1,6 @@
-"""Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in one line."""
+"""Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in
+one line.
+"""
 
 import os
 import re
@@ -25,23 +27,36 @@ PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slur
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
-OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in the environment of the jobs of a sweep: what they return
+# a variable in the environment of the jobs of a sweep: what they return
+OBJECTIVE = "MINGPT_DDP_OBJECTIVE"
 OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
-FLAGS = (*SWITCHES, "--cfg", "--package", "--shell-completion", "--experimental-rerun", *FLAGS_WITH_VALUE[::2])
+FLAGS = (
+    *SWITCHES,
+    "--cfg",
+    "--package",
+    "--shell-completion",
+    "--experimental-rerun",
+    *FLAGS_WITH_VALUE[::2],
+)
 
 
 def _store_defaults() -> None:
     """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
 
-    conf/config.yaml begins with `schema`, the groups that have one dataclass. Presets of the other groups begin with
-    their own, as in `defaults: [/schema/model/gpt]`, or `[/schema/data/text]`.
+    conf/config.yaml begins with `schema`, the groups that have one dataclass. Presets of the other
+    groups begin with their own, as in `defaults: [/schema/model/gpt]`, or `[/schema/data/text]`.
     """
     store = ConfigStore.instance().store
-    store(name="schema", node={group: default_values(c[None]) for group, (keys, c) in GROUPS.items() if not keys})
+    store(
+        name="schema",
+        node={group: default_values(c[None]) for group, (keys, c) in GROUPS.items() if not keys},
+    )
     for group, (keys, classes) in GROUPS.items():
         for name, cls in classes.items() if keys else ():
             node = default_values(cls) | ({} if name is None else {keys[0]: name})
-            store(group=f"schema/{group}", name=name or "text", package=f"_global_.{group}", node=node)
+            store(
+                group=f"schema/{group}", name=name or "text", package=f"_global_.{group}", node=node
+            )
 
 
 _store_defaults()
@@ -64,7 +79,11 @@ def answer(argv: list[str]) -> str | None:
 def reorder_argv(argv: list[str]) -> list[str]:
     """Move overrides after all flags, as Hydra's parser requires."""
     previous = ["", *argv]
-    moved = [i for i, arg in enumerate(argv) if re.match(r"[^-][^=]*=", arg) and previous[i] not in FLAGS_WITH_VALUE]
+    moved = [
+        i
+        for i, arg in enumerate(argv)
+        if re.match(r"[^-][^=]*=", arg) and previous[i] not in FLAGS_WITH_VALUE
+    ]
     flags = [arg for i, arg in enumerate(argv) if i not in moved]
     if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
         flags[-1] = "--info=all"
@@ -82,14 +101,18 @@ def check_words(argv: list[str]) -> None:
         meant = [flag for flag in FLAGS if flag.startswith(name)]
         if word.startswith("--") and name not in meant and len(meant) != 1:
             key = name.lstrip("-").replace("-", "_")
-            value = value if equals else "VALUE" if following.startswith("-") else following or "VALUE"
+            value = (
+                value if equals else "VALUE" if following.startswith("-") else following or "VALUE"
+            )
             hint = f"; write {key}={value}" if key in known_keys() else suggest(key)
             raise ConfigError(f"{name} is not an option{hint}")
         spaced = (previous[-1:], word[:1], following[:1])
         if "=" in spaced and not (equals and name and value):
             raise ConfigError(f"{word}: write key=value without spaces around =")
         if not equals and not word.startswith(("-", "~")) and not previous.startswith("-"):
-            raise ConfigError(f"{word} is not of the form key=value; for a recipe write experiment=NAME")
+            raise ConfigError(
+                f"{word} is not of the form key=value; for a recipe write experiment=NAME"
+            )
 
 
 def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
@@ -105,19 +128,30 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     values = to_plain(cfg)
     typed = set(map(key_of, overrides))
     if typed >= {*BATCH_SIZES}:
-        raise ConfigError("trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one of them")
+        raise ConfigError(
+            "trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one "
+            "of them"
+        )
     _prefer_typed_limit(values.get("trainer"), typed)
-    directories = [Path(s.path).absolute() for s in hydra.runtime.config_sources if s.schema == "file"]
+    directories = [
+        Path(s.path).absolute() for s in hydra.runtime.config_sources if s.schema == "file"
+    ]
     with attribute_errors_to_user_code():
         return from_mapping(run_code(values, directories))
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets one of two limits or batch sizes, unset the other: a preset's or the default."""
+    """If the command line sets one of two limits or batch sizes, unset the other: a preset's or the
+    default.
+    """
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
     for limit, other in (LIMITS, reversed(LIMITS)):
-        if f"trainer.{limit}" in typed and f"trainer.{other}" not in typed and trainer.get(limit) is not None:
+        if (
+            f"trainer.{limit}" in typed
+            and f"trainer.{other}" not in typed
+            and trainer.get(limit) is not None
+        ):
             trainer[other] = None
 
 
@@ -127,7 +161,10 @@ def is_multirun() -> bool:
 
 
 def job_number() -> int:
-    """Return the index of this job in its sweep, from 0; all ranks run the same job at the same time."""
+    """Return the index of this job in its sweep, from 0.
+
+    All ranks run the same job at the same time.
+    """
     return int(HydraConfig.get().job.num) if is_multirun() else 0
 
 
@@ -144,11 +181,14 @@ def typed_keys() -> set[str]:
 def swept_overrides() -> dict[str, str]:
     """Return the overrides of this job whose values differ from job to job, by key.
 
-    `mingpt_ddp.sweeps.sweep.Preflight` puts the keys of all others into `override_dirname.exclude_keys`.
+    `mingpt_ddp.sweeps.sweep.Preflight` puts the keys of all others into
+    `override_dirname.exclude_keys`.
     """
     hydra = HydraConfig.get()
     constant = set(hydra.job.config.override_dirname.exclude_keys)
-    return {key_of(o): o.partition("=")[2] for o in hydra.overrides.task if key_of(o) not in constant}
+    return {
+        key_of(o): o.partition("=")[2] for o in hydra.overrides.task if key_of(o) not in constant
+    }
 
 
 def job_label() -> str:
@@ -164,8 +204,16 @@ def objective_metric() -> str | None:
 def worker_overrides() -> list[str]:
     """Return the command line that composes the configuration of this job as a single run."""
     hydra = HydraConfig.get()
-    sweep_keys = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra.job.config.override_dirname", OBJECTIVE_KEY)
-    hydra_overrides = [o for o in hydra.overrides.hydra if not key_of(o).replace("/", ".").startswith(sweep_keys)]
+    sweep_keys = (
+        "hydra.mode",
+        "hydra.sweep",
+        "hydra.launcher",
+        "hydra.job.config.override_dirname",
+        OBJECTIVE_KEY,
+    )
+    hydra_overrides = [
+        o for o in hydra.overrides.hydra if not key_of(o).replace("/", ".").startswith(sweep_keys)
+    ]
     return [*config_flags(hydra), *hydra.overrides.task, *hydra_overrides, "hydra.mode=RUN"]
 
 
@@ -177,10 +225,12 @@ def config_flags(hydra: Any) -> list[str]:
     """
     flags = [] if (name := hydra["job"]["config_name"]) == "config" else [f"--config-name={name}"]
     for source in hydra["runtime"]["config_sources"]:
-        provider, path = source["provider"], Path(source["path"])
+        provider = source["provider"]
+        path = Path(source["path"])
         if provider == "command-line":
             flags.append(f"--config-dir={path}")
-        elif provider == "main" and path != config_directory() and os.path.isdir(path):  # which never raises
+        elif provider == "main" and path != config_directory() and os.path.isdir(path):
+            # which never raises
             flags.append(f"--config-path={path}")
     return flags
 
@@ -196,28 +246,56 @@ def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
 
 
 def explain(error: Exception) -> str:
-    """Return Hydra's error as one line, with the key that was probably meant and without passwords of URLs."""
+    """Return Hydra's error as one line, with the key that was probably meant and without passwords
+    of URLs.
+    """
     text = str(error)
-    if (plugin := re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)) and plugin[2] in PLUGINS:
+    if (
+        plugin := re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)
+    ) and plugin[2] in PLUGINS:
         return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
     elif missing := re.search(r"Could not find '[^']+'(?=\s+Available options)", text):
-        known = ", ".join(re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE))
-        return f"{missing[0]}; choose one of {known}, or add --config-dir=DIR for a preset of your own"
+        known = ", ".join(
+            re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE)
+        )
+        return (
+            f"{missing[0]}; choose one of {known}, or add --config-dir=DIR for a preset of your own"
+        )
     elif override := re.search(r"Could not override '([^']+)'", text):
         key = override[1].split("@")[0]
         cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
-        in_group = "." in key and getattr(cause, "full_key", None) == key and isinstance(cause.parent_node, DictConfig)
-        return f"{key} is not a key{suggest(key, map(str, cause.parent_node) if in_group else None)}"
+        in_group = (
+            "." in key
+            and getattr(cause, "full_key", None) == key
+            and isinstance(cause.parent_node, DictConfig)
+        )
+        return (
+            f"{key} is not a key{suggest(key, map(str, cause.parent_node) if in_group else None)}"
+        )
     elif added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
-        preset = f"{added[1]}={added[2]}, without the + (in a YAML file: override /{added[1]}: {added[2]})"
+        preset = (
+            f"{added[1]}={added[2]}, without the + (in a YAML file: override "
+            f"/{added[1]}: {added[2]})"
+        )
         return f"{added[1]} is already in the defaults list; write {preset}"
-    elif several := re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text):
+    elif several := re.search(
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text
+    ):
         return f"{several[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
     elif isinstance(error, RecursionError):
-        return "a value on the command line or in a configuration file is nested too deeply; unfold it"
+        return (
+            "a value on the command line or in a configuration file is nested too deeply; unfold it"
+        )
     if isinstance(error, OverrideParseException):
-        text = f"cannot read {error.override!r}, quote special characters twice as in 'key=\"a=b\"': {text}"
+        text = (
+            f"cannot read {error.override!r}, quote special characters twice as in "
+            f"'key=\"a=b\"': {text}"
+        )
     elif not isinstance(error, (HydraException, OmegaConfBaseException)):
-        text = f"cannot read the command line or a configuration file ({type(error).__name__}: {text})"
-    text = re.sub(r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
+        text = (
+            f"cannot read the command line or a configuration file ({type(error).__name__}: {text})"
+        )
+    text = re.sub(
+        r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL
+    )
     return " ".join(re.sub(r"//[^/\s]*@", "//...", text).split())[:400]

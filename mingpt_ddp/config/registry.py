@@ -1,7 +1,9 @@
-"""Tasks, models, optimizers, datasets and readers by name: the built-in ones, and those of a user's Python file.
+"""Tasks, models, optimizers, datasets and readers by name: the built-in ones, and those of a user's
+Python file.
 
-A file is run only if the command line, or a YAML file that it selects, names it as `code`; names in a snapshot or in a
-run's recorded configuration are never followed. docs/your-own-model.md is the tutorial.
+A file is run only if the command line, or a YAML file that it selects, names it as `code`; names in
+a snapshot or in a run's recorded configuration are never followed. docs/your-own-model.md is the
+tutorial.
 """
 
 import contextlib
@@ -14,7 +16,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, OptimizerConfig, TaskConfig
+from mingpt_ddp.config.components import (
+    DataConfig,
+    DatasetConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TaskConfig,
+)
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
@@ -36,7 +44,8 @@ __all__ = [
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 BASES: dict[str, type] = {
     **{"task": TaskConfig, "model": ModelConfig, "optimizer": OptimizerConfig},
-    **{"dataset": DatasetConfig, "data": DataConfig},  # two kinds in the group data: samples, and readers of text
+    # two kinds in the group data: samples, and readers of text
+    **{"dataset": DatasetConfig, "data": DataConfig},
 }
 # The registered configurations of each kind by name.
 CONFIGS = {kind: GROUPS["data" if kind == "dataset" else kind][1] for kind in BASES}
@@ -54,13 +63,14 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
 
     Args:
         group: "task", for a subclass of `mingpt_ddp.tasks.Task`; "model", for a class or function
-            (config, outputs, inputs) -> nn.Module, see `Task.build_model`; "optimizer", for (model, config) ->
-            torch.optim.Optimizer; "dataset", for (config) -> `mingpt_ddp.data.samples.Datasets`; "data", for (config)
-            -> an iterator of str, the pieces of the text in order.
-        name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset` or `data.reader` that
-            selects it.
-        config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig, OptimizerConfig, DatasetConfig
-            or DataConfig.
+            (config, outputs, inputs) -> nn.Module, see `Task.build_model`; "optimizer", for (model,
+            config) -> torch.optim.Optimizer; "dataset", for (config) ->
+            `mingpt_ddp.data.samples.Datasets`; "data", for (config) -> an iterator of str, the
+            pieces of the text in order.
+        name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset` or
+            `data.reader` that selects it.
+        config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
+            OptimizerConfig, DatasetConfig or DataConfig.
 
     Raises:
         ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.
@@ -70,11 +80,20 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
     if name in CONFIGS[group]:
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
-    if not (isinstance(config, type) and issubclass(config, BASES[group]) and "__dataclass_fields__" in vars(config)):
-        raise TypeError(f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)")
+    if not (
+        isinstance(config, type)
+        and issubclass(config, BASES[group])
+        and "__dataclass_fields__" in vars(config)
+    ):
+        raise TypeError(
+            f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)"
+        )
     for field, hint in field_types(config).items():
         if not is_supported(hint):
-            raise TypeError(f"{label}.{field} has a type that YAML cannot represent; use numbers, text, lists or null")
+            raise TypeError(
+                f"{label}.{field} has a type that YAML cannot represent; use numbers, text, "
+                "lists or null"
+            )
 
     def add(builder: Builder) -> Builder:
         CONFIGS[group][name], BUILDERS[group][name] = config, builder
@@ -87,9 +106,10 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
 def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
     """Register a communication hook of DDP under a name, as a decorator.
 
-    The hook is a function (state, bucket: torch.distributed.GradBucket) -> torch.futures.Future[Tensor], as torch's
-    own: the future holds the average of `bucket.buffer()` over all ranks, with the same bits on each. `state` is None,
-    because snapshots hold no state of hooks.
+    The hook is a function (state, bucket: torch.distributed.GradBucket) ->
+    torch.futures.Future[Tensor], as torch's own: the future holds the average of `bucket.buffer()`
+    over all ranks, with the same bits on each. `state` is None, because snapshots hold no state of
+    hooks.
 
     Args:
         name: the value of `ddp.comm_hook` that selects it.
@@ -104,8 +124,8 @@ def on(event: str) -> Callable[[Builder], Builder]:
     """Register a hook, as a decorator: a function that is called during a run and cannot change it.
 
     Args:
-        event: "step", at every line of the log: (step, metrics); "evaluate": (step, metrics of the validation split);
-            "end": (result,), the content of result.json.
+        event: "step", at every line of the log: (step, metrics); "evaluate": (step, metrics of the
+            validation split); "end": (result,), the content of result.json.
 
     Raises:
         ValueError: an unknown event.
@@ -135,33 +155,44 @@ def is_user_defined(group: str, name: str) -> bool:
 
 def uses_user_code(config: Config) -> bool:
     """Return whether the task, the model, the optimizer or the dataset is a user's."""
-    chosen = {"task": config.task.name, "model": config.model.architecture, "optimizer": config.optimizer.name}
+    chosen = {
+        "task": config.task.name,
+        "model": config.model.architecture,
+        "optimizer": config.optimizer.name,
+    }
     if isinstance(config.data, DatasetConfig):
         chosen["dataset"] = config.data.dataset
     return any(is_user_defined(kind, name) for kind, name in chosen.items())
 
 
 def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, Any]:
-    """Run the files that the groups of a configuration name, and return the configuration with their SHA-256.
+    """Run the files that the groups of a configuration name, and return the configuration with
+    their SHA-256.
 
     Args:
-        values: a configuration composed from the command line, never one read from a run or snapshot.
+        values: a configuration composed from the command line, never one read from a run or
+            snapshot.
         directories: searched for the files, in this order.
 
     Raises:
         CodeError: a file raised an exception; names the file and line.
         ConfigError: a file does not exist, or its SHA-256 differs from the configuration.
     """
-    for _, entries in _files.values():  # from an earlier job of the sweep; not registered for this one
+    # from an earlier job of the sweep; not registered for this one
+    for _, entries in _files.values():
         for group, name, _, _ in entries:
             BUILDERS[group].pop(name, None)
             CONFIGS[group].pop(name, None)
-    values, directories = dict(values), list(directories)
+    values = dict(values)
+    directories = list(directories)
     for group in BASES:
         keys = values.get(group)
         if isinstance(keys, dict) and keys.get("code") is not None:
             path = _find(keys["code"], f"{group}.code", directories)
-            values[group] = {**keys, "code_sha256": run_file(path, f"{group}.code", keys.get("code_sha256"))}
+            values[group] = {
+                **keys,
+                "code_sha256": run_file(path, f"{group}.code", keys.get("code_sha256")),
+            }
     return values
 
 
@@ -171,7 +202,10 @@ def _find(code: Any, key: str, directories: list[Path]) -> Path:
         if (directory / code).is_file():
             return directory / code
     looked = ", ".join(map(str, directories))
-    raise ConfigError(f"{key}={code} was not found in {looked}; put it next to the YAML file and pass --config-dir")
+    raise ConfigError(
+        f"{key}={code} was not found in {looked}; put it next to the YAML file and pass "
+        "--config-dir"
+    )
 
 
 def _require_local_file(code: Any, key: str) -> None:
@@ -197,23 +231,29 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
         return known
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CODE_BYTES:  # reading a pipe would block
+        # reading a pipe would block
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CODE_BYTES:
             raise OSError(f"it is not a file of at most {MAX_CODE_BYTES:,} bytes")
         content = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{key}={path} cannot be read: {error.strerror or error}") from error
     found = hashlib.sha256(content).hexdigest()
     if sha256 not in (None, found):
-        raise ConfigError(f"{key}={path} has SHA-256 {found}, not {key}_sha256={sha256}; set that to null to use it")
+        raise ConfigError(
+            f"{key}={path} has SHA-256 {found}, not {key}_sha256={sha256}; set that to null "
+            "to use it"
+        )
     module = types.ModuleType(f"_own_{path.stem}_{found[:8]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses looks it up there
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # at the end, so that files there cannot shadow installed packages
+        # at the end, so that files there cannot shadow installed packages
+        sys.path.append(str(path.parent))
     _files[path] = found, []
     _entries.clear()
     try:
-        with attribute_errors_to_user_code():  # compile, unlike import, writes no __pycache__ to the user's directory
+        # compile, unlike import, writes no __pycache__ to the user's directory
+        with attribute_errors_to_user_code():
             exec(_compile(content, path), module.__dict__)
     finally:
         _files[path][1].extend(_entries)
@@ -224,7 +264,8 @@ def _compile(content: bytes, path: Path) -> types.CodeType:
     try:
         return compile(content, str(path), "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-        if getattr(error, "filename", None):  # with the line, which attribute_errors_to_user_code shows
+        # with the line, which attribute_errors_to_user_code shows
+        if getattr(error, "filename", None):
             raise
         raise CodeError(f"{_relative(path)} is not Python: {error}") from error
 
@@ -242,15 +283,22 @@ def attribute_errors_to_user_code() -> Iterator[None]:
         location = None if isinstance(error, UserError) else _location(error)
         if location is None:
             raise
-        raise CodeError(f"{location}: {type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]) from error
+        raise CodeError(
+            f"{location}: {type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]
+        ) from error
 
 
 def _location(error: BaseException) -> str | None:
     """Return `file:line` of the innermost call in a user's file, or of a syntax error in one."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) in _files:
         return f"{_relative(Path(error.filename))}:{error.lineno}"
-    frames = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    return next((f"{_relative(path)}:{line}" for path, line in reversed(frames) if path in _files), None)
+    frames = [
+        (Path(frame.f_code.co_filename), line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return next(
+        (f"{_relative(path)}:{line}" for path, line in reversed(frames) if path in _files), None
+    )
 
 
 def _relative(path: Path) -> str:

@@ -1,7 +1,9 @@
-"""Every key of the configuration, once: type, unit, bounds, default, meaning, and whether it changes the numbers.
+"""Every key of the configuration, once: type, unit, bounds, default, meaning, and whether it
+changes the numbers.
 
-One frozen dataclass per group; pydantic checks the values (mingpt_ddp/config/validation.py). docs/configuration.md and
-`main.py --help` are generated from this file and components.py, which has the groups that users can extend.
+One frozen dataclass per group; pydantic checks the values (mingpt_ddp/config/validation.py).
+docs/configuration.md and `main.py --help` are generated from this file and components.py, which has
+the groups that users can extend.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
@@ -29,7 +31,14 @@ from mingpt_ddp.config.components import (
     SGDConfig,
     TaskConfig,
 )
-from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, key, neutral
+from mingpt_ddp.config.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    key,
+    neutral,
+)
 from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
@@ -47,24 +56,46 @@ def is_command(text: str) -> bool:
 class RunConfig:
     """Which run this is, and where its directory is."""
 
-    name: str | None = neutral(None, "a directory below root, or two: group/name; null: derived from the configuration")
-    root: str = neutral("outputs", "local directory of all runs")
-    resume: str = neutral("auto", "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL")
-    init_from: str | None = key(
-        None, "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: random ones"
+    name: str | None = neutral(
+        None, "a directory below root, or two: group/name; null: derived from the configuration"
     )
-    init_sha256: str | None = neutral(None, "SHA-256 of these weights; null: any, recorded at the first start")
+    root: str = neutral("outputs", "local directory of all runs")
+    resume: str = neutral(
+        "auto", "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL"
+    )
+    init_from: str | None = key(
+        None,
+        (
+            "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: "
+            "random ones"
+        ),
+    )
+    init_sha256: str | None = neutral(
+        None, "SHA-256 of these weights; null: any, recorded at the first start"
+    )
     seed: NonNegativeInt = key(1337, "determines every random number of the run")
-    on_end: str | None = neutral(None, "a command to run once the run is complete or pruned, without a shell")
-    on_failure: str | None = neutral(None, "a command to run after a failure that no restart has repaired")
+    on_end: str | None = neutral(
+        None, "a command to run once the run is complete or pruned, without a shell"
+    )
+    on_failure: str | None = neutral(
+        None, "a command to run after a failure that no restart has repaired"
+    )
 
     def __post_init__(self) -> None:
-        fits = self.name is None or re.fullmatch(rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?", self.name)
-        check(bool(fits), f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -")
+        fits = self.name is None or re.fullmatch(
+            rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?", self.name
+        )
+        check(
+            bool(fits),
+            f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -",
+        )
         check_directory("run.root", self.root)
         check_url("run.resume", self.resume)
         for name, command in (("on_end", self.on_end), ("on_failure", self.on_failure)):
-            check(command is None or is_command(command), f"run.{name}={command} is not a command; close its quotes")
+            check(
+                command is None or is_command(command),
+                f"run.{name}={command} is not a command; close its quotes",
+            )
         if self.init_from is not None:
             check_url("run.init_from", self.init_from)
 
@@ -81,9 +112,15 @@ class DDPConfig:
     strategy: Literal["auto", "single", "ddp", "manual", "dp", "zero1", "fsdp", "hsdp"] = neutral(
         "auto", "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp"
     )
-    launcher: Literal["forkserver", "spawn"] = neutral("forkserver", "how workers start: forked, or new interpreters")
-    backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral("auto", "auto: nccl on GPUs, else gloo or shared memory")
-    timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(600.0, "how long a rank waits for the others", "seconds")
+    launcher: Literal["forkserver", "spawn"] = neutral(
+        "forkserver", "how workers start: forked, or new interpreters"
+    )
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral(
+        "auto", "auto: nccl on GPUs, else gloo or shared memory"
+    )
+    timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(
+        600.0, "how long a rank waits for the others", "seconds"
+    )
     nproc_per_node: NonNegativeInt | Literal["gpu"] | None = neutral(
         None, "local workers to start; null or 0: this process trains; gpu: one per visible GPU"
     )
@@ -95,8 +132,12 @@ class DDPConfig:
     gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
     static_graph: bool = neutral(False, "the same parameters are used in every step")
     find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
-    tensor_parallel: PositiveInt = neutral(1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head")
-    comm_hook: str = neutral("none", "how gradients are averaged: none, fp16, bf16, ring or your own")
+    tensor_parallel: PositiveInt = neutral(
+        1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head"
+    )
+    comm_hook: str = neutral(
+        "none", "how gradients are averaged: none, fp16, bf16, ring or your own"
+    )
     sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
 
     @property
@@ -105,12 +146,30 @@ class DDPConfig:
         return int(self.nproc_per_node or 0)
 
     def __post_init__(self) -> None:
-        taken = self.preempted_exit_code in (1, 2, 75)  # a crash, a user's error, storage that is unavailable
-        check(not taken, f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or 143 in pods")
+        # a crash, a user's error, storage that is unavailable
+        taken = self.preempted_exit_code in (1, 2, 75)
+        check(
+            not taken,
+            (
+                f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or "
+                "143 in pods"
+            ),
+        )
         both = self.static_graph and self.find_unused_parameters
-        check(not both, "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true")
-        own = self.strategy in ("manual", "fsdp", "hsdp") and (self.comm_hook != "none" or self.find_unused_parameters)
-        check(not own, f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; use ddp or zero1")
+        check(
+            not both,
+            "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
+        )
+        own = self.strategy in ("manual", "fsdp", "hsdp") and (
+            self.comm_hook != "none" or self.find_unused_parameters
+        )
+        check(
+            not own,
+            (
+                f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
+                "use ddp or zero1"
+            ),
+        )
         hooks = [*map(str, COMM_HOOKS)]
         meant = did_you_mean(self.comm_hook, hooks)
         hint = f"{', '.join(hooks)}{f'; did you mean {meant}?' if meant else ''}"
@@ -118,116 +177,215 @@ class DDPConfig:
         alone = self.tensor_parallel == 1 or self.comm_hook == "none"
         check(alone, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none")
         mpi = self.tensor_parallel > 1 and self.backend == "mpi"
-        check(not mpi, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or nccl, not mpi")
+        check(
+            not mpi,
+            (
+                f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or "
+                "nccl, not mpi"
+            ),
+        )
         half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
-        check(not half, f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
+        check(
+            not half,
+            (
+                f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use "
+                "gloo or nccl"
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The training loop: limits, batch sizes, precision, reports (mingpt_ddp/training/trainer.py)."""
+    """The training loop: limits, batch sizes, precision, reports
+    (mingpt_ddp/training/trainer.py).
+    """
 
     max_epochs: PositiveInt | None = neutral(
         4, "limit of passes over the text; if typed alone, the only limit", "epochs"
     )
-    max_steps: PositiveInt | None = neutral(None, "limit of optimizer steps; if typed alone, the only limit", "steps")
-    batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
-    batch_size_per_rank: PositiveInt | None = key(None, "instead of batch_size, at the first start", "sequences")
-    micro_batch_size: PositiveInt | None = key(None, "per rank per forward; null: the largest that fits", "sequences")
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key("auto", "auto: bf16 on a GPU that supports it, else fp32")
-    compile: bool | Literal["auto", "cuda_graphs"] = key(
-        "auto", "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models on one GPU"
+    max_steps: PositiveInt | None = neutral(
+        None, "limit of optimizer steps; if typed alone, the only limit", "steps"
     )
-    grad_norm_clip: PositiveFloat | None = key(1.0, "largest global gradient norm; null: no clipping")
+    batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
+    batch_size_per_rank: PositiveInt | None = key(
+        None, "instead of batch_size, at the first start", "sequences"
+    )
+    micro_batch_size: PositiveInt | None = key(
+        None, "per rank per forward; null: the largest that fits", "sequences"
+    )
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "auto: bf16 on a GPU that supports it, else fp32"
+    )
+    compile: bool | Literal["auto", "cuda_graphs"] = key(
+        "auto",
+        (
+            "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models "
+            "on one GPU"
+        ),
+    )
+    grad_norm_clip: PositiveFloat | None = key(
+        1.0, "largest global gradient norm; null: no clipping"
+    )
     log_every: PositiveInt = neutral(10, "between two log lines", "steps")
-    eval_every: PositiveInt | None = neutral(250, "between evaluations; there is always a final one", "steps")
-    eval_steps: PositiveInt | None = neutral(None, "evaluate this many steps' windows; null: the whole split", "steps")
+    eval_every: PositiveInt | None = neutral(
+        250, "between evaluations; there is always a final one", "steps"
+    )
+    eval_steps: PositiveInt | None = neutral(
+        None, "evaluate this many steps' windows; null: the whole split", "steps"
+    )
     norms_every: PositiveInt | None = neutral(
         None, "between two measurements of each layer's norms; null: none", "steps"
     )
     profile: tuple[PositiveInt, PositiveInt] | None = neutral(
         None, "the first and the last to profile; null: none", "steps"
     )
-    sample_every: PositiveInt | None = neutral(None, "between two samples in the log; null: none", "steps")
+    sample_every: PositiveInt | None = neutral(
+        None, "between two samples in the log; null: none", "steps"
+    )
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
-        "stop", "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, then skip the batch"
+        "stop",
+        (
+            "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, "
+            "then skip the batch"
+        ),
     )
-    spike_factor: Annotated[float, Field(gt=1)] | None = key(None, "a spike is a loss above this times its average")
+    spike_factor: Annotated[float, Field(gt=1)] | None = key(
+        None, "a spike is a loss above this times its average"
+    )
     deterministic: bool = key(False, "bit-identical results on a GPU too, slower there")
-    prune: Literal["none", "median"] = neutral("none", "median: stop a sweep's jobs that do worse than most")
-    prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
-    activation_checkpointing: bool = neutral(False, "recompute activations: less memory, a third more time")
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
-        None, "decay per step of an average of the weights, which is evaluated, sampled and exported; null: none"
+    prune: Literal["none", "median"] = neutral(
+        "none", "median: stop a sweep's jobs that do worse than most"
     )
-    patience: PositiveInt | None = neutral(None, "stop after this many without a lower loss", "evaluations")
-    min_delta: NonNegativeFloat = neutral(0.0, "patience: a loss is lower if it is so by more than this", "nats")
+    prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
+    activation_checkpointing: bool = neutral(
+        False, "recompute activations: less memory, a third more time"
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
+        None,
+        (
+            "decay per step of an average of the weights, which is evaluated, sampled and "
+            "exported; null: none"
+        ),
+    )
+    patience: PositiveInt | None = neutral(
+        None, "stop after this many without a lower loss", "evaluations"
+    )
+    min_delta: NonNegativeFloat = neutral(
+        0.0, "patience: a loss is lower if it is so by more than this", "nats"
+    )
 
     def __post_init__(self) -> None:
         measured = self.patience is None or self.eval_every is not None
-        check(measured, f"trainer.patience={self.patience} needs evaluations during training; set trainer.eval_every")
+        check(
+            measured,
+            (
+                f"trainer.patience={self.patience} needs evaluations during training; set "
+                "trainer.eval_every"
+            ),
+        )
         limits = (self.max_epochs, self.max_steps)
-        check(limits != (None, None), "trainer.max_epochs and trainer.max_steps are both null; set one of them")
+        check(
+            limits != (None, None),
+            "trainer.max_epochs and trainer.max_steps are both null; set one of them",
+        )
         first, last = self.profile or (1, 1)
         check(
             0 <= last - first < 100,
             f"trainer.profile=[{first},{last}] must be a first and a last step, at most 100 in all",
         )
-        micro, batch = self.micro_batch_size, self.batch_size_per_rank or self.batch_size
+        micro = self.micro_batch_size
+        batch = self.batch_size_per_rank or self.batch_size
         fits = micro is None or batch % micro == 0
-        check(fits, f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}")
+        check(
+            fits,
+            f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotConfig:
     """When snapshots are saved, where, and how many are kept (mingpt_ddp/snapshots)."""
 
-    path: str | None = neutral(None, "a directory or URL; the run's name is appended; null: in the run directory")
-    every_steps: PositiveInt | Literal["auto"] | None = neutral(250, "between snapshots; auto: by mtbf_hours", "steps")
-    mtbf_hours: PositiveFloat = neutral(24.0, "mean time between failures of the whole run", "hours")
+    path: str | None = neutral(
+        None, "a directory or URL; the run's name is appended; null: in the run directory"
+    )
+    every_steps: PositiveInt | Literal["auto"] | None = neutral(
+        250, "between snapshots; auto: by mtbf_hours", "steps"
+    )
+    mtbf_hours: PositiveFloat = neutral(
+        24.0, "mean time between failures of the whole run", "hours"
+    )
     every_epochs: PositiveInt | None = neutral(None, "between snapshots", "epochs")
-    every_minutes: PositiveFloat | None = neutral(None, "between snapshots, by rank 0's clock", "minutes")
+    every_minutes: PositiveFloat | None = neutral(
+        None, "between snapshots, by rank 0's clock", "minutes"
+    )
     keep_last: PositiveInt = neutral(2, "how many of the newest snapshots to keep")
     keep_best: bool = neutral(True, "also keep the one with the lowest validation loss")
-    keep_every: PositiveInt | None = neutral(None, "between milestones, which are saved and never deleted", "steps")
+    keep_every: PositiveInt | None = neutral(
+        None, "between milestones, which are saved and never deleted", "steps"
+    )
     background: bool = neutral(True, "write on a thread; training waits only for the staging copy")
     max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
-    fallback_path: str | None = neutral(None, "where to write when path fails; the run's name is appended")
-    grace_seconds: NonNegativeFloat = neutral(25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds")
+    fallback_path: str | None = neutral(
+        None, "where to write when path fails; the run's name is appended"
+    )
+    grace_seconds: NonNegativeFloat = neutral(
+        25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds"
+    )
 
     def __post_init__(self) -> None:
         for name, url in (("path", self.path), ("fallback_path", self.fallback_path)):
             if url is not None:
                 check_url(f"snapshot.{name}", url)
-                check("::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them")
-        urls = [u.rstrip("/") if "://" in u else str(PurePosixPath(u)) for u in (self.path, self.fallback_path) if u]
-        check(len({*urls}) == len(urls), f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path")
+                check(
+                    "::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them"
+                )
+        urls = [
+            u.rstrip("/") if "://" in u else str(PurePosixPath(u))
+            for u in (self.path, self.fallback_path)
+            if u
+        ]
+        check(
+            len({*urls}) == len(urls),
+            f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
     """Where metrics go besides the log and metrics.jsonl; any number at once (docs/trackers.md)."""
 
-    tensorboard: bool = neutral(False, "event files of every rank; the preset tensorboard is the default")
+    tensorboard: bool = neutral(
+        False, "event files of every rank; the preset tensorboard is the default"
+    )
     csv: bool = neutral(False, "metrics.csv in the run directory, a row per step")
     wandb: bool = neutral(False, "Weights & Biases; WANDB_API_KEY, or WANDB_MODE=offline")
     mlflow: bool = neutral(False, "MLflow, at uri or MLFLOW_TRACKING_URI")
     trackio: bool = neutral(False, "Trackio, on this machine or at TRACKIO_SERVER_URL")
     project: str = neutral("mingpt_ddp", "of W&B and Trackio; the experiment of MLflow")
     entity: str | None = neutral(None, "W&B's user or team; null: its default")
-    uri: str | None = neutral(None, "MLflow's server or database; null: MLFLOW_TRACKING_URI, or MLflow's default")
+    uri: str | None = neutral(
+        None, "MLflow's server or database; null: MLFLOW_TRACKING_URI, or MLflow's default"
+    )
 
     def __post_init__(self) -> None:
         fits = re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)
-        check(bool(fits), f"tracker.project={self.project} must be a name of letters, digits, spaces and . _ / @ -")
+        check(
+            bool(fits),
+            (
+                f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
+                "_ / @ -"
+            ),
+        )
         if self.uri is not None:
             check_url("tracker.uri", self.uri)
 
 
 # The registered values of ddp.comm_hook; none of them has keys of its own.
 COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16", "ring"), DDPConfig)
-# Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a group without a value.
+# Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a
+# group without a value.
 Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
 MODELS: dict[str | None, type] = {
     "gpt": GPTConfig,
@@ -239,7 +397,11 @@ GROUPS: dict[str, Selection] = {
     "run": ((), {None: RunConfig}),
     "task": (
         ("name",),
-        {"language_model": ClassesConfig, "classification": ClassesConfig, "regression": TaskConfig},
+        {
+            "language_model": ClassesConfig,
+            "classification": ClassesConfig,
+            "regression": TaskConfig,
+        },
     ),
     "model": (("architecture",), MODELS),
     "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
@@ -255,6 +417,11 @@ GROUPS: dict[str, Selection] = {
 
 
 def selected(group: str, values: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the key that selects the dataclass of a group, and its value; None if there is only one dataclass."""
+    """Return the key that selects the dataclass of a group, and its value; None if there is only
+    one dataclass.
+    """
     keys, _ = GROUPS[group]
-    return next(((key, values[key]) for key in keys if values.get(key) is not None), (keys[-1] if keys else "", None))
+    return next(
+        ((key, values[key]) for key in keys if values.get(key) is not None),
+        (keys[-1] if keys else "", None),
+    )

@@ -41,7 +41,9 @@ COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "l
 
 
 def check(ok: bool, message: str) -> None:
-    """Raise ConfigError with `message`, which begins `group.key=value` and says what to do, unless `ok`."""
+    """Raise ConfigError with `message`, which begins `group.key=value` and says what to do, unless
+    `ok`.
+    """
     if not ok:
         raise ConfigError(message)
 
@@ -77,31 +79,44 @@ def build(cls: type[T], values: Any, where: str) -> T:
         where: the dotted name of the group, for messages.
 
     Raises:
-        ConfigError: an unknown key, a missing key, or a value of another type or outside its bounds.
+        ConfigError: an unknown key, a missing key, or a value of another type or outside its
+            bounds.
     """
     check(isinstance(values, Mapping), f"{where}={values!r} must be a group of keys")
     hints = field_types(cls)
     plain = {key: _without_loss(value, hints.get(key)) for key, value in values.items()}
     prefix = f"{where}." if where else ""
-    texts = {str(key): json.dumps([key, value], default=str, ensure_ascii=False) for key, value in plain.items()}
+    texts = {
+        str(key): json.dumps([key, value], default=str, ensure_ascii=False)
+        for key, value in plain.items()
+    }
     garbled = [key for key, text in texts.items() if re.search("[\ud800-\udfff]", text)]
-    check(not garbled, f"{prefix}{', '.join(garbled)} holds bytes that are not UTF-8; use other characters")
+    check(
+        not garbled,
+        f"{prefix}{', '.join(garbled)} holds bytes that are not UTF-8; use other characters",
+    )
     try:
-        return typing.cast(T, adapter(typing.cast(Any, cls)).validate_json(json.dumps(plain, default=str)))
+        return typing.cast(
+            T, adapter(typing.cast(Any, cls)).validate_json(json.dumps(plain, default=str))
+        )
     except ValidationError as error:
         errors = error.errors(include_url=False)
         cause = errors[0].get("ctx", {}).get("error")
-        if isinstance(cause, Exception):  # an AssertionError or ValueError of a user's __post_init__
+        # an AssertionError or ValueError of a user's __post_init__
+        if isinstance(cause, Exception):
             raise cause from None
         raise ConfigError(_message(errors, hints, prefix)) from error
 
 
 def is_supported(hint: Any) -> bool:
     """Return whether YAML has values of this type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Annotated:
         return is_supported(args[0])
-    return origin is Literal or (all(map(is_supported, args)) if origin in NESTED else hint in SCALARS)
+    return origin is Literal or (
+        all(map(is_supported, args)) if origin in NESTED else hint in SCALARS
+    )
 
 
 def parts(hint: Any) -> Iterator[Any]:
@@ -113,10 +128,13 @@ def parts(hint: Any) -> Iterator[Any]:
 
 def _without_loss(value: Any, hint: Any) -> Any:
     """Convert 1e3 to an int where one is allowed, and 7 to a str where nothing else is."""
-    if isinstance(value, (list, tuple)) and {list, tuple}.intersection(map(typing.get_origin, parts(hint))):
+    if isinstance(value, (list, tuple)) and {list, tuple}.intersection(
+        map(typing.get_origin, parts(hint))
+    ):
         return [_without_loss(item, hint) for item in value]
     kinds = {int, float, str}.intersection(part for part in parts(hint) if isinstance(part, type))
-    if type(value) is int and (kinds == {str} or (int in kinds and abs(value) >= 2**63)):  # beyond int64
+    # beyond int64
+    if type(value) is int and (kinds == {str} or (int in kinds and abs(value) >= 2**63)):
         return str(value)
     whole = int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63
     return int(value) if whole else value
@@ -132,12 +150,24 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
         return f"{prefix}{key} is missing; give it a value"
     of_key = [error for error in errors if error["loc"][0] == key]
     index = min(map(_index, of_key))  # a list that is too short comes before its values
-    errors, hint = [error for error in of_key if _index(error) == index], hints[key]
-    wanted = dict.fromkeys(_wanted(error, hint) for error in errors if error["type"] != "literal_error")
-    literals = [str(v) for part in parts(hint) if typing.get_origin(part) is Literal for v in typing.get_args(part)]
-    must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"  # of a union, all
+    errors = [error for error in of_key if _index(error) == index]
+    hint = hints[key]
+    wanted = dict.fromkeys(
+        _wanted(error, hint) for error in errors if error["type"] != "literal_error"
+    )
+    literals = [
+        str(v)
+        for part in parts(hint)
+        if typing.get_origin(part) is Literal
+        for v in typing.get_args(part)
+    ]
+    # of a union, all
+    must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"
     meant = _meant(errors[0]["input"], literals)
-    return f"{prefix}{key}{index}={_shown(errors[0])} must {must}{f'; did you mean {meant}?' if meant else ''}"
+    return (
+        f"{prefix}{key}{index}={_shown(errors[0])} must "
+        f"{must}{f'; did you mean {meant}?' if meant else ''}"
+    )
 
 
 def _meant(value: Any, literals: list[str]) -> str | None:
@@ -149,8 +179,15 @@ def _meant(value: Any, literals: list[str]) -> str | None:
 
 
 def _index(error: Any) -> str:
-    """Return the list index of an error, as [1]; the other parts of its location name members of unions."""
-    return "" if error["type"] == "missing" else "".join(f"[{i}]" for i in error["loc"] if isinstance(i, int))
+    """Return the list index of an error, as [1].
+
+    The other parts of its location name members of unions.
+    """
+    return (
+        ""
+        if error["type"] == "missing"
+        else "".join(f"[{i}]" for i in error["loc"] if isinstance(i, int))
+    )
 
 
 def _wanted(error: Any, hint: Any) -> str:
@@ -159,8 +196,15 @@ def _wanted(error: Any, hint: Any) -> str:
         return f"be {WANTED[error['type']]}"
     is_bound = error["type"].startswith(("greater_", "less_"))
     for field in (part for part in parts(hint) if is_bound and isinstance(part, FieldInfo)):
-        limits = {name: getattr(m, name) for m in field.metadata for name in COMPARISONS if hasattr(m, name)}
-        if not all(getattr(operator, name)(error["input"], limit) for name, limit in limits.items()):
+        limits = {
+            name: getattr(m, name)
+            for m in field.metadata
+            for name in COMPARISONS
+            if hasattr(m, name)
+        }
+        if not all(
+            getattr(operator, name)(error["input"], limit) for name, limit in limits.items()
+        ):
             return _interval(limits)
     sizes = [len(typing.get_args(part)) for part in parts(hint) if typing.get_origin(part) is tuple]
     return f"be a list of {sizes[0]} values" if sizes else f"satisfy: {error['msg']}"
@@ -169,8 +213,13 @@ def _wanted(error: Any, hint: Any) -> str:
 def _interval(limits: dict[str, float]) -> str:
     texts = [show_number(limit) for limit in limits.values()]
     if len(limits) == 2:
-        return f"lie in {'[' if 'ge' in limits else '('}{', '.join(texts)}{']' if 'le' in limits else ')'}"
-    return " and ".join(f"be {COMPARISONS[name]} {text}" for name, text in zip(limits, texts, strict=True))
+        return (
+            "lie in "
+            f"{'[' if 'ge' in limits else '('}{', '.join(texts)}{']' if 'le' in limits else ')'}"
+        )
+    return " and ".join(
+        f"be {COMPARISONS[name]} {text}" for name, text in zip(limits, texts, strict=True)
+    )
 
 
 def show_number(value: float) -> str:
@@ -186,18 +235,24 @@ def _shown(error: Any) -> str:
 
 
 def refuse_credentials(key: str, text: str, one_url: bool = False) -> None:
-    """Refuse a URL that contains a secret, in an error that does not show it: configurations are logged and saved.
+    """Refuse a URL that contains a secret, in an error that does not show it: configurations are
+    logged and saved.
 
     Args:
-        one_url: the text is one path or URL, whose password may contain spaces and commas, and not several words.
+        one_url: the text is one path or URL, whose password may contain spaces and commas, and not
+            several words.
     """
     end = "" if one_url else r"\s,@"
-    # A password may contain slashes, but host:8080/path is not one; http accepts a token as the user name.
+    # A password may contain slashes, but host:8080/path is not one; http accepts a token as the
+    # user name.
     secret = rf"(?<!github:)//[^/:{end}]*:(?!\d+/)[^@{end}]*@|https?://[^/?#@{end}]*@"
     secret += rf"|(?<!http:)(?<!https:)//[^/:@{end}]*:\d+/[^/@{end}]*@[^/{end}]+/"
     secret += r"|[?&#][^=&\s]*(secret|token|passw|pwd|auth|sig|key|credential)[^=&\s]*="
     if "://" in text and re.search(secret, text, re.IGNORECASE):
-        raise ConfigError(f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not in a URL")
+        raise ConfigError(
+            f"{key} holds credentials; give them in the environment (AWS_..., ~/.netrc), not "
+            "in a URL"
+        )
 
 
 def check_directory(name: str, path: str) -> None:

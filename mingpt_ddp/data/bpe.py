@@ -1,7 +1,8 @@
 """Byte-level BPE by the `tokenizers` library, which is imported only to train and to encode.
 
-A tokenizer is its JSON in the library's format. Only one that inverts exactly is taken: BPE on bytes, without a
-normalizer. The file may come from a stranger: its size is bounded, and what this module needs of it is checked.
+A tokenizer is its JSON in the library's format. Only one that inverts exactly is taken: BPE on
+bytes, without a normalizer. The file may come from a stranger: its size is bounded, and what this
+module needs of it is checked.
 """
 
 import json
@@ -23,15 +24,18 @@ MAX_PATTERN_CHARS = 1000  # of a regular expression
 DEFAULT_VOCAB_SIZE = 4096
 CHUNK_CHARS = 1 << 16  # encoded by one thread
 CHUNKS = 16  # encoded at a time, by all cores
-# CPU time for the library's answer: a stranger's pattern may backtrack. It encodes a million characters in a second.
-MIN_SECONDS, MIN_CHARS_PER_S = 5.0, 1 << 17
+# CPU time for the library's answer: a stranger's pattern may backtrack. It encodes a million
+# characters in a second.
+MIN_SECONDS = 5.0
+MIN_CHARS_PER_S = 1 << 17
 MAX_SECONDS_TO_PARSE = 60.0
 BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # GPT-2's name of each byte: its Latin-1 character if that is printable, else one from U+0100 on.
 BYTE_NAMES = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
-LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")  # behaviours of a Split
+# behaviours of a Split
+LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
 class BPETokenizer(Tokenizer):
@@ -48,11 +52,15 @@ class BPETokenizer(Tokenizer):
             LookupError, TypeError, ValueError: it is not a byte-level BPE that inverts exactly.
         """
         values = _checked(text)
-        self.json = json.dumps({**values, "truncation": None, "padding": None}, separators=(",", ":"), sort_keys=True)
+        self.json = json.dumps(
+            {**values, "truncation": None, "padding": None}, separators=(",", ":"), sort_keys=True
+        )
         self.tokens = _bytes_of_tokens(values)
         self.line_feed = self.tokens.index(b"\n")
         self.token_sizes = np.array([len(token) for token in self.tokens])
-        self.token_characters = np.array([int(begins_character(token).sum()) for token in self.tokens])
+        self.token_characters = np.array(
+            [int(begins_character(token).sum()) for token in self.tokens]
+        )
         self._encoder: Any = None
 
     def encode(self, text: str) -> list[int]:
@@ -81,22 +89,35 @@ class BPETokenizer(Tokenizer):
         encoder = self._library()
         seconds = MIN_SECONDS + sum(map(len, texts)) / MIN_CHARS_PER_S
         try:
-            return list(call_native(lambda: encoder.encode_batch_fast(texts, add_special_tokens=False), seconds))
+            return list(
+                call_native(
+                    lambda: encoder.encode_batch_fast(texts, add_special_tokens=False), seconds
+                )
+            )
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
-                f"the tokenizer cannot encode the text: {str(error)[:200]}; use another data.tokenizer"
+                f"the tokenizer cannot encode the text: {str(error)[:200]}; use another "
+                "data.tokenizer"
             ) from error
 
     def _library(self) -> Any:
         if self._encoder is None:
             lib = library()
             try:
-                self._encoder = call_native(lambda: lib.Tokenizer.from_str(self.json), MAX_SECONDS_TO_PARSE)
+                self._encoder = call_native(
+                    lambda: lib.Tokenizer.from_str(self.json), MAX_SECONDS_TO_PARSE
+                )
             except Exception as error:  # the library raises nothing narrower
-                raise DataError(f"the library tokenizers refuses the tokenizer: {str(error)[:200]}") from error
-            for token in json.loads(self.json).get("added_tokens") or ():  # the library numbers them in their order
+                raise DataError(
+                    f"the library tokenizers refuses the tokenizer: {str(error)[:200]}"
+                ) from error
+            # the library numbers them in their order
+            for token in json.loads(self.json).get("added_tokens") or ():
                 if self._encoder.token_to_id(token["content"]) != token["id"]:
-                    raise DataError(f"the library tokenizers gives the added token {token['content']!r:.50} another id")
+                    raise DataError(
+                        "the library tokenizers gives the added token "
+                        f"{token['content']!r:.50} another id"
+                    )
         return self._encoder
 
 
@@ -138,10 +159,15 @@ def read_bpe(path: str) -> BPETokenizer:
     try:
         return BPETokenizer(read_file(path, 4 * MAX_JSON_CHARS).decode())
     except FileNotFoundError as error:
-        advice = "name a tokenizer.json, or use char, byte or bpe (nothing is downloaded by a model's name)"
+        advice = (
+            "name a tokenizer.json, or use char, byte or bpe (nothing is downloaded by "
+            "a model's name)"
+        )
         raise DataError(f"data.tokenizer={path}: there is no such file; {advice}") from error
     except Exception as error:  # exceptions differ by protocol
-        raise DataError(f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}") from error
+        raise DataError(
+            f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}"
+        ) from error
 
 
 def split_at_words(texts: Iterator[str]) -> Iterator[str]:
@@ -153,7 +179,10 @@ def split_at_words(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         rest += text
         while len(rest) > CHUNK_CHARS:
-            cuts = [match.start() for match in BETWEEN_WORDS.finditer(rest, CHUNK_CHARS // 2, CHUNK_CHARS)]
+            cuts = [
+                match.start()
+                for match in BETWEEN_WORDS.finditer(rest, CHUNK_CHARS // 2, CHUNK_CHARS)
+            ]
             cut = cuts[-1] if cuts else CHUNK_CHARS
             yield rest[:cut]
             rest = rest[cut:]
@@ -169,18 +198,26 @@ def _checked(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    model, before = values["model"], values["pre_tokenizer"]
+    model = values["model"]
+    before = values["pre_tokenizer"]
     steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
     splits = [step for step in steps if step["type"] == "Split"]
     is_lossless = (
         model["type"] == "BPE"
-        and not any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"))
+        and not any(
+            model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        )
         and values.get("normalizer") is None
         and steps[-1]["type"] == "ByteLevel"
         and not any(step.get("add_prefix_space") for step in steps)
         and all(step["type"] in ("Split", "Digits") for step in steps[:-1])
-        and all(step["behavior"] in LOSSLESS and len(str(step["pattern"])) <= MAX_PATTERN_CHARS for step in splits)
-        and not any(token.get("lstrip") or token.get("rstrip") for token in values.get("added_tokens") or ())
+        and all(
+            step["behavior"] in LOSSLESS and len(str(step["pattern"])) <= MAX_PATTERN_CHARS
+            for step in splits
+        )
+        and not any(
+            token.get("lstrip") or token.get("rstrip") for token in values.get("added_tokens") or ()
+        )
     )
     if not is_lossless:
         raise ValueError("it does not decode to exactly what it has encoded, or is not byte-level")

@@ -1,4 +1,5 @@
-"""Batches as a pure function of (seed, step), the same at any world size; one gather fetches several steps.
+"""Batches as a pure function of (seed, step), the same at any world size; one gather fetches
+several steps.
 
 Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
@@ -17,7 +18,8 @@ from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str
 SHUFFLE_CHUNK = 1 << 13  # positions of an epoch permuted at a time
-GATHER_TOKENS = 1 << 15  # tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache
+# tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache
+GATHER_TOKENS = 1 << 15
 TOKENS_PER_BATCH = 4096  # in evaluation
 MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
 
@@ -27,7 +29,9 @@ class MicroBatch:
     """What one forward pass takes; `index` counts the micro-batches of a step over all ranks."""
 
     index: int
-    batch: Any  # of text: x and y (B, T) int64, where y has the token after each in x; of samples: collated ones
+    # of text: x and y (B, T) int64, where y has the token after each in x; of samples: collated
+    # ones
+    batch: Any
     weight: float = 1.0  # of the loss; 0 for a pass that only other ranks need
 
 
@@ -55,14 +59,17 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
         kept: micro-batch size of the snapshot to resume.
 
     Raises:
-        ConfigError: more ranks than micro-batches; or several micro-batches of a rank with CUDA graphs or synchronized
-            batch normalization, whose statistics are those of one forward pass.
+        ConfigError: more ranks than micro-batches; or several micro-batches of a rank with CUDA
+            graphs or synchronized batch normalization, whose statistics are those of one forward
+            pass.
     """
-    trainer, batch = config.trainer, config.trainer.batch_size
+    trainer = config.trainer
+    batch = config.trainer.batch_size
     if config.ddp.sync_batchnorm:
         if batch % world_size or trainer.micro_batch_size not in (None, batch // world_size):
             raise ConfigError(
-                f"ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size={batch} a multiple of the "
+                "ddp.sync_batchnorm=true needs one micro-batch per rank: "
+                f"trainer.batch_size={batch} a multiple of the "
                 f"{world_size} ranks, and trainer.micro_batch_size=null"
             )
         return BatchPlan(batch, batch // world_size, world_size)
@@ -71,19 +78,25 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(
-            f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for {world_size} ranks; "
-            f"use at most {plan.n_micro} ranks, or a new run with a larger batch or smaller micro-batches"
+            f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for "
+            f"{world_size} ranks; "
+            f"use at most {plan.n_micro} ranks, or a new run with a larger batch or smaller "
+            "micro-batches"
         )
-    if trainer.compile == "cuda_graphs" and plan.n_micro > 1:  # the next replay overwrites the gradients
+    # the next replay overwrites the gradients
+    if trainer.compile == "cuda_graphs" and plan.n_micro > 1:
         raise ConfigError(
-            f"trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size={batch} makes {plan.n_micro} of "
+            f"trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size={batch} "
+            f"makes {plan.n_micro} of "
             f"{micro} sequences; use trainer.compile=true"
         )
     return plan
 
 
 class Loader(Protocol):
-    """The training data as an endless sequence of batches, each a pure function of the seed and the step."""
+    """The training data as an endless sequence of batches, each a pure function of the seed and the
+    step.
+    """
 
     steps_per_epoch: int
     items_per_step: int  # tokens, or samples
@@ -109,7 +122,13 @@ class TokenLoader:
     """The training tokens as an endless sequence of batches."""
 
     def __init__(
-        self, tokens: Ints, block_size: int, stride: int | None, batch_size: int, seed: int, device: Device = "cpu"
+        self,
+        tokens: Ints,
+        block_size: int,
+        stride: int | None,
+        batch_size: int,
+        seed: int,
+        device: Device = "cpu",
     ) -> None:
         """
         Args:
@@ -119,51 +138,80 @@ class TokenLoader:
             DataError: the text is too short for one batch.
         """
         self.stride = stride or block_size
-        self.batch_size, self.block_size, self.seed = batch_size, block_size, seed
+        self.batch_size = batch_size
+        self.block_size = block_size
+        self.seed = seed
         self.items_per_step = batch_size * block_size
         self._set_epoch((len(tokens) - block_size) // self.stride)
         device = torch.device(device)
         on_gpu = device.type == "cuda"
-        room = torch.cuda.get_device_properties(device).total_memory * MAX_RESIDENT_FRACTION if on_gpu else 0
+        room = (
+            torch.cuda.get_device_properties(device).total_memory * MAX_RESIDENT_FRACTION
+            if on_gpu
+            else 0
+        )
         self._tokens = TokenWindows(tokens, block_size + 1, device, resident=tokens.nbytes <= room)
-        self._starts: tuple[int, int, Ints] = (-1, 0, np.empty(0, dtype=np.int64))  # epoch, first position, starts
+        # epoch, first position, starts
+        self._starts: tuple[int, int, Ints] = (-1, 0, np.empty(0, dtype=np.int64))
         self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the gathered steps
-        self._first, self._steps = 0, list[list[MicroBatch]]()  # number of the first gathered step, and all of them
+        # number of the first gathered step, and all of them
+        self._first = 0
+        self._steps = list[list[MicroBatch]]()
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of a rank in a step; steps count from 1."""
         if self._plan != (plan, rank) or not self._first <= step < self._first + len(self._steps):
-            self._plan, self._first, self._steps = (plan, rank), step, self._gather(step, plan, rank)
+            self._plan, self._first, self._steps = (
+                (plan, rank),
+                step,
+                self._gather(step, plan, rank),
+            )
         return self._steps[step - self._first]
 
     def close(self) -> None:
         """Do nothing: the tokens are memory."""
 
     def _set_epoch(self, windows: int) -> None:
-        self.windows_per_epoch, self.steps_per_epoch = windows, windows // self.batch_size
+        self.windows_per_epoch = windows
+        self.steps_per_epoch = windows // self.batch_size
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"the training text has {windows} windows of data.block_size={self.block_size}, fewer than "
-                f"trainer.batch_size={self.batch_size}; use a longer text, a smaller batch or a smaller data.stride"
+                f"the training text has {windows} windows of "
+                f"data.block_size={self.block_size}, fewer than "
+                f"trainer.batch_size={self.batch_size}; use a longer text, a smaller batch "
+                "or a smaller data.stride"
             )
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
-        """Gather this step and following ones of its epoch in one call, to amortize its overhead."""
+        """Gather this step and following ones of its epoch in one call, to amortize its
+        overhead.
+        """
         epoch, first = divmod(step - 1, self.steps_per_epoch)
-        indices, size = plan.indices_for_rank(rank), plan.micro_batch_size
+        indices = plan.indices_for_rank(rank)
+        size = plan.micro_batch_size
         count = max(1, GATHER_TOKENS // (len(indices) * size * self.block_size))
         count = min(count, self.steps_per_epoch - first)
-        starts = self._window_starts(epoch, first * self.batch_size, (first + count) * self.batch_size)
+        starts = self._window_starts(
+            epoch, first * self.batch_size, (first + count) * self.batch_size
+        )
         own = starts.reshape(count, plan.n_micro, size)[:, indices.start :: plan.world_size]
         x, y = self._tokens.gather(own.reshape(-1))
-        micros = list(map(MicroBatch, [*indices] * count, zip(x.split(size), y.split(size), strict=True)))
-        return [micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))]
+        micros = list(
+            map(MicroBatch, [*indices] * count, zip(x.split(size), y.split(size), strict=True))
+        )
+        return [
+            micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))
+        ]
 
     def _window_starts(self, epoch: int, begin: int, end: int) -> Ints:
-        """Return where the windows at positions begin .. end - 1 of an epoch start; permute SHUFFLE_CHUNK at a time."""
+        """Return where the windows at positions begin ..
+
+        end - 1 of an epoch start; permute SHUFFLE_CHUNK at a time.
+        """
         cached_epoch, first, starts = self._starts
         if epoch != cached_epoch or begin < first or end > first + len(starts):
-            first, n = begin, self.windows_per_epoch
+            first = begin
+            n = self.windows_per_epoch
             positions = np.arange(begin, min(max(end, begin + SHUFFLE_CHUNK), n))
             order = feistel_permute(positions, n, derive_seed("order", self.seed, epoch))
             starts = self._draw(epoch, order)
@@ -178,7 +226,8 @@ class TokenLoader:
 class TokenWindows:
     """Windows of the tokens, gathered onto a device with few, asynchronous transfers.
 
-    CUDA has few unsigned types besides uint8: tokens are viewed as signed and masked after widening.
+    CUDA has few unsigned types besides uint8: tokens are viewed as signed and masked after
+    widening.
     """
 
     def __init__(self, tokens: Ints, length: int, device: torch.device, resident: bool) -> None:
@@ -190,7 +239,8 @@ class TokenWindows:
         self._device = device
         self._mask = (1 << 8 * tokens.itemsize) - 1
         signed = tokens.view(f"i{tokens.itemsize}")
-        self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)  # (n - T, T + 1), no copy
+        # (n - T, T + 1), no copy
+        self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)
         self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None
         self._within = torch.arange(length, device=device)
 
@@ -200,28 +250,38 @@ class TokenWindows:
             windows = self._send(self._windows[starts])
         else:
             windows = self._resident[self._send(starts)[:, None] + self._within]
-        x, y = (part.to(torch.int64).bitwise_and_(self._mask) for part in (windows[:, :-1], windows[:, 1:]))
+        x, y = (
+            part.to(torch.int64).bitwise_and_(self._mask)
+            for part in (windows[:, :-1], windows[:, 1:])
+        )
         return x, y
 
     def _send(self, values: Ints) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
-        return (host.pin_memory() if self._device.type == "cuda" else host).to(self._device, non_blocking=True)
+        return (host.pin_memory() if self._device.type == "cuda" else host).to(
+            self._device, non_blocking=True
+        )
 
 
 class TokenSplit:
     """A text for evaluation: every token predicted once, or those of a fixed sample of windows."""
 
-    def __init__(self, tokens: Ints, block_size: int, device: torch.device, windows: int | None = None) -> None:
+    def __init__(
+        self, tokens: Ints, block_size: int, device: torch.device, windows: int | None = None
+    ) -> None:
         """
         Args:
             windows: number of windows to evaluate, the same ones every time; None: the whole text.
         """
-        self.tokens, self.device = tokens, device
-        n_targets, n_windows = len(tokens) - 1, (len(tokens) - 1) // block_size
+        self.tokens = tokens
+        self.device = device
+        n_targets = len(tokens) - 1
+        n_windows = (len(tokens) - 1) // block_size
         starts: Sequence[int] = range(0, n_windows * block_size, block_size)
         if windows is not None and windows < n_windows:
             sample = feistel_permute(np.arange(windows), n_windows, derive_seed("evaluation"))
-            starts, n_targets = (np.sort(sample) * block_size).tolist(), windows * block_size
+            starts = (np.sort(sample) * block_size).tolist()
+            n_targets = windows * block_size
         rows = max(1, TOKENS_PER_BATCH // block_size)
         self._batches = [(starts[i : i + rows], block_size) for i in range(0, len(starts), rows)]
         if rest := n_targets % block_size:  # one shorter window
@@ -233,4 +293,6 @@ class TokenSplit:
     def batches(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x and y (B, T) of a rank's disjoint windows."""
         for starts, length in self._batches[rank::world_size]:
-            yield TokenWindows(self.tokens, length + 1, self.device, resident=False).gather(np.array(starts))
+            yield TokenWindows(self.tokens, length + 1, self.device, resident=False).gather(
+                np.array(starts)
+            )

@@ -15,14 +15,18 @@ DOWNLOADS = "downloads"  # in the cache
 
 
 def user_cache() -> Path:
-    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute path."""
+    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute
+    path.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mingpt_ddp"
 
 
 def open_filesystem(url: str) -> tuple[Any, str, bool]:
     """Return the filesystem of a URL, the name within it, and whether it is local."""
-    proxies = {"client_kwargs": {"trust_env": True}} if url.startswith(("http://", "https://")) else {}
+    proxies = (
+        {"client_kwargs": {"trust_env": True}} if url.startswith(("http://", "https://")) else {}
+    )
     fs, name = fsspec.core.url_to_fs(url, **proxies)
     return fs, name, "file" in fs.protocol or "local" in fs.protocol
 
@@ -37,7 +41,9 @@ def download_path(url: str, cache: Path) -> Path:
     return cache / DOWNLOADS / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def download(fs: Any, name: str, target: Path, check: Callable[[Path], object] = lambda _: None) -> None:
+def download(
+    fs: Any, name: str, target: Path, check: Callable[[Path], object] = lambda _: None
+) -> None:
     """Download a file to `target`, atomically.
 
     Args:
@@ -52,7 +58,8 @@ def download(fs: Any, name: str, target: Path, check: Callable[[Path], object] =
 
 
 def fetch(url: str, cache: Path, limit: int) -> bytes | None:
-    """Return the content of a file, from the cache if it has been downloaded before; None if there is none.
+    """Return the content of a file, from the cache if it has been downloaded before; None if there
+    is none.
 
     Raises:
         OSError: it is not a regular file, or has more than `limit` bytes.
@@ -71,7 +78,8 @@ def read_file(url: str, limit: int) -> bytes:
     """Read a file at a URL; a local one must be a regular file.
 
     Raises:
-        OSError: it is a pipe or a device, or has more than `limit` bytes; other exceptions differ by protocol.
+        OSError: it is a pipe or a device, or has more than `limit` bytes; other exceptions differ
+            by protocol.
     """
     fs, name, is_local = open_filesystem(url)
     if is_local:

@@ -22,7 +22,9 @@ from mingpt_ddp.data.samples import Datasets
 from mingpt_ddp.data.texts import expanded_limit
 from mingpt_ddp.errors import DataError
 
-DIGITS_VAL, DIGITS_TEST = 200, 300  # of 1,797 images
+# of 1,797 images
+DIGITS_VAL = 200
+DIGITS_TEST = 300
 MNIST_VAL = 5_000  # the last of the 60,000 training images
 CLASSES = 10
 IDX_TYPE = 8  # unsigned bytes
@@ -31,10 +33,13 @@ MAX_EXPANSION = 100.0  # of a gzip file; MNIST's labels, the densest, expand 5 t
 
 
 class RandomShift(Dataset[Any]):
-    """Samples (x, y) whose images x (C, H, W) are moved by up to `limit` pixels along each axis, padded with zeros."""
+    """Samples (x, y) whose images x (C, H, W) are moved by up to `limit` pixels along each axis,
+    padded with zeros.
+    """
 
     def __init__(self, samples: TensorDataset, limit: int) -> None:
-        self.samples, self.limit = samples, limit
+        self.samples = samples
+        self.limit = limit
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -47,26 +52,33 @@ class RandomShift(Dataset[Any]):
 
 
 def _split(x: Ints, y: Ints, shift: int, *starts: int) -> Datasets:
-    """Return the samples up to the first start for training, the next for validation, the rest for testing.
+    """Return the samples up to the first start for training, the next for validation, the rest for
+    testing.
 
     Args:
         x: (N, H, W) uint8 or floats, scaled here to [0, 1].
         y: (N,) labels.
     """
-    digest = hashlib.sha256(np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(y).tobytes()).hexdigest()
+    digest = hashlib.sha256(
+        np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(y).tobytes()
+    ).hexdigest()
     images = torch.from_numpy((x / max(1, x.max())).astype(np.float32))[:, None]
     labels = torch.from_numpy(y.astype(np.int64))
     train, val, test = (
         TensorDataset(images[begin:end], labels[begin:end])
         for begin, end in zip((0, *starts), (*starts, len(x)), strict=True)
     )
-    return Datasets(RandomShift(train, shift) if shift else train, val, test, outputs=CLASSES, sha256=digest)
+    return Datasets(
+        RandomShift(train, shift) if shift else train, val, test, outputs=CLASSES, sha256=digest
+    )
 
 
 def digits(config: DigitsConfig) -> Datasets:
-    """Return the 1,797 images (1, 8, 8) in an order that is shuffled once: 1,297 train, 200 val, 300 test.
+    """Return the 1,797 images (1, 8, 8) in an order that is shuffled once: 1,297 train, 200 val,
+    300 test.
 
-    Source: E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten Digits" (UCI), in scikit-learn.
+    Source: E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten Digits" (UCI), in
+    scikit-learn.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -74,11 +86,19 @@ def digits(config: DigitsConfig) -> Datasets:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise DataError("data=digits needs scikit-learn: pip install 'mingpt-ddp[digits]'") from error
+        raise DataError(
+            "data=digits needs scikit-learn: pip install 'mingpt-ddp[digits]'"
+        ) from error
     found = load_digits()
     order = feistel_permute(np.arange(len(found.target)), len(found.target), derive_seed("digits"))
     n = len(order)
-    return _split(found.images[order], found.target[order], config.shift, n - DIGITS_VAL - DIGITS_TEST, n - DIGITS_TEST)
+    return _split(
+        found.images[order],
+        found.target[order],
+        config.shift,
+        n - DIGITS_VAL - DIGITS_TEST,
+        n - DIGITS_TEST,
+    )
 
 
 def mnist(config: MNISTConfig) -> Datasets:
@@ -91,22 +111,32 @@ def mnist(config: MNISTConfig) -> Datasets:
     """
     parts = []
     for part in ("train", "t10k"):
-        images, labels = _read_idx(config, f"{part}-images", 3), _read_idx(config, f"{part}-labels", 1)
+        images = _read_idx(config, f"{part}-images", 3)
+        labels = _read_idx(config, f"{part}-labels", 1)
         if not 0 < len(images) == len(labels):
-            raise DataError(f"{part} at data.path={config.path} has {len(images)} images and {len(labels)} labels")
+            raise DataError(
+                f"{part} at data.path={config.path} has {len(images)} images and "
+                f"{len(labels)} labels"
+            )
         if labels.max() >= CLASSES:
-            raise DataError(f"{part}-labels at data.path={config.path} has the label {labels.max()}, not 0 to 9")
+            raise DataError(
+                f"{part}-labels at data.path={config.path} has the label {labels.max()}, not 0 to 9"
+            )
         parts.append((images, labels))
     (train, y), (test, y_test) = parts
     if train.shape[1:] != test.shape[1:]:
-        raise DataError(f"the images at data.path={config.path} are {train.shape[1:]} and {test.shape[1:]}")
+        raise DataError(
+            f"the images at data.path={config.path} are {train.shape[1:]} and {test.shape[1:]}"
+        )
     n = len(train)
     whole = np.concatenate([train, test]), np.concatenate([y, y_test])
     return _split(*whole, config.shift, n - min(MNIST_VAL, n // 2), n)
 
 
 def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
-    """Read an idx file, plain or gzip: two zero bytes, the type, the number of dimensions, their sizes, the values."""
+    """Read an idx file, plain or gzip: two zero bytes, the type, the number of dimensions, their
+    sizes, the values.
+    """
     name += f"-idx{n_dims}-ubyte"
     cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
     content = None
@@ -115,11 +145,20 @@ def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
             if content is None:
                 content = fetch(f"{config.path.rstrip('/')}/{name}{suffix}", cache, MAX_BYTES)
         except Exception as error:  # exceptions differ by protocol
-            raise DataError(f"cannot read {name} at data.path={config.path}: {str(error)[:200]}") from error
+            raise DataError(
+                f"cannot read {name} at data.path={config.path}: {str(error)[:200]}"
+            ) from error
     if content is None:
-        raise DataError(f"data.path={config.path} has no {name} or {name}.gz; name the directory of MNIST's four files")
+        raise DataError(
+            f"data.path={config.path} has no {name} or {name}.gz; name the directory of "
+            "MNIST's four files"
+        )
     try:
-        file: Any = gzip.GzipFile(fileobj=io.BytesIO(content)) if content[:2] == b"\x1f\x8b" else io.BytesIO(content)
+        file: Any = (
+            gzip.GzipFile(fileobj=io.BytesIO(content))
+            if content[:2] == b"\x1f\x8b"
+            else io.BytesIO(content)
+        )
         start = struct.unpack(">HBB", file.read(4))
         if start != (0, IDX_TYPE, n_dims):
             raise ValueError(f"it begins with {start}, not {(0, IDX_TYPE, n_dims)}")
@@ -129,7 +168,13 @@ def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
             raise ValueError(f"it declares {size:,} bytes, which is too many for its size")
         values = file.read(min(size, MAX_BYTES) + 1)  # no more than declared is decompressed
         if len(values) != size:
-            raise ValueError(f"it has {len(values):,} of {size:,} bytes" if len(values) < size else "it is too long")
+            raise ValueError(
+                f"it has {len(values):,} of {size:,} bytes"
+                if len(values) < size
+                else "it is too long"
+            )
         return np.frombuffer(values, dtype=np.uint8).reshape(shape)
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
-        raise DataError(f"{name} at data.path={config.path} is not an idx file of bytes: {error}") from error
+        raise DataError(
+            f"{name} at data.path={config.path} is not an idx file of bytes: {error}"
+        ) from error

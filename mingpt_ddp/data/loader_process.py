@@ -12,7 +12,9 @@ from typing import Any
 
 
 def set_up(_: int) -> None:
-    """Let a loader process die with its rank, whose lock and connections it has inherited, and ignore signals."""
+    """Let a loader process die with its rank, whose lock and connections it has inherited, and
+    ignore signals.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
         share_without_files()
@@ -21,24 +23,32 @@ def set_up(_: int) -> None:
 
 
 def share_without_files() -> None:
-    """Have multiprocessing pass the files of tensors through abstract sockets, which end with their process.
+    """Have multiprocessing pass the files of tensors through abstract sockets, which end with their
+    process.
 
-    By default it makes a file for the socket in TMPDIR, which stays there after SIGKILL, and cannot be made where that
-    is long. /proc/net/unix shows the names of abstract sockets to all users: those of others are not accepted.
+    By default it makes a file for the socket in TMPDIR, which stays there after SIGKILL, and cannot
+    be made where that is long. /proc/net/unix shows the names of abstract sockets to all users:
+    those of others are not accepted.
     """
     module: Any = connection
-    accept, arbitrary_address = module.SocketListener.accept, module.arbitrary_address
+    accept = module.SocketListener.accept
+    arbitrary_address = module.arbitrary_address
 
     def accept_same_user(listener: Any) -> Any:
         while True:
             peer = accept(listener)
             with socket.socket(fileno=os.dup(peer.fileno())) as opened:
-                _, user, _ = struct.unpack("3i", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                _, user, _ = struct.unpack(
+                    "3i", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                )
             if user == os.getuid():
                 return peer
             peer.close()
 
     def make_address(family: str) -> Any:
-        return f"\0mingpt_ddp-{uuid.uuid4().hex}" if family == "AF_UNIX" else arbitrary_address(family)
+        return (
+            f"\0mingpt_ddp-{uuid.uuid4().hex}" if family == "AF_UNIX" else arbitrary_address(family)
+        )
 
-    module.SocketListener.accept, module.arbitrary_address = accept_same_user, make_address
+    module.SocketListener.accept = accept_same_user
+    module.arbitrary_address = make_address

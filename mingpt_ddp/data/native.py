@@ -1,4 +1,6 @@
-"""Call a native library on untrusted input: bounded CPU time, silent, and a panic is an exception."""
+"""Call a native library on untrusted input: bounded CPU time, silent, and a panic is an
+exception.
+"""
 
 import contextlib
 import os
@@ -15,10 +17,12 @@ POLL_S = 0.05  # between two looks at the CPU time
 def call_native(function: Callable[[], T], cpu_seconds: float) -> T:
     """Call a function on a thread of its own and return its result.
 
-    The function must release the GIL. If it takes too long its threads go on until the process exits.
+    The function must release the GIL. If it takes too long its threads go on until the process
+    exits.
 
     Raises:
-        ValueError: it panicked (PyO3's PanicException is no Exception), or took more than `cpu_seconds` of CPU time.
+        ValueError: it panicked (PyO3's PanicException is no Exception), or took more than
+            `cpu_seconds` of CPU time.
         Exception: what the function raises.
     """
     results: list[T] = []

@@ -1,7 +1,9 @@
-"""Fetch, decode and encode texts once per machine, into a content-addressed cache that is memory-mapped.
+"""Fetch, decode and encode texts once per machine, into a content-addressed cache that is
+memory-mapped.
 
-Texts are read in bounded memory: to hash them, to count their characters, to train a BPE tokenizer on the training
-parts, and to encode them. A cache directory holds `tokens.bin` and `meta.json` and is created atomically.
+Texts are read in bounded memory: to hash them, to count their characters, to train a BPE tokenizer
+on the training parts, and to encode them. A cache directory holds `tokens.bin` and `meta.json` and
+is created atomically.
 """
 
 import codecs
@@ -34,7 +36,13 @@ from mingpt_ddp.data.texts import (
     open_source,
     opener,
 )
-from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer import (
+    CODE_POINTS,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_state,
+)
 from mingpt_ddp.data.tokenizer_base import code_points
 from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
@@ -54,20 +62,27 @@ class Source:
 def prepare_all(
     config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
 ) -> dict[str, EncodedText]:
-    """Return the training text as "", and those of `data.val_paths` by name, encoded by its tokenizer.
+    """Return the training text as "", and those of `data.val_paths` by name, encoded by its
+    tokenizer.
 
     Args and Raises: as `prepare`.
     """
     cache = cache or TextCache(config)
     try:
-        named = config.tokenizer not in TRAINED and tokenizer is not None and exists(config.tokenizer)
+        named = (
+            config.tokenizer not in TRAINED and tokenizer is not None and exists(config.tokenizer)
+        )
         if tokenizer and named and read_bpe(config.tokenizer).state() != tokenizer.state():
             advice = "restore it, or choose another run.name"
-            raise DataError(f"data.tokenizer={config.tokenizer} differs from that of the snapshot; {advice}")
+            raise DataError(
+                f"data.tokenizer={config.tokenizer} differs from that of the snapshot; {advice}"
+            )
         encoded = {"": prepare(config, tokenizer, cache)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
-            text = replace(config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0)
+            text = replace(
+                config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0
+            )
             try:
                 encoded[name] = prepare(text, tokenizer, cache)
             except DataError as error:
@@ -78,7 +93,9 @@ def prepare_all(
     return encoded
 
 
-def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None) -> EncodedText:
+def prepare(
+    config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
+) -> EncodedText:
     """Find the text in the cache, or fetch and encode it.
 
     Args:
@@ -87,17 +104,20 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextC
 
     Raises:
         ConfigError: the tokenizer needs a library that is not installed.
-        DataError: a text cannot be read, has another SHA-256 than `data.sha256`, or cannot be encoded; or there are no
-            two distinct characters to learn.
+        DataError: a text cannot be read, has another SHA-256 than `data.sha256`, or cannot be
+            encoded; or there are no two distinct characters to learn.
     """
     cache = cache or TextCache(config)
     paths = [path for path, _ in config.sources or ()] or [config.path]
     sources = [_open(replace(config, path=path, sources=None), cache.root) for path in paths]
-    sha256 = sources[0].sha256 if len(sources) == 1 else digest_of([source.sha256 for source in sources])
+    sha256 = (
+        sources[0].sha256 if len(sources) == 1 else digest_of([source.sha256 for source in sources])
+    )
     if tokenizer is None and config.tokenizer not in TRAINED:
         tokenizer = read_bpe(config.tokenizer)
     key = sha256
-    if splits_texts(config, tokenizer) or tokenizer:  # the encoding depends on more than the content
+    # the encoding depends on more than the content
+    if splits_texts(config, tokenizer) or tokenizer:
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
         key = digest_of([sha256, chosen, config.truncate, config.train_split, config.test_split])
     directory = cache.directory(key)
@@ -112,7 +132,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextC
 
 def splits_texts(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     """Return whether each text is divided before it is encoded: not if it is one, of characters."""
-    return (tokenizer.name if tokenizer else config.tokenizer) != CharTokenizer.name or config.sources is not None
+    return (
+        tokenizer.name if tokenizer else config.tokenizer
+    ) != CharTokenizer.name or config.sources is not None
 
 
 def _open(config: DataConfig, cache: Path) -> Source:
@@ -126,7 +148,9 @@ def _open(config: DataConfig, cache: Path) -> Source:
         raise
     except Exception as error:  # exceptions differ by protocol
         reason = str(error) or type(error).__name__
-        advice = "; without a network, set data.path to a local copy" if "://" in config.path else ""
+        advice = (
+            "; without a network, set data.path to a local copy" if "://" in config.path else ""
+        )
         raise DataError(f"cannot read data.path={config.path} ({reason[:200]}){advice}") from error
 
 
@@ -147,12 +171,18 @@ def _decode(source: Source) -> Iterator[str]:
     Raises:
         DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
     """
-    decoder, path = codecs.getincrementaldecoder("utf-8")(), source.config.path
-    position, at_start = 0, True
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    path = source.config.path
+    position = 0
+    at_start = True
     with source.open() as raw:
         zipped = raw.peek(2)[:2] == GZIP  # which is invalid UTF-8
         stream: Any = gzip.GzipFile(fileobj=raw) if zipped else raw
-        limit = expanded_limit(os.fstat(raw.fileno()).st_size, source.config.max_expansion) if zipped else math.inf
+        limit = (
+            expanded_limit(os.fstat(raw.fileno()).st_size, source.config.max_expansion)
+            if zipped
+            else math.inf
+        )
         while True:
             try:
                 chunk = stream.read(CHUNK_BYTES)
@@ -161,12 +191,16 @@ def _decode(source: Source) -> Iterator[str]:
                     raise expands_too_far(path, int(limit))
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                at = position - len(error.object) + error.start  # the chunk ends at the end of the decoder's input
-                raise DataError(f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv") from error
+                # the chunk ends at the end of the decoder's input
+                at = position - len(error.object) + error.start
+                raise DataError(
+                    f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv"
+                ) from error
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
             if at_start and text:
-                text, at_start = text.removeprefix("\ufeff"), False
+                text = text.removeprefix("\ufeff")
+                at_start = False
             yield text
             if not chunk:
                 return
@@ -184,8 +218,11 @@ def _between(source: Source, begin: int, end: int) -> Iterator[str]:
 
 
 def _count(sources: list[Source]) -> tuple[list[int], str]:
-    """Return the number of characters of each text, and the distinct ones of all in code-point order."""
-    seen, lengths = np.zeros(CODE_POINTS, dtype=bool), []
+    """Return the number of characters of each text, and the distinct ones of all in code-point
+    order.
+    """
+    seen = np.zeros(CODE_POINTS, dtype=bool)
+    lengths = []
     for source in sources:
         lengths.append(0)
         for text in _decode(source):
@@ -197,25 +234,40 @@ def _count(sources: list[Source]) -> tuple[list[int], str]:
 
 
 def _encode(
-    sources: list[Source], config: DataConfig, tokenizer: Tokenizer | None, directory: Path, sha256: str
+    sources: list[Source],
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    directory: Path,
+    sha256: str,
 ) -> EncodedText:
-    """Write the tokens and their description to `directory`, atomically: all training parts, then the other splits."""
+    """Write the tokens and their description to `directory`, atomically: all training parts, then
+    the other splits.
+    """
     lengths, distinct = _count(sources)
     divided = splits_texts(config, tokenizer)
     bounds = [split_bounds(length, config) for length in lengths] if divided else [[0, lengths[0]]]
-    splits = [[(s, b[i], b[i + 1]) for s, b in zip(sources, bounds, strict=True)] for i in range(len(bounds[0]) - 1)]
+    splits = [
+        [(s, b[i], b[i + 1]) for s, b in zip(sources, bounds, strict=True)]
+        for i in range(len(bounds[0]) - 1)
+    ]
     if tokenizer is None:
         if len(distinct) < 2:
-            raise DataError(f"data.path={sources[0].config.path} has one distinct character; there is nothing to learn")
+            raise DataError(
+                f"data.path={sources[0].config.path} has one distinct character; there is "
+                "nothing to learn"
+            )
         training = chain.from_iterable(_between(*part) for part in splits[0])
         tokenizer = {
             "char": lambda: CharTokenizer(distinct),
             "byte": ByteTokenizer,
             "bpe": lambda: train_bpe(training, config.vocab_size),
         }[config.tokenizer]()
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)  # the smallest unsigned type that holds every token
+    # the smallest unsigned type that holds every token
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     sizes: list[list[int]] = []
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=directory.parent, ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(
+        prefix=".partial-", dir=directory.parent, ignore_cleanup_errors=True
+    ) as name:
         tokens = Path(name) / "tokens.bin"
         with open(tokens, "wb") as file:
             for split in splits:
@@ -229,10 +281,15 @@ def _encode(
             os.fsync(file.fileno())
         for source in sources:
             if file_sha256(source.open) != source.sha256:
-                raise DataError(f"data.path={source.config.path} changed while being read; run again")
-        length, parts = sum(map(sum, sizes)), sizes if divided else []
+                raise DataError(
+                    f"data.path={source.config.path} changed while being read; run again"
+                )
+        length = sum(map(sum, sizes))
+        parts = sizes if divided else []
         digest = file_sha256(opener(tokens))
-        encoded = EncodedText(str(directory), sha256, length, tokenizer.state(), str(dtype), digest, parts)
+        encoded = EncodedText(
+            str(directory), sha256, length, tokenizer.state(), str(dtype), digest, parts
+        )
         meta = {key: value for key, value in asdict(encoded).items() if key != "directory"}
         content = {"text": meta, "digest": digest_of(meta)}
         atomic_write(Path(name) / "meta.json", json.dumps(content).encode())

@@ -27,8 +27,9 @@ def seed_everything(*keys: int | str) -> None:
 def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
     """Permute positions of 0 .. n - 1 by a key, without a table of n entries.
 
-    A Feistel network over the next even number of bits, repeated for values that are out of range (cycle walking:
-    Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). At least one value in four is in range.
+    A Feistel network over the next even number of bits, repeated for values that are out of range
+    (cycle walking: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). At least one
+    value in four is in range.
 
     Args:
         positions: integers in 0 .. n - 1, any shape.
@@ -47,14 +48,17 @@ def feistel_permute(positions: Ints, n: int, key: int) -> Ints:
 def _encipher(values: Ints, half: np.uint64, keys: list[np.uint64]) -> Ints:
     """Apply the Feistel network, a bijection on integers of 2 * half bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = values >> half, values & mask
+    left = values >> half
+    right = values & mask
     for key in keys:
         left, right = right, left ^ (_mix(right ^ key) & mask)
     return left << half | right
 
 
 def _mix(x: Ints) -> Ints:
-    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit affects every output bit."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit affects every
+    output bit.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

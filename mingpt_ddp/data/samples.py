@@ -1,7 +1,9 @@
-"""Map-style datasets: samples in an exact order at any world size, and augmentation keyed by (seed, epoch, sample).
+"""Map-style datasets: samples in an exact order at any world size, and augmentation keyed by (seed,
+epoch, sample).
 
-Before a sample is read, torch's, NumPy's and Python's global generators are seeded from its key. A random transform
-therefore differs between samples and between epochs, but not between loader processes, ranks, world sizes or restarts.
+Before a sample is read, torch's, NumPy's and Python's global generators are seeded from its key. A
+random transform therefore differs between samples and between epochs, but not between loader
+processes, ranks, world sizes or restarts.
 """
 
 import hashlib
@@ -37,7 +39,9 @@ class Datasets:
     sha256: str = ""  # of the content; a run resumes only with the same
 
     def digest(self) -> str:
-        """Return the SHA-256 that identifies the data: of the content if it is given, else of the sizes."""
+        """Return the SHA-256 that identifies the data: of the content if it is given, else of the
+        sizes.
+        """
         sizes = [len(split) for split in (self.train, self.val, self.test or ())]
         return self.sha256 or hashlib.sha256(str(sizes).encode()).hexdigest()
 
@@ -51,7 +55,10 @@ def build_datasets(config: DatasetConfig) -> Datasets:
     """
     datasets = BUILDERS["dataset"][config.dataset](config)
     if not isinstance(datasets, Datasets):
-        raise CodeError(f"the dataset {config.dataset} must be mingpt_ddp.data.samples.Datasets, not {type(datasets)}")
+        raise CodeError(
+            f"the dataset {config.dataset} must be mingpt_ddp.data.samples.Datasets, not "
+            f"{type(datasets)}"
+        )
     for name in ("train", "val"):
         if len(getattr(datasets, name)) == 0:
             raise DataError(f"the {name} split of data.dataset={config.dataset} has no samples")
@@ -62,7 +69,8 @@ class KeyedDataset(Dataset[Any]):
     """A dataset whose random transforms depend on the key of the sample alone."""
 
     def __init__(self, dataset: Any, *purpose: int | str) -> None:
-        self.dataset, self.purpose = dataset, purpose
+        self.dataset = dataset
+        self.purpose = purpose
 
     def __getitem__(self, key: Key) -> Any:
         seed = derive_seed(*self.purpose, *key)
@@ -72,7 +80,9 @@ class KeyedDataset(Dataset[Any]):
         return self.dataset[key[1]]
 
 
-def _loader(dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool) -> Iterator[Any]:
+def _loader(
+    dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool
+) -> Iterator[Any]:
     """Return collated batches of these samples, in this order; loader processes start at once."""
     return _explained(
         iter(
@@ -89,7 +99,8 @@ def _loader(dataset: KeyedDataset, batches: Iterable[list[Key]], config: Dataset
 
 
 def _explained(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches; say that a process has ended if the connection to it is lost while it passes a batch on.
+    """Yield the batches; say that a process has ended if the connection to it is lost while it
+    passes a batch on.
 
     Raises:
         RuntimeError: as torch does when a process ends at another moment.
@@ -103,38 +114,55 @@ def _explained(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 class SampleLoader:
-    """The training samples as an endless sequence of batches; an incomplete last batch of an epoch is dropped."""
+    """The training samples as an endless sequence of batches.
 
-    def __init__(self, dataset: Any, config: DatasetConfig, batch_size: int, seed: int, on_gpu: bool) -> None:
+    An incomplete last batch of an epoch is dropped.
+    """
+
+    def __init__(
+        self, dataset: Any, config: DatasetConfig, batch_size: int, seed: int, on_gpu: bool
+    ) -> None:
         """
         Raises:
             DataError: there are fewer samples than one batch takes.
         """
-        self.config, self.batch_size, self.seed, self.on_gpu = config, batch_size, seed, on_gpu
-        self.n, self.items_per_step = len(dataset), batch_size
+        self.config = config
+        self.batch_size = batch_size
+        self.seed = seed
+        self.on_gpu = on_gpu
+        self.n = len(dataset)
+        self.items_per_step = batch_size
         self.steps_per_epoch = self.n // batch_size
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"the training split has {self.n} samples, fewer than trainer.batch_size={batch_size}; use a smaller "
+                f"the training split has {self.n} samples, fewer than "
+                f"trainer.batch_size={batch_size}; use a smaller "
                 "batch or more data"
             )
         self._dataset = KeyedDataset(dataset, "sample", seed)
         self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the iterator
-        self._step, self._batch = 0, list[MicroBatch]()  # the latest
+        # the latest
+        self._step = 0
+        self._batch = list[MicroBatch]()
         self._iterator: Iterator[Any] = iter(())
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of a rank in a step; steps count from 1."""
         if (self._plan, self._step) != ((plan, rank), step):
             if (self._plan, self._step) != ((plan, rank), step - 1):
-                self._iterator = _loader(self._dataset, self._keys(step, plan, rank), self.config, self.on_gpu)
+                self._iterator = _loader(
+                    self._dataset, self._keys(step, plan, rank), self.config, self.on_gpu
+                )
             indices = plan.indices_for_rank(rank)
             self._batch = [MicroBatch(j, next(self._iterator)) for j in indices]
-            self._plan, self._step = (plan, rank), step
+            self._plan = (plan, rank)
+            self._step = step
         return self._batch
 
     def close(self) -> None:
-        """End the loader processes now: the garbage collector would take down their queues first, and wait for them."""
+        """End the loader processes now: the garbage collector would take down their queues first,
+        and wait for them.
+        """
         self._iterator = iter(())
 
     def _keys(self, first: int, plan: BatchPlan, rank: int) -> Iterator[list[Key]]:
@@ -142,7 +170,9 @@ class SampleLoader:
         for step in itertools.count(first):
             epoch, number = divmod(step - 1, self.steps_per_epoch)
             positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size)
-            order = feistel_permute(positions, self.n, derive_seed("order", self.seed, epoch)).tolist()
+            order = feistel_permute(
+                positions, self.n, derive_seed("order", self.seed, epoch)
+            ).tolist()
             for j in plan.indices_for_rank(rank):
                 begin = j * plan.micro_batch_size
                 yield [(epoch, index) for index in order[begin : begin + plan.micro_batch_size]]
@@ -151,13 +181,21 @@ class SampleLoader:
 class SampleSplit:
     """A split for evaluation: every sample once, or a fixed part of them."""
 
-    def __init__(self, dataset: Any, config: DatasetConfig, on_gpu: bool, limit: int | None = None) -> None:
+    def __init__(
+        self, dataset: Any, config: DatasetConfig, on_gpu: bool, limit: int | None = None
+    ) -> None:
         """
         Args:
             limit: number of samples to evaluate, the same ones every time; None: all.
         """
-        self.config, self.on_gpu, self._dataset = config, on_gpu, KeyedDataset(dataset, "evaluation")
-        indices = range(len(dataset)) if limit is None or limit >= len(dataset) else _part(len(dataset), limit)
+        self.config = config
+        self.on_gpu = on_gpu
+        self._dataset = KeyedDataset(dataset, "evaluation")
+        indices = (
+            range(len(dataset))
+            if limit is None or limit >= len(dataset)
+            else _part(len(dataset), limit)
+        )
         self._batches = [indices[i : i + MAX_BATCH] for i in range(0, len(indices), MAX_BATCH)]
 
     def __len__(self) -> int:

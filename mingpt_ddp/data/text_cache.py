@@ -1,4 +1,6 @@
-"""The cache of encoded texts on this machine: a lock, reads that verify, and taking back what was added."""
+"""The cache of encoded texts on this machine: a lock, reads that verify, and taking back what was
+added.
+"""
 
 import contextlib
 import fcntl
@@ -35,7 +37,8 @@ class TextCache:
     def __init__(self, config: DataConfig) -> None:
         self.root = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
         self._added: list[Path] = []
-        self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]  # deepest first
+        # deepest first
+        self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
 
     def directory(self, key: str) -> Path:
         return self.root / f"{key[:16]}-{FORMAT}"
@@ -63,7 +66,9 @@ class TextCache:
         while True:
             self.root.mkdir(parents=True, exist_ok=True)
             # O_NOFOLLOW: a symbolic link could lead to any file.
-            lock = os.fdopen(os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
+            lock = os.fdopen(
+                os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            )
             fcntl.flock(lock, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(lock.fileno()), os.stat(self.root / LOCK)):
@@ -73,13 +78,25 @@ class TextCache:
     def read(self, directory: Path, sha256: str) -> EncodedText | None:
         """Return the cached encoding if it is complete and undamaged."""
         try:
-            meta, digest = json.loads(read_regular(directory / "meta.json", MAX_META_BYTES)).values()
+            meta, digest = json.loads(
+                read_regular(directory / "meta.json", MAX_META_BYTES)
+            ).values()
             encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
-            whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(encoded.dtype).itemsize
+            whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(
+                encoded.dtype
+            ).itemsize
             whole = whole and (sha256, digest) == (encoded.sha256, digest_of(meta))
             whole = whole and file_sha256(opener(directory / "tokens.bin")) == encoded.tokens_sha256
             tokenizer_from_state(encoded.tokenizer)
-        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError):
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RecursionError,
+            UserError,
+        ):
             return None
         return encoded if whole else None
 
@@ -99,7 +116,8 @@ class TextCache:
             for directory in self._added:
                 shutil.rmtree(directory, ignore_errors=True)
             if self._missing:
-                with contextlib.suppress(OSError):  # it is not there, or has what took a while to download
+                # it is not there, or has what took a while to download
+                with contextlib.suppress(OSError):
                     (self.root / DOWNLOADS).rmdir()
                 if os.listdir(self.root) == [LOCK]:
                     (self.root / LOCK).unlink()
@@ -108,7 +126,9 @@ class TextCache:
 
 
 def _not_writable(root: Path, error: OSError) -> DataError:
-    return DataError(f"cannot write the encoded text to data.cache_dir={root}: {error}; choose another")
+    return DataError(
+        f"cannot write the encoded text to data.cache_dir={root}: {error}; choose another"
+    )
 
 
 def digest_of(values: Any) -> str:

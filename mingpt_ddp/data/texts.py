@@ -1,6 +1,8 @@
-"""Texts as streams of bytes: a file, a directory, a glob, an archive, a URL, or what a user's reader yields.
+"""Texts as streams of bytes: a file, a directory, a glob, an archive, a URL, or what a user's
+reader yields.
 
-Archives come from strangers: nothing is extracted to the disk, names are labels only, and their expansion is bounded.
+Archives come from strangers: nothing is extracted to the disk, names are labels only, and their
+expansion is bounded.
 """
 
 import codecs
@@ -32,10 +34,19 @@ MIN_EXPANDED_BYTES = 1 << 26  # which any compressed file may have
 MAX_MEMBERS = 100_000  # of an archive
 MAX_HEADER_BYTES = 1 << 20  # of a member of a tar archive
 MAX_LOGGED = 10  # skipped files
-GZIP, ZIPS, TAR = b"\x1f\x8b", (b"PK\x03\x04", b"PK\x05\x06"), b"ustar"
+GZIP = b"\x1f\x8b"
+ZIPS = (b"PK\x03\x04", b"PK\x05\x06")
+TAR = b"ustar"
 # The last five come from damaged numbers in the headers of an archive.
 UNPACKING_ERRORS = (
-    *(zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError, NotImplementedError),
+    *(
+        zipfile.BadZipFile,
+        tarfile.TarError,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+        NotImplementedError,
+    ),
     *(ValueError, LookupError, OverflowError, TypeError, struct.error),
 )
 OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
@@ -66,8 +77,14 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
         return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
     elif os.path.isdir(name):
         if os.path.realpath(name) == os.sep:  # files without end, as in /proc
-            raise DataError(f"data.path={config.path} is the root of the file system; name a directory of texts")
-        paths = sorted(Path(at, file).relative_to(name).as_posix() for at, _, files in os.walk(name) for file in files)
+            raise DataError(
+                f"data.path={config.path} is the root of the file system; name a directory of texts"
+            )
+        paths = sorted(
+            Path(at, file).relative_to(name).as_posix()
+            for at, _, files in os.walk(name)
+            for file in files
+        )
         return _joined_files(config, Path(name), paths)
     elif os.path.exists(name) and not os.path.isfile(name):
         raise DataError(f"data.path={config.path} is not a regular file")
@@ -75,7 +92,9 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
     if kind is None:
         return opener(name)
     limit = expanded_limit(os.path.getsize(name), config.max_expansion)
-    return _joined(config.path, partial(_zip_members if kind == "zip" else _tar_members, name, limit), limit)
+    return _joined(
+        config.path, partial(_zip_members if kind == "zip" else _tar_members, name, limit), limit
+    )
 
 
 def expanded_limit(size: int, max_expansion: float) -> int:
@@ -85,7 +104,8 @@ def expanded_limit(size: int, max_expansion: float) -> int:
 
 def expands_too_far(path: str, limit: int) -> DataError:
     return DataError(
-        f"data.path={path} expands to over {limit:,} bytes; raise data.max_expansion if you trust it, or unpack it "
+        f"data.path={path} expands to over {limit:,} bytes; raise data.max_expansion if you "
+        "trust it, or unpack it "
         "yourself"
     )
 
@@ -95,7 +115,9 @@ def opener(path: str | Path) -> OpenBytes:
 
 
 def python_docs() -> str:
-    """Return the language reference that CPython's help() shows: 460,000 to 510,000 characters, by Python version."""
+    """Return the language reference that CPython's help() shows: 460,000 to 510,000 characters, by
+    Python version.
+    """
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -105,7 +127,9 @@ class PiecesIO(io.RawIOBase):
     """Pieces of bytes as a stream that is never whole in memory."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")  # the rest of the last piece
+        # the rest of the last piece
+        self._pieces = pieces
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -114,7 +138,8 @@ class PiecesIO(io.RawIOBase):
         """Raise what making the pieces raises."""
         while not self._rest and (piece := next(self._pieces, None)) is not None:
             self._rest = memoryview(piece)
-        part, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        part = self._rest[: len(buffer)]
+        self._rest = self._rest[len(buffer) :]
         buffer[: len(part)] = part
         return len(part)
 
@@ -154,7 +179,9 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
 
 
 def _joined_files(config: DataConfig, root: Path, names: list[str]) -> OpenBytes:
-    """Return a function that opens the files below `root` as one text; gzip files are decompressed."""
+    """Return a function that opens the files below `root` as one text; gzip files are
+    decompressed.
+    """
     paths = {name: root / name for name in names if (root / name).is_file()}
 
     @contextmanager
@@ -166,7 +193,8 @@ def _joined_files(config: DataConfig, root: Path, names: list[str]) -> OpenBytes
 
 
 def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
-    """Return a function that opens all texts as one, without the hidden and binary files, which the log names once.
+    """Return a function that opens all texts as one, without the hidden and binary files, which the
+    log names once.
 
     Args:
         members: a context manager of the list of members.
@@ -180,10 +208,15 @@ def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
             skipped.add(name)
 
     def pieces() -> Iterator[bytes]:
-        total, found = 0, False
+        total = 0
+        found = False
         with _errors_of(path), members() as list_of_members:
             for name, open_member in sorted(list_of_members, key=lambda member: member[0]):
-                if any(part.startswith((".", "__MACOSX")) for part in name.split("/") if part not in (".", "..")):
+                if any(
+                    part.startswith((".", "__MACOSX"))
+                    for part in name.split("/")
+                    if part not in (".", "..")
+                ):
                     skip(name, "hidden")
                     continue
                 with open_member() as file:
@@ -192,7 +225,9 @@ def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
                         skip(name, "not UTF-8 text")
                         continue
                     while chunk:
-                        found, total, last = True, total + len(chunk), chunk[-1:]
+                        found = True
+                        total = total + len(chunk)
+                        last = chunk[-1:]
                         if total > limit:
                             raise expands_too_far(path, limit)
                         yield chunk
@@ -248,7 +283,10 @@ def _archive(path: str) -> str | None:
 
 def _check_count(count: int) -> None:
     if count > MAX_MEMBERS:
-        raise DataError(f"an archive may have {MAX_MEMBERS:,} files; unpack it and give the directory as data.path")
+        raise DataError(
+            f"an archive may have {MAX_MEMBERS:,} files; unpack it and give the directory as "
+            "data.path"
+        )
 
 
 @contextmanager
@@ -256,7 +294,9 @@ def _zip_members(path: str, limit: int) -> Iterator[list[Member]]:
     with zipfile.ZipFile(path) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
         _check_count(len(files))
-        if any(info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in files):
+        if any(
+            info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in files
+        ):
             raise NotImplementedError("members in bzip2 or LZMA are not read; unpack it yourself")
         yield [(info.filename, partial(archive.open, info)) for info in files]
 
@@ -265,19 +305,22 @@ class _BoundedReader(io.RawIOBase):
     """The bytes of a tar archive: large headers, and more than `limit` bytes, are refused."""
 
     def __init__(self, file: Any, limit: int) -> None:
-        self._file, self._limit = file, limit
+        self._file = file
+        self._limit = limit
 
     def read(self, size: int = -1) -> bytes:
         if not 0 <= size <= MAX_HEADER_BYTES or self._file.tell() > self._limit:
             raise tarfile.ReadError(
-                "it expands too far; raise data.max_expansion if you trust it, or unpack it yourself"
+                "it expands too far; raise data.max_expansion if you trust it, or unpack it "
+                "yourself"
             )
         return bytes(self._file.read(size))
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if offset > self._limit:
             raise tarfile.ReadError(
-                "it expands too far; raise data.max_expansion if you trust it, or unpack it yourself"
+                "it expands too far; raise data.max_expansion if you trust it, or unpack it "
+                "yourself"
             )
         return int(self._file.seek(offset, whence))
 
@@ -288,7 +331,10 @@ class _BoundedReader(io.RawIOBase):
 @contextmanager
 def _tar_members(path: str, limit: int) -> Iterator[list[Member]]:
     """Open a tar archive; links, devices and directories are not texts."""
-    with _unzipped(path) as file, tarfile.open(fileobj=_BoundedReader(file, limit), mode="r:") as archive:
+    with (
+        _unzipped(path) as file,
+        tarfile.open(fileobj=_BoundedReader(file, limit), mode="r:") as archive,
+    ):
         files = []
         for info in archive:
             files += [info] if info.isreg() else []

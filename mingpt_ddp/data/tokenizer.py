@@ -7,7 +7,13 @@ import numpy as np
 
 from mingpt_ddp.data.bpe import BPETokenizer
 from mingpt_ddp.data.rng import Ints
-from mingpt_ddp.data.tokenizer_base import Tokenizer, begins_character, code_points, decode_bytes, utf8
+from mingpt_ddp.data.tokenizer_base import (
+    Tokenizer,
+    begins_character,
+    code_points,
+    decode_bytes,
+    utf8,
+)
 from mingpt_ddp.errors import DataError
 
 __all__ = ["BPETokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer", "tokenizer_from_state"]
@@ -24,7 +30,9 @@ class CharTokenizer(Tokenizer):
         self.vocabulary = vocabulary
         self.index = {character: i for i, character in enumerate(vocabulary)}
         self.line_feed = self.index.get("\n", 0)
-        self.token_sizes = 1 + np.searchsorted([0x80, 0x800, 0x10000], code_points(vocabulary), side="right")
+        self.token_sizes = 1 + np.searchsorted(
+            [0x80, 0x800, 0x10000], code_points(vocabulary), side="right"
+        )
         self.token_characters = np.ones(len(vocabulary), dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
@@ -35,7 +43,9 @@ class CharTokenizer(Tokenizer):
         unknown = sorted(set(text) - self.index.keys())
         if unknown:
             names = ", ".join(map(repr, unknown[:10]))
-            raise DataError(f"the model does not know {names}: these characters are not in its training text")
+            raise DataError(
+                f"the model does not know {names}: these characters are not in its training text"
+            )
         return [self.index[c] for c in text]
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:

@@ -45,7 +45,9 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text; tokens of bytes that are not UTF-8 give U+FFFD, an incomplete last character nothing."""
+        """Return the text; tokens of bytes that are not UTF-8 give U+FFFD, an incomplete last
+        character nothing.
+        """
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
@@ -76,5 +78,7 @@ def begins_character(data: bytes) -> Ints:
 
 
 def decode_bytes(data: bytes) -> str:
-    """Decode UTF-8, with U+FFFD for invalid bytes and without an incomplete character at the end."""
+    """Decode UTF-8, with U+FFFD for invalid bytes and without an incomplete character at the
+    end.
+    """
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)

@@ -10,7 +10,9 @@ from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.samples import Datasets
 
 SIZES = {"train": 2048, "val": 256, "test": 256}
-INPUTS, OUTPUTS, NOISE = 10, 5, 0.1
+INPUTS = 10
+OUTPUTS = 5
+NOISE = 0.1
 
 
 def toy(config: DatasetConfig) -> Datasets:
@@ -20,5 +22,7 @@ def toy(config: DatasetConfig) -> Datasets:
     splits: dict[str, Any] = {}
     for name, n in SIZES.items():
         x = torch.randn(n, INPUTS, generator=generator)
-        splits[name] = TensorDataset(x, x @ weight + NOISE * torch.randn(n, OUTPUTS, generator=generator))
+        splits[name] = TensorDataset(
+            x, x @ weight + NOISE * torch.randn(n, OUTPUTS, generator=generator)
+        )
     return Datasets(**splits, outputs=OUTPUTS)

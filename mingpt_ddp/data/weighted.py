@@ -1,4 +1,6 @@
-"""Windows from several texts, as many of each as its weight says; still a pure function of (seed, step)."""
+"""Windows from several texts, as many of each as its weight says; still a pure function of (seed,
+step).
+"""
 
 import numpy as np
 
@@ -11,12 +13,18 @@ from mingpt_ddp.errors import DataError
 class WeightedLoader(TokenLoader):
     """The training parts of several texts as an endless sequence of batches.
 
-    An epoch has as many windows as all texts have. Each text gives its share of them, in an order that passes through
-    all of its windows before any is repeated, also over epochs.
+    An epoch has as many windows as all texts have. Each text gives its share of them, in an order
+    that passes through all of its windows before any is repeated, also over epochs.
     """
 
     def __init__(
-        self, tokens: Ints, sizes: list[int], config: DataConfig, batch_size: int, seed: int, device: Device = "cpu"
+        self,
+        tokens: Ints,
+        sizes: list[int],
+        config: DataConfig,
+        batch_size: int,
+        seed: int,
+        device: Device = "cpu",
     ) -> None:
         """
         Args:
@@ -32,16 +40,25 @@ class WeightedLoader(TokenLoader):
         self._windows = [(size - config.block_size) // self.stride for size in sizes]
         for (path, _), windows in zip(sources, self._windows, strict=True):
             if windows < 1:
-                raise DataError(f"the training part of {path} in data.sources is shorter than one window")
+                raise DataError(
+                    f"the training part of {path} in data.sources is shorter than one window"
+                )
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
         self._set_epoch(sum(self._windows))
-        ends = np.round(np.cumsum(weights / weights.sum()) * self.windows_per_epoch).astype(np.int64)
+        ends = np.round(np.cumsum(weights / weights.sum()) * self.windows_per_epoch).astype(
+            np.int64
+        )
         if ends[-1] != self.windows_per_epoch:
-            raise DataError("the weights of data.sources cannot be added up; give ones of similar size")
-        self._ends = ends  # of each text's share, among the windows of an epoch before they are shuffled
+            raise DataError(
+                "the weights of data.sources cannot be added up; give ones of similar size"
+            )
+        # of each text's share, among the windows of an epoch before they are shuffled
+        self._ends = ends
         for (path, _), share in zip(sources, np.diff(ends, prepend=0), strict=True):
             if share == 0:
-                raise DataError(f"{path} in data.sources has less than one window per epoch; raise its weight")
+                raise DataError(
+                    f"{path} in data.sources has less than one window per epoch; raise its weight"
+                )
 
     def _draw(self, epoch: int, order: Ints) -> Ints:
         starts = np.empty_like(order)

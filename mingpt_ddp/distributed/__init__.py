@@ -1,10 +1,15 @@
-"""Ranks: environment, process group, gradient averaging, watchdog, launcher, signals, exit codes."""
+"""Ranks: environment, process group, gradient averaging, watchdog, launcher, signals, exit
+codes.
+"""
 
 from mingpt_ddp.distributed.env import read_env
 
 
 def get_rank() -> int:
-    """Return the rank of this process among all, from 0; for user code. Raises ConfigError as `read_env` does."""
+    """Return the rank of this process among all, from 0; for user code.
+
+    Raises ConfigError as `read_env` does.
+    """
     return read_env().rank
 
 

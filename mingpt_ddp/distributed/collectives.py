@@ -1,7 +1,7 @@
 """Every collective of torch.distributed, checked and timed.
 
-An input holds its position modulo 1021 plus its rank. So every correct output is known in closed form, exactly in fp32
-on up to 4,000 ranks, and a value of another rank or position is noticed.
+An input holds its position modulo 1021 plus its rank. So every correct output is known in closed
+form, exactly in fp32 on up to 4,000 ranks, and a value of another rank or position is noticed.
 """
 
 import statistics
@@ -25,7 +25,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def rounded(size: int, ranks: int) -> int:
-    """Return a size in bytes rounded down to whole elements per rank, of which there is at least one."""
+    """Return a size in bytes rounded down to whole elements per rank, of which there is at least
+    one.
+    """
     row = ranks * torch.float32.itemsize
     return max(1, size // row) * row
 
@@ -38,7 +40,8 @@ class Message:
         Args:
             size: in bytes; rounded by `rounded`.
         """
-        self.rank, self.ranks = rank, ranks
+        self.rank = rank
+        self.ranks = ranks
         n = rounded(size, ranks) // ranks // torch.float32.itemsize
         self.positions = (torch.arange(ranks * n, device=device) % PERIOD).float().view(ranks, n)
         self.input = self.positions + rank
@@ -56,11 +59,14 @@ class Message:
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective: what it does to the output, which starts as a copy of the input, and what is expected there."""
+    """A collective: what it does to the output, which starts as a copy of the input, and what is
+    expected there.
+    """
 
     call: Callable[[Message], object]
     expected: Callable[[Message], Tensor]  # the first elements of the output
-    shares: int = 0  # bus bandwidth over algorithm bandwidth, in units of (ranks - 1) / ranks; 0: they are equal
+    # bus bandwidth over algorithm bandwidth, in units of (ranks - 1) / ranks; 0: they are equal
+    shares: int = 0
 
     def factor(self, ranks: int) -> float:
         """Return the bus bandwidth over the algorithm bandwidth.
@@ -79,15 +85,23 @@ OPERATIONS = {
         lambda m: m.at_root(m.rows(0)),
         shares=1,
     ),
-    "all_gather": Operation(lambda m: all_gather(m.output, m.input[:1]), lambda m: m.rows(0), shares=1),
+    "all_gather": Operation(
+        lambda m: all_gather(m.output, m.input[:1]), lambda m: m.rows(0), shares=1
+    ),
     "scatter": Operation(
         lambda m: dist.scatter(m.output[0], m.at_root([*m.input]) or None, ROOT),
         lambda m: m.positions[m.rank],
         shares=1,
     ),
-    "reduce_scatter": Operation(lambda m: reduce_scatter(m.output[:1], m.input), lambda m: m.total[m.rank], shares=1),
-    "all_to_all": Operation(lambda m: dist.all_to_all_single(m.output, m.input), lambda m: m.rows(m.rank), shares=1),
-    "send_recv": Operation(lambda m: exchange(m.input, m.output), lambda m: m.positions + (m.rank - 1) % m.ranks),
+    "reduce_scatter": Operation(
+        lambda m: reduce_scatter(m.output[:1], m.input), lambda m: m.total[m.rank], shares=1
+    ),
+    "all_to_all": Operation(
+        lambda m: dist.all_to_all_single(m.output, m.input), lambda m: m.rows(m.rank), shares=1
+    ),
+    "send_recv": Operation(
+        lambda m: exchange(m.input, m.output), lambda m: m.positions + (m.rank - 1) % m.ranks
+    ),
     "ring": Operation(lambda m: ring_all_reduce(m.output.view(-1)), lambda m: m.total, shares=2),
     "barrier": Operation(lambda m: dist.barrier(), lambda m: m.input[:0]),
 }
@@ -99,15 +113,23 @@ class Measurement:
 
     operation: str
     bytes: int  # of the whole message, as nccl-tests counts it; 0 for the barrier
-    latency_s: float | None  # the median over repetitions, on the slowest rank; None: the backend lacks the operation
+    # the median over repetitions, on the slowest rank; None: the backend lacks the operation
+    latency_s: float | None
     algbw: float  # bytes / latency_s, in bytes per second
-    busbw: float  # what the busiest link carries, comparable to the speed of the hardware, in bytes per second
+    # what the busiest link carries, comparable to the speed of the hardware, in bytes per second
+    busbw: float
     fault: str | None  # the first wrong value
 
 
-def measure(group: ProcessGroup, device: torch.device, name: str, size: int, repetitions: int) -> Measurement:
-    """Check and time one of OPERATIONS on messages of `size` bytes; the result is the same on every rank."""
-    operation, message = OPERATIONS[name], Message(group.rank, group.world_size, size, device)
+def measure(
+    group: ProcessGroup, device: torch.device, name: str, size: int, repetitions: int
+) -> Measurement:
+    """Check and time one of OPERATIONS on messages of `size` bytes.
+
+    The result is the same on every rank.
+    """
+    operation = OPERATIONS[name]
+    message = Message(group.rank, group.world_size, size, device)
     expected = operation.expected(message).flatten()
     result = message.output.view(-1)[: len(expected)]
     bytes_sent = message.input.nbytes if size else 0
@@ -119,23 +141,33 @@ def measure(group: ProcessGroup, device: torch.device, name: str, size: int, rep
         group.barrier()
         start = time.perf_counter()
         try:
-            if group.transport == "gloo" and device.type == "cuda" and name in ("send_recv", "ring"):
+            if (
+                group.transport == "gloo"
+                and device.type == "cuda"
+                and name in ("send_recv", "ring")
+            ):
                 raise RuntimeError("gloo does not support sending tensors of a GPU, and crashes")
             operation.call(message)
-        except RuntimeError as error:  # torch has no class of its own for this error; every rank has it
+        except RuntimeError as error:
+            # torch has no class of its own for this error; every rank has it
             if "support" not in str(error):
                 raise
             return Measurement(name, bytes_sent, None, 0.0, 0.0, None)
         _wait(device)
         times.append(time.perf_counter() - start)
-        if fault is None and not torch.equal(result, expected):  # the other ranks go on: do not leave the loop
+        # the other ranks go on: do not leave the loop
+        if fault is None and not torch.equal(result, expected):
             at = int((result != expected).nonzero()[0])
             fault = f"position {at} is {float(result[at]):g} and not {float(expected[at]):g}"
     latency = max(group.all_gather(statistics.median(times[1:])))
-    faults = [f"rank {rank}: {other}" for rank, other in enumerate(group.all_gather(fault)) if other]
+    faults = [
+        f"rank {rank}: {other}" for rank, other in enumerate(group.all_gather(fault)) if other
+    ]
     first = f"{name} of {bytes_sent} bytes is wrong on {faults[0]}" if faults else None
     algbw = bytes_sent / latency
-    return Measurement(name, bytes_sent, latency, algbw, algbw * operation.factor(group.world_size), first)
+    return Measurement(
+        name, bytes_sent, latency, algbw, algbw * operation.factor(group.world_size), first
+    )
 
 
 def _wait(device: torch.device) -> None:
@@ -150,4 +182,8 @@ def _check_barrier(group: ProcessGroup) -> str | None:
     group.store.add("arrived", 1)
     dist.barrier()
     arrived = group.store.add("arrived", 0)
-    return None if arrived == group.world_size else f"it ended after {arrived} of {group.world_size} ranks arrived"
+    return (
+        None
+        if arrived == group.world_size
+        else f"it ended after {arrived} of {group.world_size} ranks arrived"
+    )

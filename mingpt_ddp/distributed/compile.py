@@ -22,11 +22,14 @@ NOT_COMPILED = ("dp", "fsdp", "hsdp")  # strategies: threads, and hooks that a g
 
 
 def should_compile(config: Config, device: torch.device) -> bool:
-    """Return whether to compile the model. auto: built-in models on a GPU, if all requirements are installed.
+    """Return whether to compile the model.
 
-    On a CPU compiling takes half a minute for a step at most 10% faster. Only training is compiled, into one graph of
-    static shapes; evaluation and sampling have varying shapes and run the same weights eagerly. torch caches compiled
-    code in TORCHINDUCTOR_CACHE_DIR, by default in the directory for temporary files.
+    auto: built-in models on a GPU, if all requirements are installed.
+
+    On a CPU compiling takes half a minute for a step at most 10% faster. Only training is compiled,
+    into one graph of static shapes; evaluation and sampling have varying shapes and run the same
+    weights eagerly. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, by default in the
+    directory for temporary files.
 
     Raises:
         ConfigError: trainer.compile cannot work on this machine.
@@ -35,21 +38,30 @@ def should_compile(config: Config, device: torch.device) -> bool:
     if config.ddp.strategy in NOT_COMPILED:
         if wanted not in ("auto", False):
             raise ConfigError(
-                f"trainer.compile={str(wanted).lower()} does not work with ddp.strategy={config.ddp.strategy}; set it "
+                f"trainer.compile={str(wanted).lower()} does not work with "
+                f"ddp.strategy={config.ddp.strategy}; set it "
                 "to false, or use ddp.strategy=zero1"
             )
         return False
-    for key, count in (("model.devices", config.model.devices), ("ddp.tensor_parallel", config.ddp.tensor_parallel)):
+    for key, count in (
+        ("model.devices", config.model.devices),
+        ("ddp.tensor_parallel", config.ddp.tensor_parallel),
+    ):
         if count > 1:
             if wanted in (True, "cuda_graphs"):
-                raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {key}=1; set one of them")
+                raise ConfigError(
+                    f"trainer.compile={str(wanted).lower()} needs {key}=1; set one of them"
+                )
             return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
         is_own = is_user_defined("model", config.model.architecture)
         return device.type == "cuda" and not is_own and missing is None
     if missing is not None:
-        raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {missing} on this machine; set it to false")
+        raise ConfigError(
+            f"trainer.compile={str(wanted).lower()} needs {missing} on this machine; set it "
+            "to false"
+        )
     if wanted == "cuda_graphs" and device.type != "cuda":
         raise ConfigError("trainer.compile=cuda_graphs needs a GPU; set it to auto")
     return bool(wanted)
@@ -98,6 +110,7 @@ def report_compile_errors(config: Config) -> Iterator[None]:
     except torch_internals.compile_error() as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"trainer.compile={str(config.trainer.compile).lower()}: torch cannot compile the model "
+            f"trainer.compile={str(config.trainer.compile).lower()}: torch cannot compile "
+            "the model "
             f"{config.model.architecture}; set it to false ({reason})"
         ) from error

@@ -16,13 +16,18 @@ from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import ops
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+# of <malloc.h>
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
 MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
 TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 
 
-def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1) -> torch.device:
-    """Return the first device of this rank, after checking that this machine can run the configuration.
+def choose_device(
+    trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1
+) -> torch.device:
+    """Return the first device of this rank, after checking that this machine can run the
+    configuration.
 
     Args:
         per_rank: devices of each rank.
@@ -34,24 +39,33 @@ def choose_device(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank
     if ddp.backend == "nccl" and not on_gpu:
         raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
     if ddp.backend == "mpi" and not dist.is_mpi_available():
-        raise ConfigError("ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo")
+        raise ConfigError(
+            "ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo"
+        )
     if ddp.comm_hook == "ring" and ddp.backend == "gloo" and on_gpu:
-        raise ConfigError("ddp.comm_hook=ring: gloo cannot send tensors of a GPU; use ddp.backend=nccl")
+        raise ConfigError(
+            "ddp.comm_hook=ring: gloo cannot send tensors of a GPU; use ddp.backend=nccl"
+        )
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if per_rank > 1 and per_rank > gpus:
-        raise ConfigError(f"model.devices={per_rank}, but this machine has {gpus} GPUs; lower it or use the CPU")
-    # A scheduler may expose to each process its own GPUs; the workers of one parent have the same CUDA_VISIBLE_DEVICES.
+        raise ConfigError(
+            f"model.devices={per_rank}, but this machine has {gpus} GPUs; lower it or use the CPU"
+        )
+    # A scheduler may expose to each process its own GPUs; the workers of one parent have the same
+    # CUDA_VISIBLE_DEVICES.
     index = env.local_rank * per_rank if gpus > per_rank or has_parent_launcher() else 0
     if index + per_rank > gpus and ddp.backend != "gloo":  # gloo's ranks may share a GPU
         if per_rank > 1:
             raise ConfigError(
-                f"local rank {env.local_rank} needs GPUs {index} to {index + per_rank - 1}, this machine has {gpus}; "
+                f"local rank {env.local_rank} needs GPUs {index} to {index + per_rank - 1}, "
+                f"this machine has {gpus}; "
                 f"start {gpus // per_rank} ranks, lower model.devices, or use the CPU"
             )
         raise ConfigError(
-            f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, use the CPU, or let ranks "
+            f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, "
+            "use the CPU, or let ranks "
             "share GPUs with ddp.backend=gloo"
         )
     return torch.device("cuda", index % gpus)
@@ -84,7 +98,8 @@ def refuse_shared_gpus(gpus: list[str], per_rank: int = 1) -> None:
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
     """Make the device current in this process, with deterministic kernels if requested."""
-    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the setter takes a second to import modules
+    # the setter takes a second to import modules
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
         # Filling uninitialized memory takes a kernel per tensor and changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -101,8 +116,9 @@ def set_up_device(device: torch.device, deterministic: bool) -> None:
 def keep_freed_memory(mmap_threshold: int = MMAP_THRESHOLD) -> None:
     """Keep freed memory in the process for its next step.
 
-    By default glibc returns it to the kernel, which zeroes every page when the next step allocates again: up to a
-    quarter of a small model's step on a CPU. A no-op with other C libraries and if MALLOC_ variables are set.
+    By default glibc returns it to the kernel, which zeroes every page when the next step allocates
+    again: up to a quarter of a small model's step on a CPU. A no-op with other C libraries and if
+    MALLOC_ variables are set.
 
     Args:
         mmap_threshold: bytes of the smallest block that is returned at once.
@@ -120,7 +136,9 @@ def device_name(device: torch.device) -> str:
     name = platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), name)
+        name = next(
+            (line.partition(": ")[2] for line in lines if line.startswith("model name")), name
+        )
     return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -132,7 +150,9 @@ def total_memory(devices: list[torch.device]) -> int:
 
 
 def peak_memory(devices: list[torch.device]) -> int:
-    """Return the peak in bytes: of the GPU with most allocations, or of the resident memory of a CPU process."""
+    """Return the peak in bytes: of the GPU with most allocations, or of the resident memory of a
+    CPU process.
+    """
     if devices[0].type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, devices))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

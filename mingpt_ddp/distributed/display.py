@@ -17,7 +17,9 @@ PERIOD_S = 0.25  # between two drawings
 
 
 def can_draw(env: DistEnv) -> bool:
-    """Return whether this is rank zero on a terminal that is wide enough and can move its cursor."""
+    """Return whether this is rank zero on a terminal that is wide enough and can move its
+    cursor.
+    """
     if not env.is_rank_zero or sys.stderr is None or not sys.stderr.isatty():
         return False
     if os.environ.get("CI") or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
@@ -26,7 +28,10 @@ def can_draw(env: DistEnv) -> bool:
 
 
 class Display:
-    """Drawn by the thread that calls `refresh`, at most every PERIOD_S. SIGKILL does not leave the cursor hidden."""
+    """Drawn by the thread that calls `refresh`, at most every PERIOD_S.
+
+    SIGKILL does not leave the cursor hidden.
+    """
 
     def __init__(self, stream: TextIO, draw: Callable[[], "RenderableType"]) -> None:
         from rich.console import Console  # rich takes a tenth of a second to import
@@ -38,7 +43,12 @@ class Display:
 
         self._drawn_at = 0.0
         self._console = ConsoleWithCursor(file=stream)
-        options = {"auto_refresh": False, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+        options = {
+            "auto_refresh": False,
+            "transient": True,
+            "redirect_stdout": False,
+            "redirect_stderr": False,
+        }
         self._live = Live(console=self._console, get_renderable=draw, **options)  # type: ignore[arg-type]
         self._live.start()
 

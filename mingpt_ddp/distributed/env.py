@@ -1,4 +1,7 @@
-"""The ranks of this process; the only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc."""
+"""The ranks of this process.
+
+The only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc.
+"""
 
 import os
 import time
@@ -10,8 +13,10 @@ from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
-# Set by `mingpt_ddp.train`: its process id, with which training ends, and the file that it reads the directory from.
-CALLER, DIRECTORY_FILE = "MINGPT_DDP_CALLER", "MINGPT_DDP_DIRECTORY_FILE"
+# Set by `mingpt_ddp.train`: its process id, with which training ends, and the file that it reads
+# the directory from.
+CALLER = "MINGPT_DDP_CALLER"
+DIRECTORY_FILE = "MINGPT_DDP_DIRECTORY_FILE"
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,8 @@ class DistEnv:
     has_agent: bool = False  # the parent hosts the store and restarts this process when it dies
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
     is_standalone: bool = True  # RANK and WORLD_SIZE are not set
-    has_local_rank: bool = False  # LOCAL_RANK is set: the launcher starts one process per local rank
+    # LOCAL_RANK is set: the launcher starts one process per local rank
+    has_local_rank: bool = False
 
     @property
     def is_rank_zero(self) -> bool:
@@ -36,7 +42,8 @@ class DistEnv:
 
 
 def read_env(per_pod: int = 1) -> DistEnv:
-    """Read RANK etc., as torchrun or the user's launcher sets them, or the variables of a Kubeflow pod.
+    """Read RANK etc., as torchrun or the user's launcher sets them, or the variables of a Kubeflow
+    pod.
 
     Args:
         per_pod: the workers of a pod, whose variables count the pods.
@@ -51,7 +58,9 @@ def read_env(per_pod: int = 1) -> DistEnv:
         needed += ["MASTER_ADDR", "MASTER_PORT"]
     for name in needed:
         if not os.environ.get(name):
-            raise ConfigError(f"{name} is not set, but others of {', '.join(needed)} are; set all of them or none")
+            raise ConfigError(
+                f"{name} is not set, but others of {', '.join(needed)} are; set all of them or none"
+            )
     env = DistEnv(
         rank=_read_int("RANK"),
         local_rank=_read_int("LOCAL_RANK", "0"),
@@ -79,10 +88,14 @@ def _read_mpi_env() -> DistEnv | None:
     """
     if _read_int("OMPI_COMM_WORLD_SIZE", "1") == 1:
         return None
-    world_size, local_size = _read_int("OMPI_COMM_WORLD_SIZE"), _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "0")
+    world_size = _read_int("OMPI_COMM_WORLD_SIZE")
+    local_size = _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "0")
     host = os.environ.get("MASTER_ADDR", "localhost" if local_size == world_size else "")
     if not host:
-        raise ConfigError("mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST, the machine of rank 0")
+        raise ConfigError(
+            "mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST, the machine "
+            "of rank 0"
+        )
     env = DistEnv(
         rank=_read_int("OMPI_COMM_WORLD_RANK"),
         local_rank=_read_int("OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -95,7 +108,10 @@ def _read_mpi_env() -> DistEnv | None:
 
 
 def _read_pod_env(workers: int) -> DistEnv:
-    """Read the variables that Kubeflow's operator sets for torchrun in each pod; a single pod is standalone."""
+    """Read the variables that Kubeflow's operator sets for torchrun in each pod.
+
+    A single pod is standalone.
+    """
     if "PET_NODE_RANK" not in os.environ or _read_int("PET_NNODES", "1") == 1:
         return DistEnv()
     return DistEnv(

@@ -15,25 +15,35 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.errors import LONGEST_LINE, ConfigError, StorageUnavailableError, UserError, printable
+from mingpt_ddp.errors import (
+    LONGEST_LINE,
+    ConfigError,
+    StorageUnavailableError,
+    UserError,
+    printable,
+)
 
 if TYPE_CHECKING:
     from mingpt_ddp.distributed.process_group import Failure, ProcessGroup
 
 log = logging.getLogger(__name__)
 
-# The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted worker exits with
-# ddp.preempted_exit_code, by default 0: torchrun's agent restarts it after any other code.
+# The exit codes of every command and worker, besides 0 and, after signal n, 128 + n. A preempted
+# worker exits with ddp.preempted_exit_code, by default 0: torchrun's agent restarts it after any
+# other code.
 FAILURE = 1  # a crash: a restart may succeed
 USER_ERROR = 2  # the last line says what to fix: a restart would fail too
-EX_TEMPFAIL = 75  # of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
+# of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
+EX_TEMPFAIL = 75
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
 AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
 def exit_process(message: str | None, code: int) -> NoReturn:
-    """Log `message` and call os._exit, so that Hydra starts no other job and no destructor waits for other ranks."""
+    """Log `message` and call os._exit, so that Hydra starts no other job and no destructor waits
+    for other ranks.
+    """
     try:
         if message is not None:
             log.error(message)
@@ -42,7 +52,8 @@ def exit_process(message: str | None, code: int) -> NoReturn:
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
         directory = vars(multiprocessing.current_process())["_config"].get("tempdir")
-        if directory and multiprocessing.parent_process() is None:  # os._exit skips multiprocessing's own cleanup
+        # os._exit skips multiprocessing's own cleanup
+        if directory and multiprocessing.parent_process() is None:
             shutil.rmtree(directory, ignore_errors=True)
     finally:  # in a signal handler any of these may raise
         os._exit(code)
@@ -50,7 +61,9 @@ def exit_process(message: str | None, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Report errors of a command-line tool as one line and an exit code; once if torchrun started several ranks."""
+    """Report errors of a command-line tool as one line and an exit code; once if torchrun started
+    several ranks.
+    """
     try:
         yield
     except BrokenPipeError:  # stdout was closed early, e.g. piped into head
@@ -58,7 +71,9 @@ def cli_errors() -> Iterator[None]:
     except (UserError, OSError) as error:
         if isinstance(error, UserError) and has_parent_launcher():
             ProcessExit().user_error(error)
-        text = str(error) if isinstance(error, UserError) else f"error: {' '.join(str(error).split())}"
+        text = (
+            str(error) if isinstance(error, UserError) else f"error: {' '.join(str(error).split())}"
+        )
         print(printable(text)[:LONGEST_LINE], file=sys.stderr)
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
@@ -66,7 +81,8 @@ def cli_errors() -> Iterator[None]:
 
 
 def die_with_parent(expected: str | None = None) -> None:
-    """Exit when the parent process dies: an orphaned worker must not train concurrently with its successor.
+    """Exit when the parent process dies: an orphaned worker must not train concurrently with its
+    successor.
 
     Args:
         expected: the parent's process id; None: whichever it is now.
@@ -74,7 +90,8 @@ def die_with_parent(expected: str | None = None) -> None:
     parent = int(expected or os.getppid())
 
     def wait_for_parent() -> None:
-        if launcher := multiprocessing.parent_process():  # of a forked worker, whose parent is the fork server
+        # of a forked worker, whose parent is the fork server
+        if launcher := multiprocessing.parent_process():
             launcher.join()
         while launcher is None and os.getppid() == parent:
             time.sleep(0.2)
@@ -91,8 +108,8 @@ def die_with_parent(expected: str | None = None) -> None:
 def signal_exit_code(env: DistEnv, code: int) -> int:
     """Return the exit code of a process that a signal ends early.
 
-    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), except if it reached its
-    time limit before training began: the next attempt would get no further.
+    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), except
+    if it reached its time limit before training began: the next attempt would get no further.
     """
     submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
     return EX_TEMPFAIL if submitted and code != 128 + signal.SIGUSR1 else code
@@ -106,7 +123,8 @@ class ProcessExit:
         Args:
             job: the number of the job in a sweep.
         """
-        self.env, self.job = DistEnv(), job
+        self.env = DistEnv()
+        self.job = job
         with contextlib.suppress(ConfigError):  # `train` raises it again
             self.env = read_env()
         self.group: ProcessGroup | None = None  # once this rank has joined it
@@ -121,13 +139,16 @@ class ProcessExit:
             logs.to_console(self.env)
         if self.env.has_agent and not self.env.is_rank_zero:
             time.sleep(AGENT_POLL_S)  # rank zero reports first
-        if isinstance(error, StorageUnavailableError):  # the same on every rank, but a restart may succeed
+        # the same on every rank, but a restart may succeed
+        if isinstance(error, StorageUnavailableError):
             code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
             exit_process(self.env.call_on_rank_zero(lambda: str(error)), code)
         exit_process(str(error) if self._claim_report(str(error)) else None, USER_ERROR)
 
     def _claim_report(self, message: str) -> bool:
-        """Return whether this rank prints a user error: the first of its agent does, or all if the store is lost."""
+        """Return whether this rank prints a user error: the first of its agent does, or all if the
+        store is lost.
+        """
         if not self.env.has_agent:
             return True
         from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
@@ -144,11 +165,17 @@ class ProcessExit:
             log.error(failure.message)
 
     def failure(self, error: Exception) -> NoReturn:
-        """Report the error of this rank and exit; after losing a peer, wait for its report and log that instead."""
+        """Report the error of this rank and exit.
+
+        After losing a peer, wait for its report and log that instead.
+        """
         import torch.distributed as dist
 
-        rank, summary = self.env.rank, " ".join(f"{type(error).__name__}: {error}".split())
-        lost_peer = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        rank = self.env.rank
+        summary = " ".join(f"{type(error).__name__}: {error}".split())
+        lost_peer = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and "gloo" in str(error)
+        )
         if not lost_peer:
             if self.group is not None:
                 self.group.report_failure(summary)
@@ -156,7 +183,8 @@ class ProcessExit:
 
             with contextlib.suppress(Exception):  # the error file for torchrun's summary
                 get_error_handler().record_exception(error)
-            is_known = "DataLoader worker" in summary  # was killed: torch says so from wherever the rank happens to be
+            # was killed: torch says so from wherever the rank happens to be
+            is_known = "DataLoader worker" in summary
             log.error("rank %d failed", rank, exc_info=error, extra={"file_only": is_known})
             exit_process(f"error: rank {rank}: {summary}", FAILURE)
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
@@ -167,7 +195,8 @@ class ProcessExit:
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
-            time.sleep(AGENT_POLL_S)  # torchrun blames the first worker that exits: let it be the failed one
+            # torchrun blames the first worker that exits: let it be the failed one
+            time.sleep(AGENT_POLL_S)
         exit_process(None, FAILURE)
 
     def on_signal(self, number: int) -> NoReturn:
@@ -176,13 +205,19 @@ class ProcessExit:
             if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
                 self._log_peer_failure(cause)
             elif self.env.is_rank_zero:
-                log.error("ended by %s; rerun the same command to resume", signal.Signals(number).name)
+                log.error(
+                    "ended by %s; rerun the same command to resume", signal.Signals(number).name
+                )
         finally:
             exit_process(None, signal_exit_code(self.env, 128 + number))
 
     def failed_on_all_ranks(self, error: UserError) -> bool:
-        """Return whether every rank has this error, so that all can start the next job of a sweep."""
-        return self.is_symmetric or (self.group is not None and self.group.have_all_failed(str(error)))
+        """Return whether every rank has this error, so that all can start the next job of a
+        sweep.
+        """
+        return self.is_symmetric or (
+            self.group is not None and self.group.have_all_failed(str(error))
+        )
 
     def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
         """Return the failure that another rank has reported, or reports within `wait_s` seconds."""

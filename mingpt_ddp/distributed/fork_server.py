@@ -14,13 +14,23 @@ from typing import Any
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 DESCRIPTORS = "/proc/self/fd/"
-LONGEST_TMPDIR = 65  # bytes: the server's socket is 38 longer, and a socket's address has at most 103
-PRELOADED = ["mingpt_ddp.distributed.preload", "mingpt_ddp.cli.train", "mingpt_ddp.training.run", "torch._dynamo"]
+# bytes: the server's socket is 38 longer, and a socket's address has at most 103
+LONGEST_TMPDIR = 65
+PRELOADED = [
+    "mingpt_ddp.distributed.preload",
+    "mingpt_ddp.cli.train",
+    "mingpt_ddp.training.run",
+    "torch._dynamo",
+]
 
 
 def start_server() -> None:
-    """Start the server unless it is running; it imports torch for seconds, concurrently with this process."""
-    before, directory = dict(os.environ), tempfile.tempdir
+    """Start the server unless it is running.
+
+    It imports torch for seconds, concurrently with this process.
+    """
+    before = dict(os.environ)
+    directory = tempfile.tempdir
     os.environ["PYTHONPATH"] = import_path()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces when a store closes
     # Otherwise torch.cuda.is_available() would initialize CUDA, which a forked process cannot use.
@@ -37,14 +47,16 @@ def start_server() -> None:
 
 
 def _ensure_running() -> None:
-    """Start the server unless it is running, and delete its socket: a killed process would leave it in TMPDIR.
+    """Start the server unless it is running, and delete its socket: a killed process would leave it
+    in TMPDIR.
 
-    From then on, this process connects to the socket by a descriptor. Where that does not work, multiprocessing makes
-    the directory, and `exit_process` deletes it.
+    From then on, this process connects to the socket by a descriptor. Where that does not work,
+    multiprocessing makes the directory, and `exit_process` deletes it.
     """
     server: Any = forkserver._forkserver
     config: dict[str, Any] = vars(process.current_process())["_config"]
-    before, address = config.get("tempdir"), server._forkserver_address
+    before = config.get("tempdir")
+    address = server._forkserver_address
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-", ignore_cleanup_errors=True) as directory:
         by_descriptor = _connects_by_descriptor(directory)
         if by_descriptor:
@@ -52,14 +64,18 @@ def _ensure_running() -> None:
         try:
             server.ensure_running()
             if by_descriptor and server._forkserver_address != address:
-                server._forkserver_address = f"{DESCRIPTORS}{os.open(server._forkserver_address, os.O_PATH)}"
+                server._forkserver_address = (
+                    f"{DESCRIPTORS}{os.open(server._forkserver_address, os.O_PATH)}"
+                )
         finally:
             if by_descriptor:
                 config["tempdir"] = before
 
 
 def _connects_by_descriptor(directory: str) -> bool:
-    """Return whether a socket in this directory can be connected to after its deletion: on Linux, with /proc."""
+    """Return whether a socket in this directory can be connected to after its deletion: on Linux,
+    with /proc.
+    """
     path = f"{directory}/test"
     with (
         contextlib.suppress(OSError, AttributeError),  # no O_PATH
@@ -79,17 +95,24 @@ def _connects_by_descriptor(directory: str) -> bool:
 
 
 def import_path() -> str:
-    """Return PYTHONPATH for a new interpreter that imports this package, which may be in a checkout."""
-    checkout, path = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
-    if Path(checkout).name in ("site-packages", "dist-packages"):  # it would hide the standard library
+    """Return PYTHONPATH for a new interpreter that imports this package, which may be in a
+    checkout.
+    """
+    checkout = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH", "")
+    # it would hide the standard library
+    if Path(checkout).name in ("site-packages", "dist-packages"):
         return path
     return os.pathsep.join(filter(None, [checkout, path]))
 
 
 def stop_server() -> None:
-    """Kill the server and wait until it has ended: one that is still dying would be asked to fork."""
+    """Kill the server and wait until it has ended: one that is still dying would be asked to
+    fork.
+    """
     server: Any = forkserver._forkserver
-    os.kill(server._forkserver_pid, signal.SIGKILL)  # a child that nobody has waited for: its id is not reused
+    # a child that nobody has waited for: its id is not reused
+    os.kill(server._forkserver_pid, signal.SIGKILL)
     if server._forkserver_address.startswith(DESCRIPTORS):
         os.close(int(server._forkserver_address.removeprefix(DESCRIPTORS)))
         server._forkserver_address = "\0"  # there is no file for `_stop` to delete

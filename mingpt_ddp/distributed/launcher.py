@@ -32,7 +32,8 @@ from mingpt_ddp.storage.run_dir import RunStatus, read_result
 log = logging.getLogger(__name__)
 
 STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
-SERVER_DIED = 255  # exit code of a worker whose fork server has died, in multiprocessing.popen_forkserver
+# exit code of a worker whose fork server has died, in multiprocessing.popen_forkserver
+SERVER_DIED = 255
 EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
 
 
@@ -48,8 +49,9 @@ def train_on_workers(
         started_at: time.monotonic() when this run began.
 
     Returns:
-        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one, 128 + n if signal n
-        ended it otherwise; and whether this process received a signal, possibly too late for the run.
+        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one, 128 +
+        n if signal n ended it otherwise; and whether this process received a signal, possibly too
+        late for the run.
 
     Raises:
         ConfigError: WORLD_SIZE is too small for the workers.
@@ -61,10 +63,13 @@ def train_on_workers(
         log.info("starting %d local workers; rank 0 runs at %s:%d", n, *env.master_address)
     world_size = n if env.is_standalone else env.world_size
     if env.rank + n > world_size:
-        raise ConfigError(f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more")
+        raise ConfigError(
+            f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more"
+        )
     if config.ddp.launcher == "forkserver":
         start_server()
-    from mingpt_ddp.distributed.rendezvous import connect, loopback_store  # imports torch, like the server meanwhile
+    # imports torch, like the server meanwhile
+    from mingpt_ddp.distributed.rendezvous import connect, loopback_store
 
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_standalone:
@@ -81,12 +86,25 @@ def train_on_workers(
 
 def run_under_torchrun(module: str, workers: int, arguments: list[str]) -> NoReturn:
     """Replace this process by torchrun, which runs the module in local workers."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={workers}"]
-    os.execve(sys.executable, [*torchrun, "-m", module, *arguments], _shared_environ(workers, is_local=True))
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={workers}",
+    ]
+    os.execve(
+        sys.executable,
+        [*torchrun, "-m", module, *arguments],
+        _shared_environ(workers, is_local=True),
+    )
 
 
 def _run_with_restarts(
-    attempt: Callable[[float], tuple[int, int]], started_at: float, config: DDPConfig, directory: Path
+    attempt: Callable[[float], tuple[int, int]],
+    started_at: float,
+    config: DDPConfig,
+    directory: Path,
 ) -> tuple[int, bool]:
     """Call `attempt`, with its start time, until it succeeds or a restart would not help.
 
@@ -112,20 +130,26 @@ def _run_with_restarts(
     return USER_ERROR if code == EX_TEMPFAIL else FAILURE, False
 
 
-def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_at: float) -> tuple[int, int]:
-    """Start the workers once and wait for all of them; launchers on other nodes may start further ranks.
+def _run_attempt(
+    config: Config, first: DistEnv, overrides: list[str], started_at: float
+) -> tuple[int, int]:
+    """Start the workers once and wait for all of them; launchers on other nodes may start further
+    ranks.
 
     Args:
         first: the ranks of the first worker.
         started_at: time.monotonic() when this attempt began.
 
     Returns:
-        The exit code of the first worker that failed, -n if signal n killed it, else 0 or ddp.preempted_exit_code;
-        and the signal that this process received, or 0.
+        The exit code of the first worker that failed, -n if signal n killed it, else 0 or
+        ddp.preempted_exit_code; and the signal that this process received, or 0.
     """
     n = config.ddp.local_workers
     shared = _shared_environ(n, first.is_standalone)
-    environs = [{**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)} for index in range(n)]
+    environs = [
+        {**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)}
+        for index in range(n)
+    ]
     if config.ddp.launcher == "forkserver":
         start_server()  # again, if it has died
     context: Any = multiprocessing.get_context(config.ddp.launcher)
@@ -133,9 +157,14 @@ def _run_attempt(config: Config, first: DistEnv, overrides: list[str], started_a
     received: list[int] = []
     try:
         with _started(workers, received):
-            code, index = _join(workers, config.snapshot.grace_seconds + EXIT_MARGIN_S, config.ddp.preempted_exit_code)
+            code, index = _join(
+                workers,
+                config.snapshot.grace_seconds + EXIT_MARGIN_S,
+                config.ddp.preempted_exit_code,
+            )
     except (EOFError, ConnectionError):  # the fork server died before it had forked all
-        code, index = SERVER_DIED, 0
+        code = SERVER_DIED
+        index = 0
     ended = code not in (0, config.ddp.preempted_exit_code) or first.is_standalone
     number = received[-1] if received and ended else 0  # other nodes may not see result.json
     if code < 0 and not number:  # it could not log this itself
@@ -154,7 +183,9 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
         is_local: all ranks are on this machine.
     """
     shared = dict(os.environ)
-    if is_local:  # by default gloo and NCCL listen on the address of the host name, which other machines can reach
+    # by default gloo and NCCL listen on the address of the host name, which other machines can
+    # reach
+    if is_local:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             shared.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
     shared.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
@@ -163,7 +194,9 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _started(workers: list[BaseProcess], received: list[int]) -> Iterator[None]:
-    """Start the workers; forward the signals that this process receives, and append them to `received`."""
+    """Start the workers; forward the signals that this process receives, and append them to
+    `received`.
+    """
     unsent: deque[int] = deque()  # a handler may interrupt itself
 
     def send() -> None:
@@ -180,8 +213,12 @@ def _started(workers: list[BaseProcess], received: list[int]) -> Iterator[None]:
         unsent.append(number)
         send()
 
-    forwarded = [number for number in BLOCKED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup
-    resource_tracker.ensure_running()  # unblocks signals: not below, where a worker would inherit that
+    # nohup
+    forwarded = [
+        number for number in BLOCKED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    # unblocks signals: not below, where a worker would inherit that
+    resource_tracker.ensure_running()
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
     handlers = {number: signal.signal(number, forward) for number in forwarded}
     try:
@@ -200,7 +237,8 @@ def _started(workers: list[BaseProcess], received: list[int]) -> Iterator[None]:
 def _join(workers: list[BaseProcess], timeout_s: float, preempted_code: int) -> tuple[int, int]:
     """Wait until all workers have exited. When one fails, terminate the others.
 
-    If a signal killed it, SIGKILL them: there is no failure to report, and no collective can complete.
+    If a signal killed it, SIGKILL them: there is no failure to report, and no collective can
+    complete.
 
     Args:
         timeout_s: for the others to exit before SIGKILL.
@@ -210,14 +248,20 @@ def _join(workers: list[BaseProcess], timeout_s: float, preempted_code: int) -> 
         The exit code and the index of the worker that failed; else 0 or `preempted_code`, and 0.
     """
     while True:
-        codes = [worker.exitcode for worker in workers]  # read once: a worker may exit at any moment
-        failed = {code: index for index, code in enumerate(codes) if code not in (None, 0, preempted_code)}
+        # read once: a worker may exit at any moment
+        codes = [worker.exitcode for worker in workers]
+        failed = {
+            code: index for index, code in enumerate(codes) if code not in (None, 0, preempted_code)
+        }
         if failed or None not in codes:
             break
-        connection.wait([worker.sentinel for worker, code in zip(workers, codes, strict=True) if code is None])
+        connection.wait(
+            [worker.sentinel for worker, code in zip(workers, codes, strict=True) if code is None]
+        )
     if not failed:
         return max(code or 0 for code in codes), 0
-    code = min(failed, key=lambda code: (code > 0, -code))  # a signal causes others' errors, 2 and 75 others' 1
+    # a signal causes others' errors, 2 and 75 others' 1
+    code = min(failed, key=lambda code: (code > 0, -code))
     deadline = time.monotonic() + timeout_s
     for worker in workers:
         worker.kill() if code < 0 else worker.terminate()
@@ -235,9 +279,12 @@ def _worker(environ: dict[str, str], overrides: list[str]) -> None:
     os.environ.update(environ)
     import torch
 
-    with contextlib.suppress(ValueError, RuntimeError):  # a list, one number per nesting level; or not positive
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # torch read it when the server imported it
+    # a list, one number per nesting level; or not positive
+    with contextlib.suppress(ValueError, RuntimeError):
+        # torch read it when the server imported it
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(15, f"rank {environ['RANK']}".encode())  # PR_SET_NAME of <sys/prctl.h>, for ps and top
+        # PR_SET_NAME of <sys/prctl.h>, for ps and top
+        ctypes.CDLL(None).prctl(15, f"rank {environ['RANK']}".encode())
     sys.argv[1:] = overrides
     runpy.run_module("mingpt_ddp", run_name="__main__")

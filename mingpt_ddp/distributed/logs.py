@@ -19,7 +19,9 @@ tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which 
 
 
 class Console(logging.Handler):
-    """Writes to standard error, above the display: everything on rank zero, errors on other ranks."""
+    """Writes to standard error, above the display: everything on rank zero, errors on other
+    ranks.
+    """
 
     def __init__(self, env: DistEnv) -> None:
         super().__init__(logging.INFO if env.is_rank_zero else logging.ERROR)
@@ -95,14 +97,17 @@ def show(display: Display | None) -> None:
 
 
 def progress_bar(env: DistEnv, total: int, name: str, unit: str) -> tqdm:
-    """Return a progress bar, disabled below a display, on other ranks and if stderr is not a terminal."""
+    """Return a progress bar, disabled below a display, on other ranks and if stderr is not a
+    terminal.
+    """
     shown = (
         all(console.display is None for console in _consoles())
         and env.is_rank_zero
         and sys.stderr is not None
         and sys.stderr.isatty()
     )
-    shown = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0  # tqdm would draw nothing
+    # tqdm would draw nothing
+    shown = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     own: dict[str, Any] = {
         "unit_scale": total > 10**6,
         "dynamic_ncols": True,

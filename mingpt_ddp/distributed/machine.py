@@ -33,7 +33,9 @@ def machine_memory() -> int:
 
 
 def installed_memory() -> int:
-    """Return the bytes that this process may use: the smallest of `machine_memory` and `ulimit -v`."""
+    """Return the bytes that this process may use: the smallest of `machine_memory` and `ulimit
+    -v`.
+    """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return machine_memory() if limit == resource.RLIM_INFINITY else min(limit, machine_memory())
 
@@ -63,5 +65,6 @@ def check_processes(key: str, number: int, per: int = 1, min_bytes: int = 0) -> 
     most = max(1, MAX_PROCESSES_PER_CORE * count_cores() // per)
     reason = f"{MAX_PROCESSES_PER_CORE} for each of the {count_cores()} cores of this machine"
     if min_bytes and (fits := max(1, machine_memory() // min_bytes)) < most:
-        most, reason = fits, f"for its {machine_memory() / 2**30:.1f} GiB of memory"
+        most = fits
+        reason = f"for its {machine_memory() / 2**30:.1f} GiB of memory"
     check(number <= most, f"{key}={number} must be at most {most} here, {reason}")

@@ -6,7 +6,8 @@ import signal
 from mingpt_ddp.distributed.exit import die_with_parent
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
 
-# A scheduler may signal all processes of a job; only the launcher reacts and forwards it. Workers unblock signals.
+# A scheduler may signal all processes of a job; only the launcher reacts and forwards it. Workers
+# unblock signals.
 signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
 die_with_parent()
 gc.set_threshold(20_000)  # the following imports then take two thirds of the time

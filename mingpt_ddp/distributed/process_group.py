@@ -21,7 +21,13 @@ from mingpt_ddp import errors
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.rendezvous import ask_store, connect, get_now, join_attempt, raise_if_fatal
+from mingpt_ddp.distributed.rendezvous import (
+    ask_store,
+    connect,
+    get_now,
+    join_attempt,
+    raise_if_fatal,
+)
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError, UserError
 
@@ -41,10 +47,17 @@ class Failure:
 
 
 def _serialize_error(error: Exception) -> tuple[str, str, int | None]:
-    """Return class, message and errno of an error as JSON values; all but UserErrors become OSErrors."""
+    """Return class, message and errno of an error as JSON values.
+
+    All but UserErrors become OSErrors.
+    """
     if isinstance(error, UserError):
         return type(error).__name__, str(error.args[0]), None
-    message = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+    message = (
+        error.strerror
+        if isinstance(error, OSError) and error.strerror
+        else str(error) or type(error).__name__
+    )
     return "OSError", " ".join(message.split()), getattr(error, "errno", None)
 
 
@@ -55,16 +68,21 @@ def check_ranks(ddp: DDPConfig, world_size: int) -> None:
         ConfigError: names the key.
     """
     if world_size % ddp.tensor_parallel:
-        raise ConfigError(f"ddp.tensor_parallel={ddp.tensor_parallel} must divide the number of ranks, {world_size}")
+        raise ConfigError(
+            f"ddp.tensor_parallel={ddp.tensor_parallel} must divide the number of ranks, "
+            f"{world_size}"
+        )
 
 
 def name_backends(backend: str, device_type: str) -> tuple[str, str]:
-    """Return torch's name of the backends of a process group, and the backend that reduces gradients.
+    """Return torch's name of the backends of a process group, and the backend that reduces
+    gradients.
 
     Args:
         backend: ddp.backend. CPU tensors use gloo or MPI even if there is a GPU.
     """
-    cpu, gpu = "mpi" if backend == "mpi" else "gloo", "nccl" if backend == "auto" else backend
+    cpu = "mpi" if backend == "mpi" else "gloo"
+    gpu = "nccl" if backend == "auto" else backend
     return (f"cpu:{cpu},cuda:{gpu}", gpu) if device_type == "cuda" else (cpu, cpu)
 
 
@@ -79,24 +97,33 @@ class ProcessGroup:
             job: index of the job in a sweep; every job has its own process group.
 
         Raises:
-            RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt failed with a fatal error.
+            RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt failed with a
+                fatal error.
             ConfigError: two ranks use the same GPU, or they cannot share copies of the model.
         """
-        self.env, self.timeout_s = env, ddp.timeout_s
-        self.rank, self.world_size, self.is_rank_zero = env.rank, env.world_size, env.is_rank_zero
-        # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch of that copy.
+        self.env = env
+        self.timeout_s = ddp.timeout_s
+        self.rank = env.rank
+        self.world_size = env.world_size
+        self.is_rank_zero = env.is_rank_zero
+        # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch
+        # of that copy.
         self.tensor_size = ddp.tensor_parallel
         check_ranks(ddp, self.world_size)
-        self.data_rank, self.data_size = self.rank // self.tensor_size, self.world_size // self.tensor_size
+        self.data_rank = self.rank // self.tensor_size
+        self.data_size = self.world_size // self.tensor_size
         self.mesh: DeviceMesh | None = None  # data x tensor, with tensor parallelism
         self._copy_group: dist.ProcessGroup | None = None  # the ranks of this copy, for CPU tensors
         self.store: dist.Store | None = None  # of this attempt
-        self.shared_memory: SharedMemoryGroup | None = None  # if all ranks are on one machine and ddp.backend=auto
+        # if all ranks are on one machine and ddp.backend=auto
+        self.shared_memory: SharedMemoryGroup | None = None
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
-        # The training thread's activity, which the watchdog reads to find the straggler: a new dict at every change.
+        # The training thread's activity, which the watchdog reads to find the straggler: a new dict
+        # at every change.
         self.heartbeat: dict[str, Any] = {"count": 0, "activity": "starting", "waiting": False}
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
-        self._io_group: dist.ProcessGroup | None = None  # for the snapshot thread, concurrent with the training thread
+        # for the snapshot thread, concurrent with the training thread
+        self._io_group: dist.ProcessGroup | None = None
         if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
             self._job_store = connect(env, job, self.timeout_s)
             raise_if_fatal(self._job_store)
@@ -104,7 +131,8 @@ class ProcessGroup:
                 self._join(self._job_store, devices, ddp)
 
     def _join(self, job_store: dist.Store, devices: list[torch.device], ddp: DDPConfig) -> None:
-        backend, device = ddp.backend, devices[0]
+        backend = ddp.backend
+        device = devices[0]
         self.store = join_attempt(job_store, self.env, self.timeout_s)
         backends, self.transport = name_backends(backend, device.type)
         dist.init_process_group(
@@ -114,31 +142,40 @@ class ProcessGroup:
             world_size=self.world_size,
             timeout=timedelta(seconds=self.timeout_s),
         )
-        # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the timeout.
+        # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the
+        # timeout.
         self._io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
         if device.type == "cuda" and backend in ("auto", "nccl"):
-            uuids = self.all_gather([str(torch.cuda.get_device_properties(each).uuid) for each in devices])
+            uuids = self.all_gather(
+                [str(torch.cuda.get_device_properties(each).uuid) for each in devices]
+            )
             refuse_shared_gpus([uuid for own in uuids for uuid in own], len(devices))
         if ddp.tensor_parallel > 1:
             self.mesh = init_device_mesh(
                 device.type, (self.data_size, self.tensor_size), mesh_dim_names=("data", "tensor")
             )
-            for first in range(0, self.world_size, self.tensor_size):  # every rank creates all groups
+            # every rank creates all groups
+            for first in range(0, self.world_size, self.tensor_size):
                 group = dist.new_group([*range(first, first + self.tensor_size)], backend="gloo")
-                self._copy_group = group if first == self.rank - self.rank % self.tensor_size else self._copy_group
+                self._copy_group = (
+                    group if first == self.rank - self.rank % self.tensor_size else self._copy_group
+                )
         elif device.type == "cpu" and backend == "auto":
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
             self.transport = "shared memory" if self.shared_memory else self.transport
 
     def close(self) -> None:
-        """Destroy the process group on all ranks together: an early exit would stall the launcher's exit barrier."""
+        """Destroy the process group on all ranks together: an early exit would stall the launcher's
+        exit barrier.
+        """
         if dist.is_initialized():
             self.barrier()
             dist.destroy_process_group()
         if self.shared_memory is not None:
             self.shared_memory.close()
 
-    # Control data is JSON in CPU tensors, because torch's object collectives unpickle what they receive.
+    # Control data is JSON in CPU tensors, because torch's object collectives unpickle what they
+    # receive.
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -167,10 +204,15 @@ class ProcessGroup:
             padded = nn.functional.pad(content, (0, int(max(sizes)) - len(content)))
             parts = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.all_gather(parts, padded, group=group)
-        return [json.loads(part[: int(n)].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
+        return [
+            json.loads(part[: int(n)].numpy().tobytes())
+            for part, n in zip(parts, sizes, strict=True)
+        ]
 
     def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start an all_gather of a CPU tensor (n); the returned function waits for the result (world size, n)."""
+        """Start an all_gather of a CPU tensor (n); the returned function waits for the result
+        (world size, n).
+        """
         if self.world_size == 1:
             return lambda: values[None]
         parts = [torch.empty_like(values) for _ in range(self.world_size)]
@@ -191,16 +233,25 @@ class ProcessGroup:
         if self.world_size == 1:
             assert tensors is not None
             return tensors
-        shapes = {k: (list(t.shape), str(t.dtype).removeprefix("torch.")) for k, t in (tensors or {}).items()}
+        shapes = {
+            k: (list(t.shape), str(t.dtype).removeprefix("torch."))
+            for k, t in (tensors or {}).items()
+        }
         received = {}
         for name, (shape, dtype) in self.all_gather(shapes)[0].items():
-            received[name] = tensors[name].contiguous() if tensors else torch.empty(shape, dtype=getattr(torch, dtype))
+            received[name] = (
+                tensors[name].contiguous()
+                if tensors
+                else torch.empty(shape, dtype=getattr(torch, dtype))
+            )
             with self._blocked():
                 dist.broadcast(received[name], src=0)
         return received
 
     def any_in_copy(self, flag: bool) -> bool:
-        """Return whether the flag is set on a rank of this copy of the model, whose ranks must decide alike."""
+        """Return whether the flag is set on a rank of this copy of the model, whose ranks must
+        decide alike.
+        """
         if self.mesh is None:
             return flag
         with self._blocked():
@@ -208,10 +259,13 @@ class ProcessGroup:
         return bool(flags)
 
     def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
-        """Call `work` on rank 0, or on the first rank of every node; return its JSON value on every rank.
+        """Call `work` on rank 0, or on the first rank of every node.
+
+        Return its JSON value on every rank.
 
         Raises:
-            UserError: on every rank, the error of the calling rank; or the nodes returned different values.
+            UserError: on every rank, the error of the calling rank; or the nodes returned different
+                values.
         """
         own: list[T] = []
         with self.raise_everywhere(UserError, io=False):
@@ -219,15 +273,20 @@ class ProcessGroup:
                 own.append(work())
         values = [value for part in self.all_gather(own) for value in part]
         if any(value != values[0] for value in values):
-            raise errors.RunError(f"the nodes have different texts or configurations: {values}"[:300])
+            raise errors.RunError(
+                f"the nodes have different texts or configurations: {values}"[:300]
+            )
         return values[0]
 
     @contextlib.contextmanager
-    def raise_everywhere(self, caught: type[Exception] = Exception, io: bool = True) -> Iterator[None]:
+    def raise_everywhere(
+        self, caught: type[Exception] = Exception, io: bool = True
+    ) -> Iterator[None]:
         """Raise on every rank the error that one rank raises in this context.
 
         Args:
-            caught: which errors; any by default, because the other ranks must not wait for this one.
+            caught: which errors; any by default, because the other ranks must not wait for this
+                one.
             io: called from the snapshot thread.
 
         Raises:
@@ -238,8 +297,11 @@ class ProcessGroup:
         try:
             yield
         except caught as error:
-            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)  # not this frame
-        for rank, packed in enumerate(self.all_gather(_serialize_error(failure) if failure else None, io)):
+            # not this frame
+            failure = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+        for rank, packed in enumerate(
+            self.all_gather(_serialize_error(failure) if failure else None, io)
+        ):
             if packed is not None:
                 kind, message, code = packed
                 if kind != "OSError":
@@ -249,14 +311,22 @@ class ProcessGroup:
                 raise raised from failure
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
-        """Return the value of `make` from the first attempt; restarts by the same agent get the same value."""
+        """Return the value of `make` from the first attempt; restarts by the same agent get the
+        same value.
+        """
         if self._job_store is None:
             return make()
         return self._job_store.compare_set(key, "", make()).decode()
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
-        """Update the heartbeat with the activity of this rank, and whether it waits for other ranks."""
-        self.heartbeat = {"count": self.heartbeat["count"] + 1, "activity": activity, "waiting": waiting}
+        """Update the heartbeat with the activity of this rank, and whether it waits for other
+        ranks.
+        """
+        self.heartbeat = {
+            "count": self.heartbeat["count"] + 1,
+            "activity": activity,
+            "waiting": waiting,
+        }
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
@@ -265,7 +335,8 @@ class ProcessGroup:
             yield
         self.set_activity(self.heartbeat["activity"])
 
-    # Failures: the first rank that fails writes its error to the store, where its peers find the root cause.
+    # Failures: the first rank that fails writes its error to the store, where its peers find the
+    # root cause.
 
     def report_failure(self, message: str, kind: str = "") -> None:
         """Write the error of this rank to the store, unless another rank failed before.
@@ -274,14 +345,16 @@ class ProcessGroup:
             kind: the class of a UserError; "" for any other error.
         """
         if self.store is not None:
-            store, report = self.store, json.dumps(asdict(Failure(self.rank, kind, message)))
+            store = self.store
+            report = json.dumps(asdict(Failure(self.rank, kind, message)))
             ask_store(lambda: store.compare_set(FAILURE, "", report), otherwise=b"")
 
     def reported_failure(self, wait_s: float) -> Failure | None:
         """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
         if self.store is None:
             return None
-        store, deadline = self.store, time.monotonic() + wait_s
+        store = self.store
+        deadline = time.monotonic() + wait_s
 
         def poll() -> Failure | None:
             while not store.check([FAILURE]) and time.monotonic() < deadline:
@@ -292,10 +365,14 @@ class ProcessGroup:
         return ask_store(poll, None, wait_s)
 
     def have_all_failed(self, message: str) -> bool:
-        """Return whether every rank failed with the same error; if so, destroy the process group for the next job."""
+        """Return whether every rank failed with the same error.
+
+        If so, destroy the process group for the next job.
+        """
         if self.store is None:
             return True
-        store, keys = self.store, [f"failed/{rank}" for rank in range(self.world_size)]
+        store = self.store
+        keys = [f"failed/{rank}" for rank in range(self.world_size)]
 
         def compare() -> bool:
             store.set(keys[self.rank], message)

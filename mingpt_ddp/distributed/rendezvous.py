@@ -1,9 +1,9 @@
 """The rendezvous: how the ranks of one attempt find each other in a key-value store.
 
-The launcher's store outlives the workers: after a restart it still holds the addresses of dead processes. Therefore
-every process writes a fresh id. Rank 0 proposes an attempt with one id per rank, each rank whose id is in it confirms,
-and once all have confirmed rank 0 starts the attempt. The keys of its process group are prefixed with rank 0's id,
-which is unique to the attempt.
+The launcher's store outlives the workers: after a restart it still holds the addresses of dead
+processes. Therefore every process writes a fresh id. Rank 0 proposes an attempt with one id per
+rank, each rank whose id is in it confirms, and once all have confirmed rank 0 starts the attempt.
+The keys of its process group are prefixed with rank 0's id, which is unique to the attempt.
 """
 
 import contextlib
@@ -48,7 +48,9 @@ def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
         return PrefixStore(f"mingpt_ddp/{job}", store)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RunError(f"rank {env.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}") from error
+        raise RunError(
+            f"rank {env.rank} cannot reach MASTER_ADDR:MASTER_PORT {host}:{port}: {reason}"
+        ) from error
 
 
 def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
@@ -74,7 +76,8 @@ def loopback_store() -> TCPStore:
 
     By default a TCPStore listens on all interfaces.
     """
-    family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]  # as a client resolves it
+    # as a client resolves it
+    family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((str(address[0]), 0), family=family)
     port = listener.getsockname()[1]
     fd = listener.detach()
@@ -82,7 +85,8 @@ def loopback_store() -> TCPStore:
 
 
 def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
-    """Return what `work` returns; `otherwise` if it raises, or takes longer than STORE_TIMEOUT_S + `wait_s` seconds.
+    """Return what `work` returns; `otherwise` if it raises, or takes longer than STORE_TIMEOUT_S +
+    `wait_s` seconds.
 
     On a broken network a store call never returns; if the host died, it raises.
     """
@@ -99,7 +103,10 @@ def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
 
 
 def claim_error_report(env: DistEnv, job: int, message: str) -> bool:
-    """Record a fatal error for later attempts; return whether this is the first worker of its parent to do so."""
+    """Record a fatal error for later attempts.
+
+    Return whether this is the first worker of its parent to do so.
+    """
     store = connect(env, job, STORE_TIMEOUT_S)
     store.set(FATAL, message)
     parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has its own console
@@ -122,7 +129,8 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
     Raises:
         RunError: a rank did not join within `timeout_s` seconds.
     """
-    own_id, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    own_id = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout_s
     store.set(f"hello/{env.rank}", own_id)
     while True:
         problem = f"rank {env.rank} waited, but not all ranks joined"
@@ -136,8 +144,11 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
                 return PrefixStore(f"attempt/{ids[0]}", store)
         raise_if_fatal(store)
         if time.monotonic() > deadline:
-            if get_now(store, f"hello/{env.rank}") != own_id:  # only now: it may be the successor of this process
-                raise RunError(f"another process also has RANK={env.rank}; give every process its own rank")
+            # only now: it may be the successor of this process
+            if get_now(store, f"hello/{env.rank}") != own_id:
+                raise RunError(
+                    f"another process also has RANK={env.rank}; give every process its own rank"
+                )
             raise RunError(f"{problem} in time; start all ranks, or raise ddp.timeout_s")
         time.sleep(POLL_S)
 

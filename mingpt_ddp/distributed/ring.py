@@ -1,4 +1,6 @@
-"""An all-reduce written by hand from sends and receives, to read and to train with: ddp.comm_hook=ring."""
+"""An all-reduce written by hand from sends and receives, to read and to train with:
+ddp.comm_hook=ring.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,29 +10,39 @@ from torch.futures import Future
 
 
 def exchange(outgoing: Tensor, incoming: Tensor) -> None:
-    """Send a tensor to the next rank while receiving one from the previous rank; rank 0 follows the last rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Send a tensor to the next rank while receiving one from the previous rank; rank 0 follows the
+    last rank.
+    """
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     send = dist.P2POp(dist.isend, outgoing, (rank + 1) % ranks)
     receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks)
-    for work in dist.batch_isend_irecv([send, receive]):  # together: two blocking sends would wait for each other
+    # together: two blocking sends would wait for each other
+    for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
 
 def ring_all_reduce(values: Tensor) -> None:
-    """Sum a tensor (n) over all ranks, in place; every rank has the same bits afterwards. A collective.
+    """Sum a tensor (n) over all ranks, in place; every rank has the same bits afterwards.
 
-    The tensor is cut into one chunk per rank. In every step each rank passes one chunk to the next rank. In the first
-    ranks - 1 steps, the reduce-scatter, the receiver adds its own values: then each rank has the whole sum of one
-    chunk. In the other ranks - 1 steps, the all-gather, these sums go around. Each rank sends 2 (ranks - 1) / ranks
-    of the tensor, which is the least possible, however many ranks there are.
+    A collective.
 
-    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    The tensor is cut into one chunk per rank. In every step each rank passes one chunk to the next
+    rank. In the first ranks - 1 steps, the reduce-scatter, the receiver adds its own values: then
+    each rank has the whole sum of one chunk. In the other ranks - 1 steps, the all-gather, these
+    sums go around. Each rank sends 2 (ranks - 1) / ranks of the tensor, which is the least
+    possible, however many ranks there are.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations".
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     chunks = values.tensor_split(ranks)  # views; the first ones may be longer by one
     received = torch.empty_like(chunks[0])
     for step in range(2 * (ranks - 1)):
-        outgoing, incoming = chunks[(rank - step) % ranks], chunks[(rank - step - 1) % ranks]
+        outgoing = chunks[(rank - step) % ranks]
+        incoming = chunks[(rank - step - 1) % ranks]
         if step < ranks - 1:
             part = received[: len(incoming)]
             exchange(outgoing, part)
@@ -42,9 +54,11 @@ def ring_all_reduce(values: Tensor) -> None:
 def ring_hook(state: None, bucket: GradBucket) -> Future[Tensor]:
     """Average a bucket of gradients over all ranks; a communication hook of DDP.
 
-    It blocks the backward pass. DDP calls it in one thread and in the same order of buckets on every rank.
+    It blocks the backward pass. DDP calls it in one thread and in the same order of buckets on
+    every rank.
     """
-    average = bucket.buffer().div_(dist.get_world_size())  # before the sum, which may overflow in 16 bits
+    # before the sum, which may overflow in 16 bits
+    average = bucket.buffer().div_(dist.get_world_size())
     ring_all_reduce(average)
     future: Future[Tensor] = Future(devices=[average.device] if average.is_cuda else None)
     future.set_result(average)

@@ -29,7 +29,8 @@ class Runtime:
         """
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
-        self.device = choose_device(config.trainer, config.ddp, env, config.model.devices)  # of the batch
+        # of the batch
+        self.device = choose_device(config.trainer, config.ddp, env, config.model.devices)
         self.devices = devices_of_rank(self.device, config.model.devices)  # of the model
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
@@ -40,7 +41,9 @@ class Runtime:
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
     def close(self) -> None:
-        """Destroy the process group on all ranks together; free all state before the next job of this process."""
+        """Destroy the process group on all ranks together; free all state before the next job of
+        this process.
+        """
         self.group.close()
         gc.collect()
         if self.compiles:
@@ -51,7 +54,9 @@ class Runtime:
                 torch.cuda.reset_peak_memory_stats(device)
 
     def environment(self) -> dict[str, str | int]:
-        """Return everything besides model and batch settings that affects the last bits of a step."""
+        """Return everything besides model and batch settings that affects the last bits of a
+        step.
+        """
         return {
             "torch": torch.__version__,
             "device": device_name(self.device),
@@ -67,12 +72,24 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which matrix products are computed in `dtype`."""
-        return nullcontext() if self.precision == "fp32" else torch.autocast(self.device.type, dtype=self.dtype)
+        return (
+            nullcontext()
+            if self.precision == "fp32"
+            else torch.autocast(self.device.type, dtype=self.dtype)
+        )
 
     def to_device(self, batch: Any) -> Any:
-        """Copy the CPU tensors of a batch (in tuples, lists and dicts) to the device, without waiting for a GPU."""
+        """Copy the CPU tensors of a batch (in tuples, lists and dicts) to the device, without
+        waiting for a GPU.
+        """
         if isinstance(batch, Tensor):
-            return batch if batch.device == self.device else batch.pin_memory().to(self.device, non_blocking=True)
+            return (
+                batch
+                if batch.device == self.device
+                else batch.pin_memory().to(self.device, non_blocking=True)
+            )
         if isinstance(batch, Mapping):
             return {key: self.to_device(value) for key, value in batch.items()}
-        return type(batch)(map(self.to_device, batch)) if isinstance(batch, (tuple, list)) else batch
+        return (
+            type(batch)(map(self.to_device, batch)) if isinstance(batch, (tuple, list)) else batch
+        )

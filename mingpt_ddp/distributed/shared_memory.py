@@ -1,9 +1,9 @@
 """Collectives for ranks on one machine, by Unix sockets and shared memory.
 
-A gloo collective between two processes on one machine passes through the kernel's TCP stack and a thread on each side:
-ten times the CPU time of copying and adding for a few megabytes, a thousand times for a few bytes. Shared memory and
-socket names are anonymous, so killed ranks leave no files. The kernel closes a dead rank's sockets, which the others
-notice immediately.
+A gloo collective between two processes on one machine passes through the kernel's TCP stack and a
+thread on each side: ten times the CPU time of copying and adding for a few megabytes, a thousand
+times for a few bytes. Shared memory and socket names are anonymous, so killed ranks leave no files.
+The kernel closes a dead rank's sockets, which the others notice immediately.
 """
 
 import contextlib
@@ -33,7 +33,9 @@ class SharedMemoryGroup:
         Args:
             sockets: by the rank at the other end.
         """
-        self.rank, self.world_size, self.timeout_s = rank, len(sockets) + 1, timeout_s
+        self.rank = rank
+        self.world_size = len(sockets) + 1
+        self.timeout_s = timeout_s
         self._sockets = sockets
         self._skip_bytes = 0  # sent by every other rank, to drop before the next message
 
@@ -46,7 +48,8 @@ class SharedMemoryGroup:
         """Send a short message to all other ranks without waiting for them.
 
         Args:
-            skip: the message is an acknowledgement that every rank sends; the next `recv_all` drops it.
+            skip: the message is an acknowledgement that every rank sends; the next `recv_all` drops
+                it.
         """
         for rank, connection in self._sockets.items():
             with self._name_peer(rank):
@@ -57,14 +60,17 @@ class SharedMemoryGroup:
         """Wait for a message of `size` bytes from every other rank.
 
         Raises:
-            DistNetworkError: a rank has closed its connection or sent nothing for `timeout_s` seconds.
+            DistNetworkError: a rank has closed its connection or sent nothing for `timeout_s`
+                seconds.
         """
-        skip, self._skip_bytes = self._skip_bytes, 0
+        skip = self._skip_bytes
+        self._skip_bytes = 0
         return {rank: self._recv(rank, skip + size)[0][skip:] for rank in self._sockets}
 
     def _recv(self, rank: int, size: int) -> tuple[bytes, list[int]]:
         """Return a message of `size` bytes and the file descriptors sent with it."""
-        content, files = b"", list[int]()
+        content = b""
+        files = list[int]()
         while len(content) < size:
             with self._name_peer(rank):
                 part, received, _, _ = socket.recv_fds(self._sockets[rank], size - len(content), 1)
@@ -80,12 +86,19 @@ class SharedMemoryGroup:
         try:
             yield
         except TimeoutError as error:
-            raise dist.DistNetworkError(f"rank {rank} has sent nothing for {self.timeout_s:g} s") from error
+            raise dist.DistNetworkError(
+                f"rank {rank} has sent nothing for {self.timeout_s:g} s"
+            ) from error
         except OSError as error:
-            raise dist.DistNetworkError(f"the connection to rank {rank} is broken: {error}") from error
+            raise dist.DistNetworkError(
+                f"the connection to rank {rank} is broken: {error}"
+            ) from error
 
     def all_gather_async(self, parts: list[Tensor], values: Tensor) -> Callable[[], None]:
-        """Send a CPU tensor to all ranks; the returned function waits for theirs and copies all to `parts`."""
+        """Send a CPU tensor to all ranks.
+
+        The returned function waits for theirs and copies all to `parts`.
+        """
         self.send_all(values.numpy().tobytes())
         parts[self.rank].copy_(values)
 
@@ -96,13 +109,19 @@ class SharedMemoryGroup:
         return wait
 
     def allocate(self, size: int) -> list[Tensor]:
-        """Allocate `size` bytes per rank, in rank order: each rank writes its own and reads all. A collective."""
+        """Allocate `size` bytes per rank, in rank order: each rank writes its own and reads all.
+
+        A collective.
+        """
         own = os.memfd_create("gradients")
         os.posix_fallocate(own, 0, size)  # insufficient memory raises now, not SIGBUS later
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [own])
         files = {self.rank: own, **{rank: self._recv(rank, 1)[1][0] for rank in self._sockets}}
-        tensors = [torch.frombuffer(mmap.mmap(files[r], size), dtype=torch.uint8) for r in range(self.world_size)]
+        tensors = [
+            torch.frombuffer(mmap.mmap(files[r], size), dtype=torch.uint8)
+            for r in range(self.world_size)
+        ]
         for file in files.values():
             os.close(file)
         return tensors
@@ -137,14 +156,20 @@ def connect_local_ranks(
         while len(sockets) < len(ranks) - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
-            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            _, user, _ = struct.unpack(
+                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
             if user == os.getuid():  # /proc/net/unix shows the names to all users
-                sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = connection
+                sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = (
+                    connection
+                )
         return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
 
 
 def _machine() -> list[str] | None:
-    """Return an id of this machine and network namespace; None if the OS lacks abstract socket names."""
+    """Return an id of this machine and network namespace; None if the OS lacks abstract socket
+    names.
+    """
     try:
         return [
             socket.gethostname(),
@@ -158,8 +183,9 @@ def _machine() -> list[str] | None:
 class SharedMemoryAllReduce:
     """Average gradients in shared memory.
 
-    Sums are in rank order, independent of the bucketing. It waits for the last bucket: starting earlier gains nothing,
-    because the cores that would copy the first buckets are computing the others.
+    Sums are in rank order, independent of the bucketing. It waits for the last bucket: starting
+    earlier gains nothing, because the cores that would copy the first buckets are computing the
+    others.
     """
 
     def __init__(self, shared_memory: SharedMemoryGroup, parameters: list[nn.Parameter]) -> None:
@@ -168,7 +194,9 @@ class SharedMemoryAllReduce:
             parameters: those with gradients.
         """
         self.shared_memory = shared_memory
-        self._memory = shared_memory.allocate(sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters))
+        self._memory = shared_memory.allocate(
+            sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters)
+        )
         self._buckets: list[tuple[Tensor, list[Tensor], Future[Tensor]]] = []
         self._end = 0  # bytes of the buckets so far
 
@@ -177,9 +205,12 @@ class SharedMemoryAllReduce:
         if not self._buckets:
             self.shared_memory.recv_all(0)  # every rank has read the previous step's gradients
             self._end = 0
-        buffer, begin = bucket.buffer(), self._end
+        buffer = bucket.buffer()
+        begin = self._end
         self._end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-        parts = [memory[begin : begin + buffer.nbytes].view(buffer.dtype) for memory in self._memory]
+        parts = [
+            memory[begin : begin + buffer.nbytes].view(buffer.dtype) for memory in self._memory
+        ]
         torch.mul(buffer, 1 / self.shared_memory.world_size, out=parts[self.shared_memory.rank])
         future: Future[Tensor] = Future()
         self._buckets.append((buffer, parts, future))

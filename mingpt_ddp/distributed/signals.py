@@ -10,7 +10,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # a scheduler's, or t
 
 
 class SignalHandler:
-    """While `deferred`, a signal only sets `signal_name`, which the training loop polls; else it ends the process."""
+    """While `deferred`, a signal only sets `signal_name`, which the training loop polls.
+
+    Else it ends the process.
+    """
 
     def __init__(self, exits: ProcessExit | None = None) -> None:
         self.exits = exits or ProcessExit()
@@ -25,13 +28,15 @@ class SignalHandler:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.signal_name is None
-        # A scheduler's signal may arrive twice, the second time from the launcher: only a second Ctrl-C counts.
+        # A scheduler's signal may arrive twice, the second time from the launcher: only a second
+        # Ctrl-C counts.
         repeated_interrupt = not first and number == signal.SIGINT
         # After a failure of another rank a collective save would hang.
         if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failure():
             self.exits.on_signal(number)
         if first:
-            self.signal_name, self.received_at = signal.Signals(number).name, time.monotonic()
+            self.signal_name = signal.Signals(number).name
+            self.received_at = time.monotonic()
 
     def elapsed(self) -> float:
         """Return the seconds since the first signal; 0 if there was none."""

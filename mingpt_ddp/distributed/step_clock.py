@@ -1,8 +1,9 @@
 """Time the work of this rank in a step, without the time in which it waits for other ranks.
 
-All ranks end a step together, because each waits for the slowest in a collective. Only the time before shows which rank
-that is: from the start of fetching the batch to the last gradient, which DDP reduces last. Where the passes themselves
-wait for other ranks, only fetching the batch and the forward passes of the innermost modules count.
+All ranks end a step together, because each waits for the slowest in a collective. Only the time
+before shows which rank that is: from the start of fetching the batch to the last gradient, which
+DDP reduces last. Where the passes themselves wait for other ranks, only fetching the batch and the
+forward passes of the innermost modules count.
 """
 
 import time
@@ -16,11 +17,17 @@ LATEST = 50  # steps that a reading averages
 
 
 class StepClock:
-    """Work times of the latest steps, by a GPU's own clock if there is one. Only `read` synchronizes."""
+    """Work times of the latest steps, by a GPU's own clock if there is one.
+
+    Only `read` synchronizes.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.micro_batches = device, 1  # those of this rank in the latest step
-        self._steps: deque[list[tuple[Any, Any]]] = deque(maxlen=LATEST)  # begin and end of each stretch of work
+        # those of this rank in the latest step
+        self.device = device
+        self.micro_batches = 1
+        # begin and end of each stretch of work
+        self._steps: deque[list[tuple[Any, Any]]] = deque(maxlen=LATEST)
         self._begin: Any = None
         self._is_split = False
 
@@ -31,10 +38,13 @@ class StepClock:
             is_split: its passes wait for other ranks.
         """
         self._is_split = is_split
-        leaves = [module for module in model.modules() if not [*module.children()]] if is_split else []
+        leaves = (
+            [module for module in model.modules() if not [*module.children()]] if is_split else []
+        )
         for module in leaves:
             module.register_forward_pre_hook(lambda *_: self._resume())
-            module.register_forward_hook(lambda *_: self._stop(), prepend=True)  # before collectives of the outputs
+            # before collectives of the outputs
+            module.register_forward_hook(lambda *_: self._stop(), prepend=True)
         first = next((p for p in model.parameters() if p.requires_grad), None)
         if first is not None and not is_split:  # its gradient is usually the last
             first.register_post_accumulate_grad_hook(lambda _: self._stop(replaces=True))
@@ -51,8 +61,13 @@ class StepClock:
             self._stop()
 
     def read(self) -> float:
-        """Return the mean seconds of work per step since the last reading, 0 without any. Waits for the device."""
-        steps = [sum(self._seconds(begin, end) for begin, end in step) for step in self._steps if step]
+        """Return the mean seconds of work per step since the last reading, 0 without any.
+
+        Waits for the device.
+        """
+        steps = [
+            sum(self._seconds(begin, end) for begin, end in step) for step in self._steps if step
+        ]
         self._steps.clear()
         self._begin = None
         return sum(steps) / len(steps) if steps else 0.0

@@ -1,4 +1,6 @@
-"""Batch normalization whose statistics span all ranks: torch's on a GPU, and on a CPU, which torch's refuses."""
+"""Batch normalization whose statistics span all ranks: torch's on a GPU, and on a CPU, which
+torch's refuses.
+"""
 
 from functools import partial
 from typing import Any
@@ -12,7 +14,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Let the batch normalizations of a model compute their statistics over all ranks; return the model.
+    """Let the batch normalizations of a model compute their statistics over all ranks.
+
+    Return the model.
 
     Parameters, buffers and their names stay.
     """
@@ -26,7 +30,8 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
-    if dist.is_initialized():  # a single rank computes alike, so that the numbers do not depend on how many there are
+    # a single rank computes alike, so that the numbers do not depend on how many there are
+    if dist.is_initialized():
         dist.all_reduce(values := values.clone())
     return values
 
@@ -44,7 +49,8 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Normalize each of C channels by the mean and the variance of the batches of all ranks, in fp32.
+    """Normalize each of C channels by the mean and the variance of the batches of all ranks, in
+    fp32.
 
     Args:
         x: (B, C, ...)
@@ -56,18 +62,27 @@ def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     """
     if not norm.training:
         by_batch = norm.running_mean is None
-        return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, by_batch, eps=norm.eps)
-    dims, shape = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
+        return F.batch_norm(
+            x, norm.running_mean, norm.running_var, norm.weight, norm.bias, by_batch, eps=norm.eps
+        )
+    dims = [0, *range(2, x.dim())]
+    shape = [1, -1, *[1] * (x.dim() - 2)]
     values = x.float()
     count = values.new_full((1,), values.numel() / values.shape[1])
-    total, n = _AllReduceSum.apply(torch.cat([values.sum(dims), count])).split([norm.num_features, 1])
+    total, n = _AllReduceSum.apply(torch.cat([values.sum(dims), count])).split(
+        [norm.num_features, 1]
+    )
     mean = total / n
     centered = values - mean.view(shape)
     variance = _AllReduceSum.apply((centered * centered).sum(dims)) / n
     y = centered * torch.rsqrt(variance + norm.eps).view(shape)
     if norm.weight is not None:
         y = torch.addcmul(norm.bias.view(shape), y, norm.weight.view(shape))
-    if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
+    if (
+        norm.running_mean is not None
+        and norm.running_var is not None
+        and norm.num_batches_tracked is not None
+    ):
         with torch.no_grad():
             norm.num_batches_tracked += 1
             weight = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum

@@ -1,11 +1,13 @@
-"""Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph per step on a GPU.
+"""Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph per step on a
+GPU.
 
-On a CPU, decoding with a small model is bound by weight bandwidth: 16-bit copies halve the bytes, and packed in the
-layout of the kernel they need no conversion. Everything else stays in fp32, in which attention is faster too. For small
-batches FBGEMM's fp16 is fastest (fp32 in and out, faster to start), for large ones oneDNN's bf16.
+On a CPU, decoding with a small model is bound by weight bandwidth: 16-bit copies halve the bytes,
+and packed in the layout of the kernel they need no conversion. Everything else stays in fp32, in
+which attention is faster too. For small batches FBGEMM's fp16 is fastest (fp32 in and out, faster
+to start), for large ones oneDNN's bf16.
 
-On a GPU a step is bound by kernel launches, which a CUDA graph reduces to one. torch.compile would fuse some kernels,
-but compiling takes longer than thousands of tokens.
+On a GPU a step is bound by kernel launches, which a CUDA graph reduces to one. torch.compile would
+fuse some kernels, but compiling takes longer than thousands of tokens.
 
 Shapes: B sequences, V = vocab_size.
 """
@@ -25,7 +27,9 @@ WARMUP_STEPS = 3  # before capture, so that libraries allocate their workspaces
 
 
 def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
-    """Return fp32, bf16 or fp16; auto is 16 bits if the hardware is fast at it and the model has a KV cache."""
+    """Return fp32, bf16 or fp16; auto is 16 bits if the hardware is fast at it and the model has a
+    KV cache.
+    """
     if wanted != "auto":
         return wanted
     if not isinstance(model, SupportsKVCache):
@@ -44,7 +48,8 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
     """Convert a model in place for sampling; afterwards it can be neither trained nor saved.
 
     Args:
-        precision: fp32, bf16 or fp16: of the whole model on a GPU, of the weights of linear layers on a CPU.
+        precision: fp32, bf16 or fp16: of the whole model on a GPU, of the weights of linear layers
+            on a CPU.
         batch: batch size to pack the weights for; other sizes work too.
 
     Raises:
@@ -56,7 +61,10 @@ def prepare(model: nn.Module, precision: str, batch: int) -> None:
     if on_gpu or (precision == "bf16" and not can_pack(dtype)):
         model.to(dtype)
     elif precision == "fp16" and not can_pack(dtype):
-        raise ConfigError("precision=fp16 needs FBGEMM on a CPU, which this torch does not have; use precision=auto")
+        raise ConfigError(
+            "precision=fp16 needs FBGEMM on a CPU, which this torch does not have; use "
+            "precision=auto"
+        )
     elif can_pack(dtype):
         _replace_layers(model, dtype, batch)
 
@@ -73,7 +81,8 @@ def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
             vars(module)[name].pack(dtype, batch)
 
 
-# `__call__ = forward` skips nn.Module's hook dispatch, which costs as much per token as some layers.
+# `__call__ = forward` skips nn.Module's hook dispatch, which costs as much per token as some
+# layers.
 
 
 class FastLinear(nn.Linear):
@@ -100,13 +109,18 @@ class FastLayerNorm(nn.LayerNorm):
     __call__ = forward
 
 
-FAST_LAYERS: dict[Any, type[nn.Module]] = {nn.Linear.forward: FastLinear, nn.LayerNorm.forward: FastLayerNorm}
+FAST_LAYERS: dict[Any, type[nn.Module]] = {
+    nn.Linear.forward: FastLinear,
+    nn.LayerNorm.forward: FastLayerNorm,
+}
 
 
 class CUDAGraphDecodeStep:
     """`model.step` captured in a CUDA graph: one launch per token."""
 
-    def __init__(self, model: SupportsCUDAGraphDecode, cache: Any, batch: int, device: torch.device) -> None:
+    def __init__(
+        self, model: SupportsCUDAGraphDecode, cache: Any, batch: int, device: torch.device
+    ) -> None:
         """Warm up and capture; this overwrites the first position of the cache."""
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
@@ -117,7 +131,8 @@ class CUDAGraphDecodeStep:
                 model.step(self.tokens, cache, self.position)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # another thread may stage a snapshot
+        # another thread may stage a snapshot
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.logits = model.step(self.tokens, cache, self.position)
 
     def __call__(self, tokens: Tensor, position: int) -> Tensor:

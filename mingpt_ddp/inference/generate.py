@@ -21,30 +21,39 @@ class SamplingParams:
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample from the k likeliest tokens
-    top_p: float | None = None  # from the likeliest that sum to this probability (Holtzman et al. 2020, 1904.09751)
+    # from the likeliest that sum to this probability (Holtzman et al. 2020, 1904.09751)
+    top_p: float | None = None
 
 
 @torch.inference_mode()
 def generate(
-    model: nn.Module, tokens: Tensor, max_new_tokens: int, sampling: SamplingParams, rng: torch.Generator | None = None
+    model: nn.Module,
+    tokens: Tensor,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    rng: torch.Generator | None = None,
 ) -> Iterator[Tensor]:
     """Yield the new tokens one position at a time, each (B,).
 
-    Each token is predicted from a window of the text. The window starts as the prompt and grows by each new token until
-    it fills the context of block_size tokens, then shrinks to its newer half and grows again. A KV cache is therefore
-    recomputed only after each shift, and no token is read more than twice. (A window that slides by one token would
-    change all positions and recompute the cache for every token.)
+    Each token is predicted from a window of the text. The window starts as the prompt and grows by
+    each new token until it fills the context of block_size tokens, then shrinks to its newer half
+    and grows again. A KV cache is therefore recomputed only after each shift, and no token is read
+    more than twice. (A window that slides by one token would change all positions and recompute the
+    cache for every token.)
 
     Args:
-        model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with a KV cache
-            (`SupportsKVCache`) and without.
+        model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with
+            a KV cache (`SupportsKVCache`) and without.
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.
     """
     block_size: int = vars(model)["block_size"]
-    window, prefill = tokens[:, -block_size:], True
+    window = tokens[:, -block_size:]
+    prefill = True
     with eval_mode(model):
-        session = DecodeSession(model, len(tokens), min(block_size, tokens.shape[1] + max_new_tokens))
+        session = DecodeSession(
+            model, len(tokens), min(block_size, tokens.shape[1] + max_new_tokens)
+        )
         for _ in range(max_new_tokens):
             new = sample_token(session.logits(window, prefill), sampling, rng)
             yield new
@@ -55,21 +64,28 @@ def generate(
 
 
 class DecodeSession:
-    """Logits after a growing window, with a KV cache and a CUDA graph if the model supports them."""
+    """Logits after a growing window, with a KV cache and a CUDA graph if the model supports
+    them.
+    """
 
     def __init__(self, model: nn.Module, batch: int, positions: int) -> None:
         """
         Args:
             positions: what the KV cache holds, for a window that never grows longer.
         """
-        self.model, self.graph = model, None
+        self.model = model
+        self.graph = None
         if isinstance(model, SupportsKVCache):
             weight = next(model.parameters())
             # The block_size of an untrusted snapshot may be any number.
             vars(sized := copy.copy(model))["block_size"] = positions
             self.cache = sized.new_cache(batch, weight.dtype)
             # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
-            captures = weight.is_cuda and not is_split(model) and not torch.are_deterministic_algorithms_enabled()
+            captures = (
+                weight.is_cuda
+                and not is_split(model)
+                and not torch.are_deterministic_algorithms_enabled()
+            )
             if captures and isinstance(model, SupportsCUDAGraphDecode):
                 self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 
@@ -77,7 +93,8 @@ class DecodeSession:
         """Return the logits (B, V) after a window (B, T), valid until the next call.
 
         Args:
-            prefill: compute the cache from scratch; otherwise the window is the previous one plus one token.
+            prefill: compute the cache from scratch; otherwise the window is the previous one plus
+                one token.
         """
         if not isinstance(self.model, SupportsKVCache):
             return self.model(window)[:, -1]
@@ -89,13 +106,18 @@ class DecodeSession:
         return self.model.decode(window[:, -1:], self.cache, position)
 
 
-def sample_token(logits: Tensor, sampling: SamplingParams, rng: torch.Generator | None = None) -> Tensor:
+def sample_token(
+    logits: Tensor, sampling: SamplingParams, rng: torch.Generator | None = None
+) -> Tensor:
     """Sample one token per row of the logits (B, V); returns (B,)."""
-    temperature, top_k, top_p = sampling.temperature, sampling.top_k, sampling.top_p
+    temperature = sampling.temperature
+    top_k = sampling.top_k
+    top_p = sampling.top_p
     if temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, MIN_TEMPERATURE)  # at most 0: no overflow
+    # at most 0: no overflow
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, MIN_TEMPERATURE)
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)

@@ -20,8 +20,14 @@ class RankEvents:
 
     def purge(self, step: int) -> None:
         """Drop what was logged from this step on."""
-        self.scalars = {tag: {at: v for at, v in points.items() if at < step} for tag, points in self.scalars.items()}
-        self.texts = {tag: {at: text for at, text in points.items() if at < step} for tag, points in self.texts.items()}
+        self.scalars = {
+            tag: {at: v for at, v in points.items() if at < step}
+            for tag, points in self.scalars.items()
+        }
+        self.texts = {
+            tag: {at: text for at, text in points.items() if at < step}
+            for tag, points in self.texts.items()
+        }
 
 
 def read_events(directory: Path) -> RankEvents:
@@ -34,10 +40,13 @@ def read_events(directory: Path) -> RankEvents:
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-    found, count = RankEvents(), 0
+    found = RankEvents()
+    count = 0
     for path in sorted(directory.glob("*tfevents*")):
-        content, position = read_regular(path, MAX_SIZE), 0
-        while position + 16 <= len(content) and count < MAX_EVENTS:  # a record: length, its CRC, event, its CRC
+        content = read_regular(path, MAX_SIZE)
+        position = 0
+        # a record: length, its CRC, event, its CRC
+        while position + 16 <= len(content) and count < MAX_EVENTS:
             begin, (length,) = position + 12, struct.unpack_from("<Q", content, position)
             position = begin + length + 4
             if position > len(content):
@@ -54,7 +63,9 @@ def read_events(directory: Path) -> RankEvents:
                     found.scalars.setdefault(value.tag, {})[event.step] = value.simple_value
                 elif value.tensor.string_val:
                     text = value.tensor.string_val[0][:MAX_TEXT].decode(errors="replace")
-                    found.texts.setdefault(value.tag.removesuffix("/text_summary"), {})[event.step] = text
+                    found.texts.setdefault(value.tag.removesuffix("/text_summary"), {})[
+                        event.step
+                    ] = text
         if count == MAX_EVENTS:
             raise ValueError(f"{directory} has more than {MAX_EVENTS:,} events")
     return found

@@ -1,4 +1,6 @@
-"""Metrics in `metrics.jsonl`, one JSON object per line: for reports, notebooks, and how a run ended before a start."""
+"""Metrics in `metrics.jsonl`, one JSON object per line: for reports, notebooks, and how a run ended
+before a start.
+"""
 
 import contextlib
 import itertools
@@ -17,19 +19,35 @@ from mingpt_ddp.storage.storage import read_regular
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-MAX_SIZE, MAX_LINES = 1 << 28, 2_000_000  # bytes; lines, which as records take more memory
-KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}  # of records, by tag
-KEYS |= {"speed/tokens_per_s": "tokens_per_s", "speed/samples_per_s": "samples_per_s", "speed/mfu": "mfu"}
-KEYS |= {"speed/matmul_utilization": "matmul_utilization", "speed/step_ms": "step_ms", "speed/goodput": "goodput"}
+# bytes; lines, which as records take more memory
+MAX_SIZE = 1 << 28
+MAX_LINES = 2_000_000
+# of records, by tag
+KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}
+KEYS |= {
+    "speed/tokens_per_s": "tokens_per_s",
+    "speed/samples_per_s": "samples_per_s",
+    "speed/mfu": "mfu",
+}
+KEYS |= {
+    "speed/matmul_utilization": "matmul_utilization",
+    "speed/step_ms": "step_ms",
+    "speed/goodput": "goodput",
+}
 KEYS |= {"train/epoch": "epoch", "memory/peak_mib": "peak_mib"}
-EVALUATIONS = ("val/", "test/", "train/loss_", "norms/")  # prefixes of tags that a task or model names: val_accuracy
+# prefixes of tags that a task or model names: val_accuracy
+EVALUATIONS = ("val/", "test/", "train/loss_", "norms/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 
 def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:
     """Return the record of metrics by tag."""
     values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
-    values |= {tag.replace("/", "_"): value for tag, value in metrics.items() if tag.startswith(EVALUATIONS)}
+    values |= {
+        tag.replace("/", "_"): value
+        for tag, value in metrics.items()
+        if tag.startswith(EVALUATIONS)
+    }
     return {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
 
 
@@ -48,7 +66,8 @@ class JSONLLogger:
     """Append whole lines to a file. If a write fails, lines are lost and training continues."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._has_failed = path, False
+        self._path = path
+        self._has_failed = False
 
     def start(self, step: int, world_size: int) -> None:
         self._append({"start": round(time.time(), 3), "step": step, "world_size": world_size})
@@ -67,7 +86,11 @@ class JSONLLogger:
             append_line(self._path, json.dumps(record).encode() + b"\n")
         except OSError as error:
             if not self._has_failed:
-                log.warning("cannot write %s, training continues without it: %s", self._path, error.strerror or error)
+                log.warning(
+                    "cannot write %s, training continues without it: %s",
+                    self._path,
+                    error.strerror or error,
+                )
             self._has_failed = True
 
 
@@ -88,9 +111,12 @@ def append_line(path: Path, line: bytes) -> None:
 
 @dataclass(frozen=True)
 class MetricsHistory:
-    """The measurements that led to the last step: a step repeated after a restart or a rollback counts once."""
+    """The measurements that led to the last step: a step repeated after a restart or a rollback
+    counts once.
+    """
 
-    rows: list[dict[str, Any]]  # records with a measurement, by step; values are numbers, or None where not finite
+    # records with a measurement, by step; values are numbers, or None where not finite
+    rows: list[dict[str, Any]]
     starts: int  # attempts
     faults: int  # attempts that ended early and were followed by another
     rollbacks: int
@@ -113,11 +139,12 @@ class MetricsHistory:
 def read_history(path: Path) -> MetricsHistory:
     """Read a `metrics.jsonl`.
 
-    Drop records beyond the step of a following `start` or `rollback`, and a partial line at the end or before a
-    `start`.
+    Drop records beyond the step of a following `start` or `rollback`, and a partial line at the end
+    or before a `start`.
 
     Raises:
-        DataError: any other line is not a record; names its number. Or there are more than MAX_LINES.
+        DataError: any other line is not a record; names its number. Or there are more than
+            MAX_LINES.
         OSError: the file cannot be read, is not a regular file, or is too large.
     """
     pieces = read_regular(path, MAX_SIZE).split(b"\n", MAX_LINES)
@@ -139,10 +166,14 @@ def read_history(path: Path) -> MetricsHistory:
     return MetricsHistory(
         sorted(rows, key=lambda row: row["step"]),
         starts=len(starts),
-        faults=sum("start" in one and "start" in other for one, other in itertools.pairwise(attempts)),
+        faults=sum(
+            "start" in one and "start" in other for one, other in itertools.pairwise(attempts)
+        ),
         rollbacks=sum("rollback" in record for record in records),
         is_complete=bool(attempts) and "complete" in attempts[-1],
-        began=min((start["start"] for start in starts if start["start"] is not None), default=math.inf),
+        began=min(
+            (start["start"] for start in starts if start["start"] is not None), default=math.inf
+        ),
         attempts=starts,
     )
 
@@ -151,7 +182,11 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Return a record, i.e. an object with a step and numbers; None for anything else."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line, parse_constant=lambda _: None)
-        if isinstance(record, dict) and type(record.get("step")) is int and all(map(_is_number, record.values())):
+        if (
+            isinstance(record, dict)
+            and type(record.get("step")) is int
+            and all(map(_is_number, record.values()))
+        ):
             return record
     return None
 

@@ -14,25 +14,34 @@ KINDS = ("weights", "gradients", "update")
 
 
 def layer_of(parameter: str) -> str:
-    """Return the layer of a parameter by its name: `blocks.0` of `blocks.0.up.weight`, `head` of `head.weight`."""
+    """Return the layer of a parameter by its name: `blocks.0` of `blocks.0.up.weight`, `head` of
+    `head.weight`.
+    """
     numbered = re.match(r"(?:.*?\.)?\d+(?=\.)", parameter)
     return numbered[0] if numbered else parameter.partition(".")[0]
 
 
 class LayerNorms:
-    """Measure every n-th step. Each rank adds what it holds, so the norms are those of the whole model."""
+    """Measure every n-th step.
+
+    Each rank adds what it holds, so the norms are those of the whole model.
+    """
 
     def __init__(self, group: ProcessGroup, model: nn.Module, every: int | None) -> None:
-        self.group, self.every = group, every
+        self.group = group
+        self.every = every
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.layers = list(dict.fromkeys(map(layer_of, self._parameters)))
 
     @contextmanager
     @torch.no_grad()
     def measure(self, step: int, log: Callable[[int, dict[str, float]], None]) -> Iterator[None]:
-        """Pass the norms to `log` if they are due, after the optimizer step in this context. A collective.
+        """Pass the norms to `log` if they are due, after the optimizer step in this context.
 
-        The gradients are those after clipping. Until the end the weights before the update take memory, too.
+        A collective.
+
+        The gradients are those after clipping. Until the end the weights before the update take
+        memory, too.
         """
         if self.every is None or step % self.every:
             yield
@@ -44,11 +53,24 @@ class LayerNorms:
         yield
         update = [local_tensor(p.detach()) - old for p, old in zip(parameters, before, strict=True)]
         norms = self.group.all_reduce(torch.stack([*sums, self._squares(update)])).sqrt().tolist()
-        values = {kind: dict(zip(self.layers, row, strict=True)) for kind, row in zip(KINDS, norms, strict=True)}
-        log(step, {f"norms/{kind}/{layer}": norm for kind in KINDS for layer, norm in values[kind].items()})
+        values = {
+            kind: dict(zip(self.layers, row, strict=True))
+            for kind, row in zip(KINDS, norms, strict=True)
+        }
+        log(
+            step,
+            {
+                f"norms/{kind}/{layer}": norm
+                for kind in KINDS
+                for layer, norm in values[kind].items()
+            },
+        )
 
     def _squares(self, tensors: list[Tensor] | list[Tensor | None]) -> Tensor:
-        """Return this rank's share of the sums of squares by layer; all shares add up to the whole model."""
+        """Return this rank's share of the sums of squares by layer.
+
+        All shares add up to the whole model.
+        """
         sums = torch.zeros(len(self.layers), dtype=torch.float64)
         for (name, parameter), tensor in zip(self._parameters.items(), tensors, strict=True):
             if tensor is not None and tensor.numel():
@@ -57,10 +79,14 @@ class LayerNorms:
         return sums
 
     def _share(self, parameter: Tensor) -> float:
-        """Return what one rank's part counts of the sum over all ranks, some of which may hold the same part."""
+        """Return what one rank's part counts of the sum over all ranks, some of which may hold the
+        same part.
+        """
         parts = 1
         if is_dtensor(parameter):
-            sharded = [i for i, placement in enumerate(parameter.placements) if placement.is_shard()]
+            sharded = [
+                i for i, placement in enumerate(parameter.placements) if placement.is_shard()
+            ]
             for dimension in sharded:
                 parts *= parameter.device_mesh.size(dimension)
         return parts / self.group.world_size

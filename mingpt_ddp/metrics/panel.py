@@ -14,14 +14,20 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-LOSSES, BAR = 24, 24  # columns
+# columns
+LOSSES = 24
+BAR = 24
 
 
 def sparkline(values: list[float]) -> str:
     """Draw values as blocks from the lowest to the highest of them."""
     finite = [value for value in values if abs(value) < float("inf")]  # also without NaN
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join(BLOCKS[min(7, int(8 * (v - low) / max(high - low, 1e-9)))] if v in finite else "?" for v in values)
+    low = min(finite, default=0.0)
+    high = max(finite, default=0.0)
+    return "".join(
+        BLOCKS[min(7, int(8 * (v - low) / max(high - low, 1e-9)))] if v in finite else "?"
+        for v in values
+    )
 
 
 class Panel:
@@ -33,7 +39,10 @@ class Panel:
             steps: range(steps done so far, steps of the whole run).
             unit: of the items, as in `tokens`.
         """
-        self.title, self.steps, self.unit, self.step = printable(title), steps, unit, steps.start
+        self.title = printable(title)
+        self.steps = steps
+        self.unit = unit
+        self.step = steps.start
         self.is_drawn = can_draw(env)
         self.snapshot_step: int | None = None
         self._metrics: dict[str, float] = {}
@@ -67,7 +76,10 @@ class Panel:
     def _progress(self) -> str:
         done = self.step / max(1, self.steps.stop)
         filled = round(BAR * done)
-        line = f"step {self.step:,}/{self.steps.stop:,} {'━' * filled}{'─' * (BAR - filled)} {done:.0%}"
+        line = (
+            f"step {self.step:,}/{self.steps.stop:,} {'━' * filled}{'─' * (BAR - filled)} "
+            f"{done:.0%}"
+        )
         if "speed/step_ms" in self._metrics:
             left = (self.steps.stop - self.step) * self._metrics["speed/step_ms"] / 1e3
             line += f", {timedelta(seconds=round(min(left, 1e9)))} left"
@@ -77,17 +89,31 @@ class Panel:
         if not self._losses:
             return ""
         line = f"loss {self._losses[-1]:.4f} {sparkline([*self._losses])}"
-        return f"{line} validation {self._metrics['val/loss']:.4f}" if "val/loss" in self._metrics else line
+        return (
+            f"{line} validation {self._metrics['val/loss']:.4f}"
+            if "val/loss" in self._metrics
+            else line
+        )
 
     def _speed(self) -> str:
-        metrics, parts = self._metrics, []
+        metrics = self._metrics
+        parts = []
         if (per_s := metrics.get(f"speed/{self.unit}_per_s")) is not None:
             parts.append(f"{per_s:,.0f} {self.unit}/s")
-        for tag, name in (("mfu", "MFU"), ("matmul_utilization", "utilization"), ("goodput", "goodput")):
-            if f"speed/{tag}" in metrics and not (tag == "matmul_utilization" and "speed/mfu" in metrics):
+        for tag, name in (
+            ("mfu", "MFU"),
+            ("matmul_utilization", "utilization"),
+            ("goodput", "goodput"),
+        ):
+            if f"speed/{tag}" in metrics and not (
+                tag == "matmul_utilization" and "speed/mfu" in metrics
+            ):
                 parts.append(f"{name} {metrics[f'speed/{tag}']:.0%}")
         if "speed/slowest_rank" in metrics:
-            parts.append(f"slowest rank {metrics['speed/slowest_rank']:.0f} ({metrics['speed/slowest_ratio']:.1f}x)")
+            parts.append(
+                f"slowest rank {metrics['speed/slowest_rank']:.0f} "
+                f"({metrics['speed/slowest_ratio']:.1f}x)"
+            )
         if self.snapshot_step:
             parts.append(f"snapshot {self.snapshot_step:,}")
         return ", ".join(parts)

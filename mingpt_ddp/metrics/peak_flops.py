@@ -4,10 +4,11 @@ import re
 
 import torch
 
-# By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources: NVIDIA's data sheets
-# of V100, T4, A100, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200 and HGX B200, and its white papers on GA102
-# (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where a sheet has rates with sparsity only, half of them;
-# for GeForce the rates with fp32 accumulation. None: the GPU lacks TF32, and bf16 with it.
+# By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources:
+# NVIDIA's data sheets of V100, T4, A100, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200 and HGX
+# B200, and its white papers on GA102 (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where
+# a sheet has rates with sparsity only, half of them; for GeForce the rates with fp32 accumulation.
+# None: the GPU lacks TF32, and bf16 with it.
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     r"V100-SXM[23]-(16|32)GB": (125, None, 15.7),
     r"V100-PCIE-(16|32)GB": (112, None, 14),
@@ -33,10 +34,14 @@ def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda":
         return None
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", torch.cuda.get_device_name(device))
-    rates = next((rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None)
+    rates = next(
+        (rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None
+    )
     if rates is None:
         return None
     half, tf32, fp32 = rates
     if dtype != torch.float32:
         return None if dtype == torch.bfloat16 and tf32 is None else half * 1e12
-    return (fp32 if tf32 is None or torch.get_float32_matmul_precision() == "highest" else tf32) * 1e12
+    return (
+        fp32 if tf32 is None or torch.get_float32_matmul_precision() == "highest" else tf32
+    ) * 1e12

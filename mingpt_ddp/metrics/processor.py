@@ -32,10 +32,19 @@ SPLITS = {"val": "validation", "test": "test"}
 
 
 class MetricsProcessor:
-    """Collect metrics as dicts by tag and pass them to the sinks. docs/logs.md documents the tags."""
+    """Collect metrics as dicts by tag and pass them to the sinks.
+
+    docs/logs.md documents the tags.
+    """
 
     def __init__(
-        self, runtime: Runtime, task: Task, loader: Loader, model: nn.Module, steps: range, started_at: float
+        self,
+        runtime: Runtime,
+        task: Task,
+        loader: Loader,
+        model: nn.Module,
+        steps: range,
+        started_at: float,
     ) -> None:
         """
         Args:
@@ -43,20 +52,33 @@ class MetricsProcessor:
             steps: range(steps done so far, steps of the whole run).
             started_at: time.monotonic() when this attempt began.
         """
-        self.runtime, self.task, self.steps, self.steps_per_epoch = runtime, task, steps, loader.steps_per_epoch
-        directory, chosen = run_directory(task.config), task.config.tracker
+        self.runtime = runtime
+        self.task = task
+        self.steps = steps
+        self.steps_per_epoch = loader.steps_per_epoch
+        directory = run_directory(task.config)
+        chosen = task.config.tracker
         env = runtime.group.env
-        self.tensorboard = TensorBoardLogger(directory / "tensorboard" / f"rank{env.rank}", chosen.tensorboard)
-        files: list[Logger] = [JSONLLogger(directory / METRICS), *([CSVLogger(directory)] if chosen.csv else [])]
+        self.tensorboard = TensorBoardLogger(
+            directory / "tensorboard" / f"rank{env.rank}", chosen.tensorboard
+        )
+        files: list[Logger] = [
+            JSONLLogger(directory / METRICS),
+            *([CSVLogger(directory)] if chosen.csv else []),
+        ]
         self.outboxes: list[Outbox] = []
-        self.loggers: list[Logger] = [self.tensorboard, *(env.call_on_rank_zero(lambda: files) or [])]
+        self.loggers: list[Logger] = [
+            self.tensorboard,
+            *(env.call_on_rank_zero(lambda: files) or []),
+        ]
         # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.panel = Panel(env, str(directory), steps, task.unit)
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, steps.start)
-        self._flops_per_token, self._matmul_flops = flops_per_token(model), 0.0
+        self._flops_per_token = flops_per_token(model)
+        self._matmul_flops = 0.0
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
         self._is_set_up = False
         self._started_at: float | None = started_at  # None once the first step is done
@@ -84,17 +106,23 @@ class MetricsProcessor:
             self.meter.pause(time.perf_counter() - begin)  # the panel imports rich
 
     def _set_up(self) -> None:
-        """Open TensorBoard and measure the matmul rate; deferred so as not to delay the first step."""
+        """Open TensorBoard and measure the matmul rate; deferred so as not to delay the first
+        step.
+        """
         if self._is_set_up:
             return
         begin = time.perf_counter()
         self.tensorboard.open()
-        step, config = self.steps.start + 1, yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
-        self.runtime.group.env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
+        step = self.steps.start + 1
+        config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
+        self.runtime.group.env.call_on_rank_zero(
+            lambda: self.tensorboard.log_text(step, "config", config)
+        )
         if self._flops_per_token is not None:
             self._matmul_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
             if self.runtime.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.runtime.device)  # exclude the measurement's matrices
+                # exclude the measurement's matrices
+                torch.cuda.reset_peak_memory_stats(self.runtime.device)
         self.meter.pause(time.perf_counter() - begin)
         self._is_set_up = True
 
@@ -118,9 +146,15 @@ class MetricsProcessor:
             return {}
         self._set_up()
         communication_s, exposed_s = self.runtime.strategy.comm_times(model)
-        times = {"speed/communication_ms": communication_s * 1e3, "speed/communication_exposed_ms": exposed_s * 1e3}
-        work_ms, clock = measured["speed/work_ms"], self.runtime.strategy.clock
-        slowest = self.stragglers.check(step, work_ms, measured["speed/data_ms"], clock.micro_batches)
+        times = {
+            "speed/communication_ms": communication_s * 1e3,
+            "speed/communication_exposed_ms": exposed_s * 1e3,
+        }
+        work_ms = measured["speed/work_ms"]
+        clock = self.runtime.strategy.clock
+        slowest = self.stragglers.check(
+            step, work_ms, measured["speed/data_ms"], clock.micro_batches
+        )
         metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured, **times}
         per_s = metrics[f"speed/{self.task.unit}_per_s"]
         if self._flops_per_token is not None:
@@ -129,18 +163,28 @@ class MetricsProcessor:
             metrics["speed/matmul_utilization"] = flops / self._matmul_flops
             if self._peak_flops is not None:
                 metrics["speed/mfu"] = flops / self._peak_flops
-        run_metrics = self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput, **slowest}) or {}
+        run_metrics = (
+            self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput, **slowest})
+            or {}
+        )
         for logger in self.loggers:
             logger.log(step, {**metrics, **run_metrics})
         self.panel.update({**metrics, **run_metrics})
         brief = f"loss {metrics['train/loss']:.4f}, {per_s:,.0f} {self.task.unit}/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
-        left = timedelta(seconds=round(min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9)))
+        left = timedelta(
+            seconds=round(min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9))
+        )
         details = f"lr {lr:.2e}, gradient norm {metrics['train/grad_norm']:.2f}, {left} left"
         file_only = {"file_only": self.panel.is_drawn}
-        epochs = f"epoch {-(-step // self.steps_per_epoch)}/{-(-self.steps.stop // self.steps_per_epoch)}"
-        log.info("step %d/%d: %s, %s, %s", step, self.steps.stop, brief, epochs, details, extra=file_only)
+        epochs = (
+            "epoch "
+            f"{-(-step // self.steps_per_epoch)}/{-(-self.steps.stop // self.steps_per_epoch)}"
+        )
+        log.info(
+            "step %d/%d: %s, %s, %s", step, self.steps.stop, brief, epochs, details, extra=file_only
+        )
         return metrics
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:

@@ -1,4 +1,6 @@
-"""Profile some steps: a trace per rank for Perfetto, and a summary of one screen in the log of rank zero."""
+"""Profile some steps: a trace per rank for Perfetto, and a summary of one screen in the log of rank
+zero.
+"""
 
 import logging
 import os
@@ -35,14 +37,23 @@ class Profiler:
     """Profile the steps of trainer.profile. No number of the run depends on it."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, model: nn.Module, optimizer: Optimizer, steps: range, pause: Pause
+        self,
+        config: Config,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: range,
+        pause: Pause,
     ) -> None:
         """
         Args:
             steps: range(steps done so far, steps of the whole run).
             pause: takes the seconds that this takes between steps.
         """
-        self.runtime, self.model, self.optimizer, self._pause = runtime, model, optimizer, pause
+        self.runtime = runtime
+        self.model = model
+        self.optimizer = optimizer
+        self._pause = pause
         self._directory = run_directory(config) / DIRECTORY
         self._profile: torch.profiler.profile | None = None  # while profiling
         self._seconds: list[float] = []  # of each profiled step
@@ -51,7 +62,11 @@ class Profiler:
         if config.trainer.profile is not None:
             torch_internals.record_gpu_allocations()
         if len(self._window) <= last - first:
-            rest = f"steps {self._window[0]} to {self._window[-1]} are" if self._window else "nothing is"
+            rest = (
+                f"steps {self._window[0]} to {self._window[-1]} are"
+                if self._window
+                else "nothing is"
+            )
             log.info(
                 "trainer.profile=[%d,%d], but this start trains steps %d to %d: %s profiled",
                 *(first, last, steps.start + 1, steps.stop, rest),
@@ -78,27 +93,32 @@ class Profiler:
 
     def close(self) -> None:
         """Write the trace and log the summary, if steps were profiled since the last call."""
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         if profile is None:
             return
         begin = time.perf_counter()
         with torch_internals.without_profiler_marks():
             profile.stop()
         rank = self.runtime.group.rank
-        path, partial = self._directory / f"rank{rank}.json.gz", self._directory / f"rank{rank}.partial.json.gz"
+        path = self._directory / f"rank{rank}.json.gz"
+        partial = self._directory / f"rank{rank}.partial.json.gz"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(partial))
             os.replace(partial, path)
         except (OSError, RuntimeError) as error:
             log.warning("cannot write %s, training continues without it: %s", path, error)
-        self.runtime.group.env.call_on_rank_zero(lambda: log.info("%s", self._summary(profile, str(path))))
+        self.runtime.group.env.call_on_rank_zero(
+            lambda: log.info("%s", self._summary(profile, str(path)))
+        )
         self._seconds.clear()
         self._pause(time.perf_counter() - begin)
 
     def _summary(self, profile: torch.profiler.profile, path: str) -> str:
         """Return what took the time and the memory of the profiled steps, on one screen."""
-        steps, kind = len(self._seconds) or 1, "device" if self.runtime.device.type == "cuda" else "cpu"
+        steps = len(self._seconds) or 1
+        kind = "device" if self.runtime.device.type == "cuda" else "cpu"
         total = max(sum(self._seconds), 1e-9)
         events = events_in_steps(list(profile.events() or []))
 
@@ -110,15 +130,21 @@ class Profiler:
         operators: dict[str, list[float]] = {}
         for event in events:
             if event.name not in (FETCH, "[memory]") and not COMMUNICATION.search(event.name):
-                operators.setdefault(event.name, []).append(getattr(event, f"self_{kind}_time_total"))
+                operators.setdefault(event.name, []).append(
+                    getattr(event, f"self_{kind}_time_total")
+                )
         rows = sorted(operators.items(), key=lambda item: -sum(item[1]))[:TOP]
         lines = [
             f"profile of {steps} steps, {1e3 * total / steps:.2f} ms each with the profiler:",
-            f"  data wait {per_step(wait)}, communication {per_step(communication)}, exposed {per_step(exposed)}",
+            (
+                f"  data wait {per_step(wait)}, communication {per_step(communication)}, exposed "
+                f"{per_step(exposed)}"
+            ),
             f"  {self._memory(events, kind)}",
             f"  {'operator, by its own time':44}  ms per step  share  calls per step",
             *(
-                f"  {name if len(name) <= 44 else name[:41] + '...':44} {sum(own) / 1e3 / steps:12.3f} "
+                f"  {name if len(name) <= 44 else name[:41] + '...':44} "
+                f"{sum(own) / 1e3 / steps:12.3f} "
                 f"{sum(own) / 1e6 / total:6.0%} {len(own) / steps:15.1f}"
                 for name, own in rows
             ),
@@ -136,7 +162,9 @@ class Profiler:
             now += getattr(event, size)
             most = max(most, now)
         held["activations and temporary tensors"] = max(0, min(most, peak - sum(held.values())))
-        held["the rest" if kind == "device" else "the rest of the process"] = max(0, peak - sum(held.values()))
+        held["the rest" if kind == "device" else "the rest of the process"] = max(
+            0, peak - sum(held.values())
+        )
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in held.items())
         return f"peak memory {peak / 2**20:.1f} MiB: {parts}"
 
@@ -148,7 +176,9 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     return {
         "parameters": sum(p.nbytes for p, _ in parameters),
         "gradients": sum(p.nbytes for p, requires_grad in parameters if requires_grad),
-        "optimizer": sum(local_tensor(value).nbytes for value in state if isinstance(value, torch.Tensor)),
+        "optimizer": sum(
+            local_tensor(value).nbytes for value in state if isinstance(value, torch.Tensor)
+        ),
     }
 
 
@@ -156,36 +186,47 @@ def events_in_steps(events: list[Any]) -> list[Any]:
     """Return what happens in the profiled steps, without logging and evaluations between them."""
     steps = [event.time_range for event in events if event.name.startswith(STEP)]
     inside = (e for e in events if not e.name.startswith(STEP))
-    return [e for e in inside if any(step.start <= e.time_range.start <= step.end for step in steps)]
+    return [
+        e for e in inside if any(step.start <= e.time_range.start <= step.end for step in steps)
+    ]
 
 
 def communication_times(events: Iterable[Any], kind: str = "cpu") -> tuple[float, float]:
-    """Return the microseconds in which this rank communicates, and those in which it does nothing else.
+    """Return the microseconds in which this rank communicates, and those in which it does nothing
+    else.
 
     Args:
         events: torch.profiler's.
         kind: `cpu`: operators count, or `device`: kernels.
     """
-    communicating, computing = [], []
+    communicating = []
+    computing = []
     for event in events:
-        if (kind == "device") != (event.device_type == torch.autograd.DeviceType.CUDA) or event.name == "[memory]":
+        if (kind == "device") != (
+            event.device_type == torch.autograd.DeviceType.CUDA
+        ) or event.name == "[memory]":
             continue
         span = (event.time_range.start, event.time_range.end)
         if COMMUNICATION.search(event.name):
             communicating.append(span)
-        elif not event.cpu_children and event.name != FETCH and not _is_part_of_communication(event):
+        elif (
+            not event.cpu_children and event.name != FETCH and not _is_part_of_communication(event)
+        ):
             computing.append(span)
     return _covered(communicating), _covered([*communicating, *computing]) - _covered(computing)
 
 
 def _is_part_of_communication(event: Any) -> bool:
     parent = event.cpu_parent
-    return parent is not None and (bool(COMMUNICATION.search(parent.name)) or _is_part_of_communication(parent))
+    return parent is not None and (
+        bool(COMMUNICATION.search(parent.name)) or _is_part_of_communication(parent)
+    )
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
-    length, latest = 0.0, float("-inf")
+    length = 0.0
+    latest = float("-inf")
     for begin, end in sorted(spans):
         length += max(0.0, end - max(begin, latest))
         latest = max(latest, end)
@@ -202,7 +243,9 @@ def snapshot_when_out_of_memory(config: Config, runtime: Runtime) -> Iterator[No
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if torch_internals.dump_gpu_memory(str(path)):
-                log.error("%s shows what fills the GPU: open it in https://pytorch.org/memory_viz", path)
+                log.error(
+                    "%s shows what fills the GPU: open it in https://pytorch.org/memory_viz", path
+                )
         except (OSError, RuntimeError) as error:
             log.warning("cannot write %s: %s", path, error)
         raise

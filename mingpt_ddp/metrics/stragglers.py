@@ -10,7 +10,9 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 log = logging.getLogger(__name__)
 
 SLOW = 1.3  # times the median of the other ranks
-MIN_STEPS, MIN_INTERVALS = 10, 2  # in which the same rank was slow, before it is named
+# in which the same rank was slow, before it is named
+MIN_STEPS = 10
+MIN_INTERVALS = 2
 
 
 class Stragglers:
@@ -21,34 +23,49 @@ class Stragglers:
         Args:
             step: the last one done.
         """
-        self.group, self._last_step = group, step
+        self.group = group
+        self._last_step = step
         self._was_named = False
         self._slow_steps: dict[int, int] = {}  # by rank
-        self._excess: dict[int, float] = {}  # (ratio to the median - 1) summed over these steps, by rank
+        # (ratio to the median - 1) summed over these steps, by rank
+        self._excess: dict[int, float] = {}
         self._clear()
 
     def _clear(self) -> None:
-        self._rank, self._since, self._intervals, self._is_named = -1, 0, 0, False
+        self._rank = -1
+        self._since = 0
+        self._intervals = 0
+        self._is_named = False
 
-    def check(self, step: int, work_ms: float, data_ms: float, micro_batches: int) -> dict[str, float]:
-        """Return the slowest rank and its ratio to the others as metrics, {} for a single rank. A collective.
+    def check(
+        self, step: int, work_ms: float, data_ms: float, micro_batches: int
+    ) -> dict[str, float]:
+        """Return the slowest rank and its ratio to the others as metrics, {} for a single rank.
+
+        A collective.
 
         Args:
             work_ms: of this rank per step, without waiting for others.
             data_ms: the part of it for fetching the batch.
-            micro_batches: of this rank per step. Ranks may have one more than others, which does not make them slow.
+            micro_batches: of this rank per step. Ranks may have one more than others, which does
+                not make them slow.
         """
         if self.group.world_size == 1:
             return {}
         row = torch.tensor([work_ms, data_ms], dtype=torch.float64) / micro_batches
         work, data = self.group.all_gather_async(row)().T.tolist()
         slowest = work.index(max(work))
-        median, median_data = (statistics.median(t[:slowest] + t[slowest + 1 :]) for t in (work, data))
-        first, self._last_step = self._last_step + 1, step
+        median, median_data = (
+            statistics.median(t[:slowest] + t[slowest + 1 :]) for t in (work, data)
+        )
+        first = self._last_step + 1
+        self._last_step = step
         if min(work) <= 0.0 or step < first:  # not measured, or after a rollback
             return {}
         ratio = work[slowest] / median
-        cause = "data wait" if data[slowest] - median_data > (work[slowest] - median) / 2 else "compute"
+        cause = (
+            "data wait" if data[slowest] - median_data > (work[slowest] - median) / 2 else "compute"
+        )
         self._judge(range(first, step + 1), slowest, ratio, cause)
         return {"speed/slowest_rank": float(slowest), "speed/slowest_ratio": ratio}
 
@@ -61,14 +78,21 @@ class Stragglers:
         if ratio < SLOW:
             return
         if rank != self._rank:
-            self._rank, self._since = rank, steps[0]
+            self._rank = rank
+            self._since = steps[0]
         self._intervals += 1
         self._slow_steps[rank] = self._slow_steps.get(rank, 0) + len(steps)
         self._excess[rank] = self._excess.get(rank, 0.0) + (ratio - 1) * len(steps)
         is_clear = self._intervals >= MIN_INTERVALS and steps.stop - self._since >= MIN_STEPS
         if is_clear and not self._is_named:
             self._is_named = self._was_named = True
-            log.warning("rank %d is slow: %.1fx the median step since step %d (%s)", rank, ratio, self._since, cause)
+            log.warning(
+                "rank %d is slow: %.1fx the median step since step %d (%s)",
+                rank,
+                ratio,
+                self._since,
+                cause,
+            )
 
     def log_end(self) -> None:
         """Log which rank was slow most often, if it was for long enough to be named."""
@@ -76,5 +100,15 @@ class Stragglers:
         steps = self._slow_steps.get(rank, 0)
         if self._was_named:
             ratio = 1 + self._excess[rank] / steps
-            until = f", and still is since step {self._since}" if self._is_named and rank == self._rank else ""
-            log.info("rank %d was slow in %d steps, %.1fx the median step on average%s", rank, steps, ratio, until)
+            until = (
+                f", and still is since step {self._since}"
+                if self._is_named and rank == self._rank
+                else ""
+            )
+            log.info(
+                "rank %d was slow in %d steps, %.1fx the median step on average%s",
+                rank,
+                steps,
+                ratio,
+                until,
+            )

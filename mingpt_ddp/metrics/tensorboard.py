@@ -31,19 +31,24 @@ def _unless_failed(
         except OSError as error:
             self._is_off = True
             reason = error.strerror or error
-            log.warning("cannot write %s, training continues without it: %s", self._directory, reason)
+            log.warning(
+                "cannot write %s, training continues without it: %s", self._directory, reason
+            )
 
     return call
 
 
 class TensorBoardLogger:
-    """Write event files. The first value creates the first file: importing TensorBoard takes 0.2 seconds.
+    """Write event files.
+
+    The first value creates the first file: importing TensorBoard takes 0.2 seconds.
 
     If a write fails, for example because the disk is full, training continues without it.
     """
 
     def __init__(self, directory: Path, is_enabled: bool = True) -> None:
-        self._directory, self._is_off = directory, not is_enabled
+        self._directory = directory
+        self._is_off = not is_enabled
         self._writer: SummaryWriter | None = None
 
     def start(self, step: int, world_size: int) -> None:
@@ -86,7 +91,8 @@ class TensorBoardLogger:
     def complete(self, step: int, config: Config) -> None:
         """Write the HParams tab, replacing that of an earlier end of the same run.
 
-        SummaryWriter.add_hparams would name the run by its directory, and add a scalar with the metric at step 0.
+        SummaryWriter.add_hparams would name the run by its directory, and add a scalar with the
+        metric at step 0.
         """
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from torch.utils.tensorboard import SummaryWriter
@@ -95,7 +101,9 @@ class TensorBoardLogger:
         for old in self._directory.glob(f"*{HPARAMS}"):
             old.unlink()
         values = flatten(config.to_dict())
-        plain = {k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()}
+        plain = {
+            k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()
+        }
         experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # writes the tag of the metric only
         with SummaryWriter(str(self._directory), filename_suffix=HPARAMS) as writer:
             for summary in (experiment, hparams_pb(plain, trial_id=config.run_name()), end):

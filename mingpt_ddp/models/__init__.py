@@ -1,4 +1,5 @@
-"""Architectures, selected by `model.architecture`, and the protocols that the rest of the package relies on.
+"""Architectures, selected by `model.architecture`, and the protocols that the rest of the package
+relies on.
 
 Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_size.
 """
@@ -30,8 +31,9 @@ class LanguageModel(Protocol):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits of the next token, or the loss if targets are given.
 
-        Logits at a position may depend on the tokens up to that position only. Random numbers come from torch's global
-        generators, which are seeded before every call; in evaluation mode there are none.
+        Logits at a position may depend on the tokens up to that position only. Random numbers come
+        from torch's global generators, which are seeded before every call; in evaluation mode there
+        are none.
 
         Args:
             tokens: (B, T) int64, below V.
@@ -50,7 +52,8 @@ class SupportsKVCache(Protocol):
         """Allocate a cache for `batch` sequences."""
 
     def decode(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
-        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached tokens.
+        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start`
+        cached tokens.
 
         Ignore cache entries from `start` on; start = 0 begins another text.
         """
@@ -58,15 +61,18 @@ class SupportsKVCache(Protocol):
 
 @runtime_checkable
 class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
-    """Optional: on a GPU, sampling captures `step` in a CUDA graph and replays it for each new token.
+    """Optional: on a GPU, sampling captures `step` in a CUDA graph and replays it for each new
+    token.
 
     Build it from `mingpt_ddp.models.kv_cache`.
     """
 
     def step(self, tokens: Tensor, cache: Any, position: Tensor) -> Tensor:
-        """Return the logits (B, V) after one new token per sequence: `decode(tokens[:, None], cache, int(position))`.
+        """Return the logits (B, V) after one new token per sequence: `decode(tokens[:, None],
+        cache, int(position))`.
 
-        Shapes and operations must not depend on the value of `position`, and the host must not read it.
+        Shapes and operations must not depend on the value of `position`, and the host must not read
+        it.
 
         Args:
             tokens: (B,)
@@ -79,7 +85,9 @@ class SupportsFlopsCount(Protocol):
     """Optional: MFU is logged."""
 
     def flops_per_token(self) -> float:
-        """Count the floating-point operations of a forward and backward pass, per token of a full context."""
+        """Count the floating-point operations of a forward and backward pass, per token of a full
+        context.
+        """
 
 
 def flops_per_token(model: nn.Module) -> float | None:
@@ -92,7 +100,9 @@ def flops_per_token(model: nn.Module) -> float | None:
         return None
     count = model.flops_per_token()
     if not isinstance(count, (int, float)) or not 0 < count < math.inf:
-        raise CodeError(f"{type(model).__name__}.flops_per_token() must return a number above 0, not {count!r}")
+        raise CodeError(
+            f"{type(model).__name__}.flops_per_token() must return a number above 0, not {count!r}"
+        )
     return float(count)
 
 
@@ -101,18 +111,22 @@ def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]
 
     Args:
         outputs: classes or target features; of a language model the vocabulary size.
-        inputs: the shape of an input; of a language model the context length, set as the attribute `block_size` unless
-            the model sets it.
+        inputs: the shape of an input; of a language model the context length, set as the attribute
+            `block_size` unless the model sets it.
 
     Raises:
         CodeError: the user's builder returned something other than an nn.Module.
         ConfigError: the model does not take such inputs.
     """
     if isinstance(config, TransformerConfig) and not isinstance(inputs, int):
-        raise ConfigError(f"model.architecture={config.architecture} needs task.name=language_model")
+        raise ConfigError(
+            f"model.architecture={config.architecture} needs task.name=language_model"
+        )
     model = BUILDERS["model"][config.architecture](config, outputs, inputs)
     if not isinstance(model, nn.Module):
-        raise CodeError(f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}")
+        raise CodeError(
+            f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}"
+        )
     if isinstance(inputs, int):
         vars(model).setdefault("block_size", inputs)
     return model
@@ -135,10 +149,11 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def apply_activation_checkpointing(model: nn.Module) -> None:
-    """Save only the input of each of `model.blocks` for backward, which recomputes the other activations.
+    """Save only the input of each of `model.blocks` for backward, which recomputes the other
+    activations.
 
-    The RNG state is preserved, so dropout masks and gradients are bit-identical. Parameter names and passes without
-    gradients do not change.
+    The RNG state is preserved, so dropout masks and gradients are bit-identical. Parameter names
+    and passes without gradients do not change.
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
@@ -148,7 +163,8 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ConfigError(
-            f"trainer.activation_checkpointing=true needs a model with blocks, an nn.ModuleList, and "
+            "trainer.activation_checkpointing=true needs a model with blocks, an "
+            "nn.ModuleList, and "
             f"{type(model).__name__} has none; set it to false"
         )
     for block in blocks:

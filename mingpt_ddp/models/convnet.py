@@ -1,7 +1,8 @@
-"""A small convolutional network for images: two convolutions with batch normalization and pooling, one linear layer.
+"""A small convolutional network for images: two convolutions with batch normalization and pooling,
+one linear layer.
 
-GELU and means instead of ReLU and maxima: those turn a rounding difference of 1e-8 between world sizes into another
-gradient, and the losses drift apart.
+GELU and means instead of ReLU and maxima: those turn a rounding difference of 1e-8 between world
+sizes into another gradient, and the losses drift apart.
 
 Shapes: B images of C channels, H x W pixels.
 """
@@ -26,7 +27,8 @@ class ConvNet(nn.Module):
         """
         if not isinstance(inputs, tuple) or len(inputs) != 3 or min(inputs[1:]) < 4:
             raise ConfigError(
-                f"model.architecture=convnet needs images (C, H, W) of at least 4 x 4, not {inputs}, as in data=digits"
+                "model.architecture=convnet needs images (C, H, W) of at least 4 x 4, not "
+                f"{inputs}, as in data=digits"
             )
         super().__init__()
         C, H, W = inputs

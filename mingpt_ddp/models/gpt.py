@@ -1,7 +1,8 @@
 """GPT-2: a pre-norm decoder with learned positions and tied embedding and head.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its released code.
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its released
+code.
 """
 
 import math
@@ -21,7 +22,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout  # tensor parallelism: the heads of this rank
+        # tensor parallelism: the heads of this rank
+        self.n_head = config.n_head
+        self.dropout = config.dropout
         self.head_size = config.n_embd // config.n_head
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
@@ -59,22 +62,28 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
-        self.config, self.block_size = config, block_size
-        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # tied: also the head's weight
+        self.config = config
+        self.block_size = block_size
+        # tied: also the head's weight
+        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)
         self.position_embedding = nn.Embedding(block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw from N(0, 0.02); scale layers that write to the residual stream by 1 / sqrt(2 n_layer)."""
+        """Draw from N(0, 0.02); scale layers that write to the residual stream by 1 / sqrt(2
+        n_layer).
+        """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         residual = {Attention: "proj", Block: "down"}.get(type(module))
         if residual:
-            nn.init.normal_(getattr(module, residual).weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+            nn.init.normal_(
+                getattr(module, residual).weight, std=0.02 / math.sqrt(2 * self.config.n_layer)
+            )
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits, or the loss if targets are given.
@@ -89,12 +98,17 @@ class GPT(nn.Module):
         logits = F.linear(self._hidden(tokens), self.token_embedding.weight)
         return logits if targets is None else cross_entropy(logits, targets)
 
-    def _hidden(self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0
+    ) -> Tensor:
         """Return (B, T, C), the normalized output of the last block."""
         T = tokens.shape[1]
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
-        x = self.token_embedding(tokens) + select_positions(self.position_embedding.weight, start, T)  # (B, T, C)
+        # (B, T, C)
+        x = self.token_embedding(tokens) + select_positions(
+            self.position_embedding.weight, start, T
+        )
         x = dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache[i] if cache else None, start)
@@ -108,18 +122,23 @@ class GPT(nn.Module):
         return [KVCache(shape, dtype, device_of(block)) for block in self.blocks]
 
     def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
-        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached positions."""
+        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start`
+        cached positions.
+        """
         return F.linear(self._hidden(tokens, cache, start)[:, -1], self.token_embedding.weight)
 
     def step(self, tokens: Tensor, cache: list[KVCache], position: Tensor) -> Tensor:
-        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the device."""
+        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the
+        device.
+        """
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
-        """Count the floating-point operations of a forward and backward pass per token: 6 N + 12 L C T.
+        """Count the floating-point operations of a forward and backward pass per token: 6 N + 12 L
+        C T.
 
-        N counts every weight used in a product, including the tied head. Source: Chowdhery et al. 2022, "PaLM"
-        (arXiv:2204.02311), appendix B, with full attention, the convention for MFU.
+        N counts every weight used in a product, including the tied head. Source: Chowdhery et al.
+        2022, "PaLM" (arXiv:2204.02311), appendix B, with full attention, the convention for MFU.
         """
         c = self.config
         n = sum(p.numel() for p in self.parameters()) - self.position_embedding.weight.numel()

@@ -1,8 +1,8 @@
 """A modern decoder: changes since GPT-2 that make small models learn faster, each with its source.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
-Combined as in Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat". There are no biases, and norms have
-no gains.
+Combined as in Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat". There are no
+biases, and norms have no gains.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -16,7 +16,8 @@ from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_po
 from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
 from mingpt_ddp.models.placement import device_of
 
-LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]  # KV cache, last inputs (B, 1, C) of both smears
+# KV cache, last inputs (B, 1, C) of both smears
+LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]
 
 
 class Smear(nn.Module):
@@ -33,7 +34,8 @@ class Smear(nn.Module):
         """
         Args:
             x: (B, T, C).
-            last: (B, 1, C) the vector before x, ignored if `start` is 0; overwritten with the last vector of x.
+            last: (B, 1, C) the vector before x, ignored if `start` is 0; overwritten with the last
+                vector of x.
         """
         if last is None or (isinstance(start, int) and start == 0):
             before = F.pad(x[:, :-1], (0, 0, 1, 0))
@@ -46,22 +48,30 @@ class Smear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, normalized queries and keys, and the first block's values added.
+    """Causal self-attention with rotary positions, normalized queries and keys, and the first
+    block's values added.
 
-    Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Henry et al. 2020, "Query-Key Normalization"
-    (arXiv:2010.04245); Zhou et al. 2024, "Value Residual Learning" (arXiv:2410.17897).
+    Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Henry et al. 2020, "Query-Key
+    Normalization" (arXiv:2010.04245); Zhou et al. 2024, "Value Residual Learning"
+    (arXiv:2410.17897).
     """
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head = config.n_head
+        self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         vars(self.qkv)["parts"] = 3  # Muon orthogonalizes the three matrices separately
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(
-        self, x: Tensor, rotary: Tensor, v1: Tensor | None, cache: KVCache | None, start: CachePosition
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        v1: Tensor | None,
+        cache: KVCache | None,
+        start: CachePosition,
     ) -> tuple[Tensor, Tensor]:
         """
         Args:
@@ -84,10 +94,13 @@ class Attention(nn.Module):
 
 
 def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return (T, 2, 1, 1, D): the cosine of each position's angles, and the sine with the signs that `rotate` needs."""
+    """Return (T, 2, 1, 1, D): the cosine of each position's angles, and the sine with the signs
+    that `rotate` needs.
+    """
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=device) / D)
     angles = torch.outer(torch.arange(T, device=device), frequencies)  # (T, D / 2)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
     return table[:, :, None, None].to(dtype)
 
@@ -109,18 +122,28 @@ class Block(nn.Module):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # fraction of the embedding x0 that is added
-        self.smear_1, self.smear_2 = Smear(config.n_embd), Smear(config.n_embd)
+        # fraction of the embedding x0 that is added
+        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))
+        self.smear_1 = Smear(config.n_embd)
+        self.smear_2 = Smear(config.n_embd)
         self.attention = Attention(config)
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
 
     def forward(
-        self, x: Tensor, x0: Tensor, rotary: Tensor, v1: Tensor | None, cache: LayerCache | None, start: CachePosition
+        self,
+        x: Tensor,
+        x0: Tensor,
+        rotary: Tensor,
+        v1: Tensor | None,
+        cache: LayerCache | None,
+        start: CachePosition,
     ) -> tuple[Tensor, Tensor]:
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
         kv_cache, last_1, last_2 = cache or (None, None, None)
-        y, v1 = self.attention(self.smear_1(rms_norm(x), last_1, start), rotary, v1, kv_cache, start)
+        y, v1 = self.attention(
+            self.smear_1(rms_norm(x), last_1, start), rotary, v1, kv_cache, start
+        )
         x = x + dropout(y, self.dropout, self.training)
         y = self.down(relu_squared(self.up(self.smear_2(rms_norm(x), last_2, start))))
         return x + dropout(y, self.dropout, self.training), v1
@@ -139,7 +162,8 @@ class Modern(nn.Module):
 
     def __init__(self, config: ModernConfig, vocab_size: int, block_size: int) -> None:
         super().__init__()
-        self.config, self.block_size = config, block_size
+        self.config = config
+        self.block_size = block_size
         self.token_embedding = nn.Embedding(vocab_size, config.n_embd)
         self.smear = Smear(config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -148,7 +172,9 @@ class Modern(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Zero all layers that write to the residual stream, so that each block starts as the identity."""
+        """Zero all layers that write to the residual stream, so that each block starts as the
+        identity.
+        """
         nn.init.normal_(self.token_embedding.weight)
         bound = (3 / self.config.n_embd) ** 0.5  # uniform with standard deviation 1 / sqrt(C)
         for name, parameter in self.named_parameters():
@@ -172,14 +198,21 @@ class Modern(nn.Module):
         logits = self.head(self._hidden(tokens))
         return logits if targets is None else cross_entropy(logits, targets)
 
-    def _hidden(self, tokens: Tensor, cache: Cache | None = None, start: CachePosition = 0) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, cache: Cache | None = None, start: CachePosition = 0
+    ) -> Tensor:
         """Return (B, T, C), the normalized output of the last block."""
-        T, D = tokens.shape[1], self.config.n_embd // self.config.n_head
+        T = tokens.shape[1]
+        D = self.config.n_embd // self.config.n_head
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
         x = rms_norm(self.token_embedding(tokens).to(compute_dtype(self.head.weight)))
         x = x0 = self.smear(x, cache.last if cache else None, start)
-        rotary = rotary_table(T, D, x.device, x.dtype) if cache is None else select_positions(cache.rotary, start, T)
+        rotary = (
+            rotary_table(T, D, x.device, x.dtype)
+            if cache is None
+            else select_positions(cache.rotary, start, T)
+        )
         v1 = None
         for i, block in enumerate(self.blocks):
             x, v1 = block(x, x0, rotary, v1, cache.layers[i] if cache else None, start)
@@ -187,23 +220,33 @@ class Modern(nn.Module):
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
         """Allocate a cache for `batch` sequences."""
-        c, device = self.config, self.head.weight.device
+        c = self.config
+        device = self.head.weight.device
         shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
         last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
         devices = [device_of(block) for block in self.blocks]
-        layers = [(KVCache(shape, dtype, each), last.to(each, copy=True), last.to(each, copy=True)) for each in devices]
+        layers = [
+            (KVCache(shape, dtype, each), last.to(each, copy=True), last.to(each, copy=True))
+            for each in devices
+        ]
         return Cache(layers, last, rotary_table(self.block_size, shape[-1], device, dtype))
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
-        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start` cached positions."""
+        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start`
+        cached positions.
+        """
         return self.head(self._hidden(tokens, cache, start)[:, -1])
 
     def step(self, tokens: Tensor, cache: Cache, position: Tensor) -> Tensor:
-        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the device."""
+        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the
+        device.
+        """
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
-        """Count the floating-point operations of a forward and backward pass per token, as GPT does: 6 N + 12 L C T."""
+        """Count the floating-point operations of a forward and backward pass per token, as GPT
+        does: 6 N + 12 L C T.
+        """
         c = self.config
         n = 12 * c.n_layer * c.n_embd**2 + self.head.weight.numel()
         return 6 * n + 12 * c.n_layer * c.n_embd * self.block_size

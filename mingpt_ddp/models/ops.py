@@ -1,4 +1,5 @@
-"""Operations with a faster implementation per device: causal attention, RMSNorm, squared ReLU; device and precision.
+"""Operations with a faster implementation per device: causal attention, RMSNorm, squared ReLU;
+device and precision.
 
 Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """
@@ -43,16 +44,20 @@ def choose_precision(wanted: str, device: torch.device) -> str:
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of products with this parameter: that of autocast, else that of the parameter."""
+    """Return the dtype of products with this parameter: that of autocast, else that of the
+    parameter.
+    """
     device = parameter.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    return (
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
+    )
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
     """Attend causally; the last query is at the position of the last key.
 
-    One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix products process blocks of
-    queries and skip the third of the work that is above the diagonal.
+    One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix
+    products process blocks of queries and skip the third of the work that is above the diagonal.
 
     Args:
         q: (B, H, T, D). k, v: (B, H, S, D).
@@ -61,7 +66,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     Returns:
         (B, H, T, D)
     """
-    T, S = q.shape[2], k.shape[2]
+    T = q.shape[2]
+    S = k.shape[2]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _blockwise_attention(q, k, v, dropout)
     if T == S or T == 1:
@@ -73,13 +79,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
 def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     B, H, T, D = q.shape
     cached = k.shape[2] - T
-    q, k, v = q.reshape(B * H, T, D), k.reshape(B * H, -1, D), v.reshape(B * H, -1, D)
+    q = q.reshape(B * H, T, D)
+    k = k.reshape(B * H, -1, D)
+    v = v.reshape(B * H, -1, D)
     blocks = []
     for start in range(0, T, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, T)
         S = cached + stop
-        mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype).triu(diagonal=cached + start + 1)
-        scores = torch.baddbmm(mask, q[:, start:stop], k[:, :S].transpose(1, 2), alpha=1 / math.sqrt(D))
+        mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype).triu(
+            diagonal=cached + start + 1
+        )
+        scores = torch.baddbmm(
+            mask, q[:, start:stop], k[:, :S].transpose(1, 2), alpha=1 / math.sqrt(D)
+        )
         weights = F.dropout(scores.softmax(dim=-1), dropout, dropout > 0)
         blocks.append(torch.bmm(weights, v[:, :S]))
     y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
@@ -89,7 +101,8 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Ten
 def rms_norm(x: Tensor) -> Tensor:
     """Divide x by its root mean square along the last dimension, in the precision of x.
 
-    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467), without gain.
+    Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467),
+    without gain.
     """
     if x.device.type == "cpu":
         return _RMSNorm.apply(x) if torch.is_grad_enabled() else x * _inverse_rms(x)
@@ -102,7 +115,10 @@ def _inverse_rms(x: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with few temporaries; on a CPU torch composes it from operations with temporaries as large as x."""
+    """RMSNorm with few temporaries.
+
+    On a CPU torch composes it from operations with temporaries as large as x.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -120,7 +136,9 @@ class _RMSNorm(torch.autograd.Function):
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy, in fp32, of logits (B, T, V) and targets (B, T)."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), label_smoothing=label_smoothing)
+    return F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), label_smoothing=label_smoothing
+    )
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:

@@ -1,8 +1,9 @@
-"""Split a model over several devices of one rank: its blocks in equal runs, everything else on the first device.
+"""Split a model over several devices of one rank: its blocks in equal runs, everything else on the
+first device.
 
-The embedding, the final norm, the head and the loss stay where the batch is: a head that is tied to the embedding needs
-no second copy, and the model's own code does not change. Hooks move what a block takes to its device, and what the last
-block returns back to the first device.
+The embedding, the final norm, the head and the loss stay where the batch is: a head that is tied to
+the embedding needs no second copy, and the model's own code does not change. Hooks move what a
+block takes to its device, and what the last block returns back to the first device.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +18,14 @@ from mingpt_ddp.errors import ConfigError
 Move = Callable[[Tensor, torch.device], Tensor]
 
 
-def split_blocks(model: nn.Module, devices: Sequence[torch.device], move: Move = Tensor.to) -> nn.Module:
+def split_blocks(
+    model: nn.Module, devices: Sequence[torch.device], move: Move = Tensor.to
+) -> nn.Module:
     """Move a model to its devices, in place; return it. The parameters keep their names and values.
 
     Args:
-        devices: of this rank; the same device several times is allowed, and one device takes any model.
+        devices: of this rank; the same device several times is allowed, and one device takes any
+            model.
         move: copies a tensor to another device.
 
     Raises:
@@ -30,21 +34,31 @@ def split_blocks(model: nn.Module, devices: Sequence[torch.device], move: Move =
     if len(devices) == 1:
         return model.to(devices[0])
     blocks = blocks_of(model, len(devices))
-    indices = [i * len(devices) // len(blocks) for i in range(len(blocks))]  # of the device of each block
-    owners = {module: index for block, index in zip(blocks, indices, strict=True) for module in block.modules()}
+    # of the device of each block
+    indices = [i * len(devices) // len(blocks) for i in range(len(blocks))]
+    owners = {
+        module: index
+        for block, index in zip(blocks, indices, strict=True)
+        for module in block.modules()
+    }
     seen: dict[Tensor, int] = {}
     for module in model.modules():
         index = owners.get(module, 0)
-        if any(seen.setdefault(tensor, index) != index for tensor in module.parameters(recurse=False)):
+        if any(
+            seen.setdefault(tensor, index) != index for tensor in module.parameters(recurse=False)
+        ):
             raise ConfigError(
-                f"model.devices={len(devices)}: {type(model).__name__} shares a parameter between two devices; "
+                f"model.devices={len(devices)}: {type(model).__name__} shares a parameter "
+                "between two devices; "
                 "set it to 1"
             )
         move_tensors(module, devices[index])
     previous = 0
     for block, index in zip(blocks, indices, strict=True):
         block.register_forward_pre_hook(
-            partial(_before, move, devices[previous], devices[index]), with_kwargs=True, prepend=True
+            partial(_before, move, devices[previous], devices[index]),
+            with_kwargs=True,
+            prepend=True,
         )
         previous = index
     blocks[-1].register_forward_hook(partial(_after_last, move, devices[previous], devices[0]))
@@ -60,11 +74,14 @@ def blocks_of(model: nn.Module, devices: int) -> list[nn.Module]:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
         raise ConfigError(
-            f"model.devices={devices} needs a model with blocks, an nn.ModuleList whose modules run one after "
+            f"model.devices={devices} needs a model with blocks, an nn.ModuleList whose "
+            "modules run one after "
             f"the other, and {type(model).__name__} has none; set it to 1"
         )
     if len(blocks) < devices:
-        raise ConfigError(f"model.devices={devices}, but the model has {len(blocks)} blocks; lower it")
+        raise ConfigError(
+            f"model.devices={devices}, but the model has {len(blocks)} blocks; lower it"
+        )
     return list(blocks)
 
 
@@ -85,21 +102,34 @@ def is_split(model: nn.Module) -> bool:
 
 
 def _before(
-    move: Move, previous: torch.device, device: torch.device, block: nn.Module, args: Any, kwargs: Any
+    move: Move,
+    previous: torch.device,
+    device: torch.device,
+    block: nn.Module,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Any, Any]:
     _continue_generator(previous, device)
     return _moved(args, device, move), _moved(kwargs, device, move)
 
 
 def _after_last(
-    move: Move, previous: torch.device, device: torch.device, block: nn.Module, args: Any, output: Any
+    move: Move,
+    previous: torch.device,
+    device: torch.device,
+    block: nn.Module,
+    args: Any,
+    output: Any,
 ) -> Any:
     _continue_generator(previous, device)
     return _moved(output, device, move)
 
 
 def _moved(value: Any, device: torch.device, move: Move) -> Any:
-    """Move the tensors in tuples, lists and dicts; other objects, such as a KV cache, are on the block's device."""
+    """Move the tensors in tuples, lists and dicts.
+
+    Other objects, such as a KV cache, are on the block's device.
+    """
     if isinstance(value, Tensor):
         return move(value, device)
     if type(value) in (tuple, list):
@@ -110,6 +140,8 @@ def _moved(value: Any, device: torch.device, move: Move) -> Any:
 
 
 def _continue_generator(previous: torch.device, device: torch.device) -> None:
-    """Let the next GPU draw the numbers that the previous one would have drawn: the dropout of a single device."""
+    """Let the next GPU draw the numbers that the previous one would have drawn: the dropout of a
+    single device.
+    """
     if previous != device and previous.type == device.type == "cuda":
         torch.cuda.set_rng_state(torch.cuda.get_rng_state(previous), device)

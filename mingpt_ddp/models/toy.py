@@ -13,7 +13,10 @@ class ToyModel(nn.Module):
 
     def __init__(self, config: ModelConfig, outputs: int, inputs: tuple[int, ...]) -> None:
         if not isinstance(inputs, tuple) or len(inputs) != 1:
-            raise ConfigError(f"model.architecture=toy needs vectors, not {inputs}, as in data=toy task=regression")
+            raise ConfigError(
+                f"model.architecture=toy needs vectors, not {inputs}, as in data=toy "
+                "task=regression"
+            )
         super().__init__()
         self.net1 = nn.Linear(inputs[0], HIDDEN)
         self.relu = nn.ReLU()

@@ -1,4 +1,6 @@
-"""Optimizers, selected by `optimizer.name`, and their parameter groups; lr_schedule.py has the learning rate."""
+"""Optimizers, selected by `optimizer.name`, and their parameter groups; lr_schedule.py has the
+learning rate.
+"""
 
 from typing import Any
 
@@ -22,14 +24,18 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer that `config` describes; the train step sets the learning rate before every step.
+    """Build the optimizer that `config` describes.
+
+    The train step sets the learning rate before every step.
 
     Raises:
         CodeError: the user's builder returned something other than a torch.optim.Optimizer.
     """
     optimizer = BUILDERS["optimizer"][config.name](model, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CodeError(f"{config.name} must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        raise CodeError(
+            f"{config.name} must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
     return optimizer
 
 
@@ -40,8 +46,11 @@ def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
 
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
-    fused = not any(hasattr(p, "device_mesh") for p in model.parameters())  # torch's kernel takes no sharded tensors
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+    # torch's kernel takes no sharded tensors
+    fused = not any(hasattr(p, "device_mesh") for p in model.parameters())
+    return torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
+    )
 
 
 BUILDERS["optimizer"].update(adamw=_adamw, muon=Muon, sgd=_sgd)

@@ -10,10 +10,13 @@ T = TypeVar("T", bound=OptimizerConfig)
 
 
 def scale_lr(config: T, batch_size: int) -> T:
-    """Return the configuration with `lr` scaled by `lr_scaling`; the rates of other parameters keep their ratio to it.
+    """Return the configuration with `lr` scaled by `lr_scaling`.
 
-    Sources: linear for SGD, Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677); the square root for
-    Adam, Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (arXiv:2205.10287).
+    The rates of other parameters keep their ratio to it.
+
+    Sources: linear for SGD, Goyal et al. 2017, "Accurate, Large Minibatch SGD" (arXiv:1706.02677);
+    the square root for Adam, Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
+    Gradient Algorithms" (arXiv:2205.10287).
     """
     ratio = batch_size / (config.reference_batch_size or batch_size)
     factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
@@ -23,8 +26,9 @@ def scale_lr(config: T, batch_size: int) -> T:
 def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """Return the learning rate of a step; steps count from 1.
 
-    Linear warm-up, then decay from `lr` to `min_lr_ratio * lr` at the last step of the schedule, constant after that.
-    wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395) with a linear decay.
+    Linear warm-up, then decay from `lr` to `min_lr_ratio * lr` at the last step of the schedule,
+    constant after that. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395)
+    with a linear decay.
     """
     total = config.schedule_steps or run_steps
     if step <= config.warmup_steps:
@@ -44,10 +48,15 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
 def weight_decay_factor(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """Return the weight decay of a step over `weight_decay`; steps count from 1.
 
-    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule, and stay there.
+    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule, and stay
+    there.
     """
     if config.weight_decay_schedule == "lr":
         return get_lr(step, config, run_steps) / config.lr
     progress = min(1.0, step / (config.schedule_steps or run_steps))
-    shapes = {"constant": 0.0, "linear": progress, "cosine": 0.5 * (1 - math.cos(math.pi * progress))}
+    shapes = {
+        "constant": 0.0,
+        "linear": progress,
+        "cosine": 0.5 * (1 - math.cos(math.pi * progress)),
+    }
     return 1 + (config.final_weight_decay_ratio - 1) * shapes[config.weight_decay_schedule]

@@ -25,7 +25,10 @@ Parts = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, o
 
 
 class AsyncSave(threading.Thread):
-    """Stage, write, commit. Every rank runs this thread for the same step; an error on one rank is raised on all."""
+    """Stage, write, commit.
+
+    Every rank runs this thread for the same step; an error on one rank is raised on all.
+    """
 
     def __init__(
         self,
@@ -44,14 +47,19 @@ class AsyncSave(threading.Thread):
             apply_retention: called on rank zero with the store of the commit; must not raise.
         """
         super().__init__(name=f"snapshot of step {step}", daemon=True)
-        self.runtime, self.stores, self.buffers = runtime, stores, buffers
-        self.step, self.parts, self.apply_retention = step, parts, apply_retention
+        self.runtime = runtime
+        self.stores = stores
+        self.buffers = buffers
+        self.step = step
+        self.parts = parts
+        self.apply_retention = apply_retention
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # from the start to the commit
         # The result, the same on every rank.
         self.url: str | None = None  # of the store that holds the snapshot
-        self.failure: tuple[str, OSError] | None = None  # the first store that failed, and its error
+        # the first store that failed, and its error
+        self.failure: tuple[str, OSError] | None = None
         self.error: Exception | None = None  # ends the run
         gpus = [device for device in runtime.devices if device.type == "cuda"]
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in gpus}
@@ -70,11 +78,14 @@ class AsyncSave(threading.Thread):
                     written = group.all_gather(own, io=True)
                     files = {name: file for part in written for name, file in sorted(part.items())}
                     with group.raise_everywhere():
-                        manifest = group.env.call_on_rank_zero(partial(store.make_manifest, self.step, files))
+                        manifest = group.env.call_on_rank_zero(
+                            partial(store.make_manifest, self.step, files)
+                        )
                         store.write_files(self.step, manifest or {})
                 except OSError as error:
                     self.failure = self.failure or (store.url, error)
-                    if store.storage.local:  # free a full disk; a failing object store would fail the deletion too
+                    # free a full disk; a failing object store would fail the deletion too
+                    if store.storage.local:
                         with contextlib.suppress(OSError):
                             group.env.call_on_rank_zero(partial(store.clear, self.step))
                 else:
@@ -84,21 +95,32 @@ class AsyncSave(threading.Thread):
         except Exception as error:  # SnapshotManager.wait raises it on the training thread
             self.error = error
             if not isinstance(error, UserError):
-                log.info("the snapshot of step %d failed", self.step, exc_info=error, extra={"file_only": True})
+                log.info(
+                    "the snapshot of step %d failed",
+                    self.step,
+                    exc_info=error,
+                    extra={"file_only": True},
+                )
         finally:
             self.staged.set()
             self.duration_s = time.monotonic() - self.started_at
 
     def _stage(self) -> dict[str, memoryview | bytes]:
-        """Copy the tensors to host memory, on a separate CUDA stream per GPU; return the content of each file."""
+        """Copy the tensors to host memory, on a separate CUDA stream per GPU.
+
+        Return the content of each file.
+        """
         tensors = {name: part for name, part in self.parts.items() if isinstance(part, dict)}
-        if tensors.keys() != self.buffers.keys() or not all(self.buffers[n].fits(t) for n, t in tensors.items()):
+        if tensors.keys() != self.buffers.keys() or not all(
+            self.buffers[n].fits(t) for n, t in tensors.items()
+        ):
             self.buffers.clear()  # free the memory before allocating again
             self.buffers.update({name: SafetensorsBuffer(named) for name, named in tensors.items()})
         if self._ready:
             torch.cuda.set_device(self.runtime.device)  # of this thread
         streams = [torch.cuda.Stream(device) for device in self._ready]
-        with contextlib.ExitStack() as current:  # a copy runs on the current stream of its tensor's GPU
+        # a copy runs on the current stream of its tensor's GPU
+        with contextlib.ExitStack() as current:
             for stream, event in zip(streams, self._ready.values(), strict=True):
                 stream.wait_event(event)  # work queued on the training stream before the snapshot
                 current.enter_context(torch.cuda.stream(stream))
@@ -106,7 +128,10 @@ class AsyncSave(threading.Thread):
                 buffer.fill(tensors[name])
         for stream in streams:
             stream.synchronize()
-        contents = {n: part if isinstance(part, bytes) else self.buffers[n].content for n, part in self.parts.items()}
+        contents = {
+            n: part if isinstance(part, bytes) else self.buffers[n].content
+            for n, part in self.parts.items()
+        }
         self.parts = {}
         self.staged.set()
         return contents

@@ -31,7 +31,9 @@ def export_files(
         SnapshotError: there is no such snapshot, or the format cannot hold its model.
     """
     snapshot = load(url, ("model",), step)
-    files = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}[format](snapshot)
+    files = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}[format](
+        snapshot
+    )
     files["README.md"] = model_card(snapshot, url, format, directory, license)
     return snapshot.step, files
 
@@ -51,7 +53,8 @@ def _torch(snapshot: Snapshot) -> dict[str, Content]:
 
 
 def describe(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the description of the weights: the model's configuration, for text the character of each token.
+    """Return the description of the weights: the model's configuration, for text the character of
+    each token.
 
     Raises:
         SnapshotError: the snapshot's state lacks it.
@@ -60,9 +63,13 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
     values = {"step": snapshot.step, "val_loss": recorded_train_state(state).get("val_loss")}
     if isinstance(state, dict) and "data" in state:  # another task than a language model
         config = state.get("config")
-        groups = {name: config.get(name) if isinstance(config, dict) else None for name in ("task", "model")}
+        groups = {
+            name: config.get(name) if isinstance(config, dict) else None
+            for name in ("task", "model")
+        }
         return {**values, **groups, "data": state["data"]}
     spec = read_model_spec(state)
-    if spec.model["architecture"] in MODELS:  # others are copied unchecked: export runs no user code
+    # others are copied unchecked: export runs no user code
+    if spec.model["architecture"] in MODELS:
         spec.config()
     return {**values, "model": spec.model, "block_size": spec.block_size, **spec.tokenizer.state()}

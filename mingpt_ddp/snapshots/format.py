@@ -8,10 +8,11 @@ A snapshot is a directory `step_00001000` of
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
-If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so on, whole or in
-pieces of rows, named `<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid manifest the snapshot does not
-exist. Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe to read:
-names are validated, and sizes are known before anything is read.
+If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so
+on, whole or in pieces of rows, named `<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid
+manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest
+is JSON. Untrusted snapshots are safe to read: names are validated, and sizes are known before
+anything is read.
 
 Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
 """
@@ -30,11 +31,13 @@ from mingpt_ddp.errors import SnapshotError
 Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
 
 FORMAT = 2
-MANIFEST, STATE = "manifest.json", "state.json"
+MANIFEST = "manifest.json"
+STATE = "state.json"
 KINDS = ("model", "optimizer")
 TENSOR_KINDS = (*KINDS, "ema")  # ema: only with trainer.ema
 OUR_KINDS = (*TENSOR_KINDS, "state", "manifest")
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
 MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
 MAX_CONFIG_CHARS = 1 << 16  # of a run's configuration, in a snapshot's state or in its config.yaml
@@ -73,23 +76,37 @@ def step_of(name: str) -> int | None:
 
 def shard_name(kind: str, shard: int, shards: int) -> str:
     """Name the file of one shard; shards count from 0, names from 1."""
-    return f"{kind}.safetensors" if shards == 1 else f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
+    return (
+        f"{kind}.safetensors"
+        if shards == 1
+        else f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
+    )
 
 
-def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> list[dict[str, dict[str, Tensor]]]:
+def shard_tensors(
+    tensors: Mapping[str, Mapping[str, Tensor]], writers: int
+) -> list[dict[str, dict[str, Tensor]]]:
     """Assign whole tensors to writers, balanced by bytes; deterministic, so that all ranks agree.
 
     Args:
         tensors: by kind and name.
 
     Returns:
-        For each writer its tensors by file and name; fewer writers than asked if shards would be too small.
+        For each writer its tensors by file and name; fewer writers than asked if shards would be
+        too small.
     """
-    everything = [(tensor.nbytes, kind, name) for kind, named in tensors.items() for name, tensor in named.items()]
+    everything = [
+        (tensor.nbytes, kind, name)
+        for kind, named in tensors.items()
+        for name, tensor in named.items()
+    ]
     shards = max(1, min(writers, sum(size for size, _, _ in everything) // MIN_SHARD_BYTES))
     loads = [0] * shards
-    files: list[dict[str, dict[str, Tensor]]] = [{shard_name(k, i, shards): {} for k in tensors} for i in range(shards)]
-    for size, kind, name in sorted(everything, reverse=True):  # largest first, each to the smallest shard
+    files: list[dict[str, dict[str, Tensor]]] = [
+        {shard_name(k, i, shards): {} for k in tensors} for i in range(shards)
+    ]
+    # largest first, each to the smallest shard
+    for size, kind, name in sorted(everything, reverse=True):
         shard = loads.index(min(loads))
         loads[shard] += size
         files[shard][shard_name(kind, shard, shards)][name] = tensors[kind][name]
@@ -97,7 +114,9 @@ def shard_tensors(tensors: Mapping[str, Mapping[str, Tensor]], writers: int) -> 
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a snapshot file: model, optimizer, state, or one added by a later version."""
+    """Return the kind of a snapshot file: model, optimizer, state, or one added by a later
+    version.
+    """
     return re.split("[.-]", name)[0]
 
 
@@ -107,7 +126,9 @@ def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
 
 
 def _with_digest(values: dict[str, Any]) -> bytes:
-    """Return the values as JSON whose last field is the SHA-256 of the others, which detects any flipped bit."""
+    """Return the values as JSON whose last field is the SHA-256 of the others, which detects any
+    flipped bit.
+    """
     digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
     return json.dumps({**values, "sha256": digest}, indent=1).encode()
 
@@ -121,27 +142,37 @@ def decode_manifest(content: bytes, step: int) -> Files:
     """
     try:
         values = load_json(content)
-        if content == json.dumps({**values, "format": 1}, indent=1).encode() and "sha256" not in values:
+        if (
+            content == json.dumps({**values, "format": 1}, indent=1).encode()
+            and "sha256" not in values
+        ):
             raise SnapshotError(
-                f"the snapshot of step {step} was written by an earlier version, in format 1; start again with "
+                f"the snapshot of step {step} was written by an earlier version, in format "
+                "1; start again with "
                 "run.resume=never, or finish the run with that version"
             )
         del values["sha256"]
         valid = content == _with_digest(values)
         if valid and values["format"] > FORMAT:
             raise SnapshotError(
-                f"the snapshot of step {step} was written by a newer version, in format {values['format']}; upgrade"
+                f"the snapshot of step {step} was written by a newer version, in format "
+                f"{values['format']}; upgrade"
             )
         files = values["files"]
         valid &= values["format"] == FORMAT and values["step"] == step
-        valid &= all(isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values())
+        valid &= all(
+            isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values()
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
     shards = max(1, sum(kind_of(name) == KINDS[0] for name in files))
     kinds = TENSOR_KINDS if any(kind_of(name) == "ema" for name in files) else KINDS
     ours = {STATE, *(shard_name(kind, i, shards) for kind in kinds for i in range(shards))}
     # Files of later versions: no path separators, and no name that collides with ours.
-    known = all(re.fullmatch(r"[a-z0-9_]+\.[a-z]+", n) and kind_of(n) not in OUR_KINDS for n in files.keys() - ours)
+    known = all(
+        re.fullmatch(r"[a-z0-9_]+\.[a-z]+", n) and kind_of(n) not in OUR_KINDS
+        for n in files.keys() - ours
+    )
     if not (valid and known and ours <= files.keys()) or files[STATE]["bytes"] > MAX_STATE_BYTES:
         raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
     return files
@@ -163,7 +194,9 @@ def load_json(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
-        groups = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))]
+        groups = [
+            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))
+        ]
         level = [inner for group in groups for inner in group]
     if level:
         raise ValueError("it is nested too deeply")

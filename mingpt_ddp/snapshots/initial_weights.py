@@ -1,4 +1,5 @@
-"""Read the weights that `run.init_from` names: of a run, a snapshot, an export, or a GPT-2 in Hugging Face's format.
+"""Read the weights that `run.init_from` names: of a run, a snapshot, an export, or a GPT-2 in
+Hugging Face's format.
 
 All of it is untrusted: tensors are safetensors, the rest is JSON.
 """
@@ -36,7 +37,8 @@ class InitialWeights:
     """A model's weights and what a run that starts from them keeps."""
 
     model: dict[str, Any]  # the group `model` of its configuration, unchecked
-    sizes: tuple[int | None, int | None]  # vocabulary size, tokens of context; None of a task other than text
+    # vocabulary size, tokens of context; None of a task other than text
+    sizes: tuple[int | None, int | None]
     state: dict[str, Any]  # the tokenizer's, as in state.json; {} if there is none
     data: dict[str, Any]  # what they determine of the group `data`
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -61,11 +63,13 @@ def read_initial_weights(url: str) -> InitialWeights:
     with _one_line(url):
         weights = _read(storage, url)
         if type(layers := weights.model.get("n_layer")) is int and layers > len(weights.tensors):
-            raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")  # layers take time to build
+            # layers take time to build
+            raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")
         json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
     if weights.data and not weights.state:
         log.warning(
-            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the run uses the tokens "
+            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and "
+            "merges.txt): the run uses the tokens "
             "of data.tokenizer, for which the embeddings were not trained",
             url,
         )
@@ -77,12 +81,15 @@ def _read(storage: Storage, url: str) -> InitialWeights:
     if not names and storage.local:
         what = "has no files" if os.path.exists(storage.root) else "does not exist"
         raise SnapshotError(
-            f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export or a GPT-2 (config.json "
+            f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export "
+            "or a GPT-2 (config.json "
             "and model.safetensors): nothing is downloaded by a model's name"
         )
     pickles = [name for name in PICKLES if name in names and MODEL not in names]
     if pickles:
-        raise ValueError(f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}")
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}"
+        )
     if MODEL not in names or "config.json" not in names:
         snapshot = load(url, ("model",))
         return of_state(snapshot.state, snapshot.model)
@@ -104,11 +111,16 @@ def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWei
     if "data" in state:  # of samples
         return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
-    return _of_text(spec.model, (spec.tokenizer.vocab_size, spec.block_size), spec.tokenizer, tensors or {})
+    return _of_text(
+        spec.model, (spec.tokenizer.vocab_size, spec.block_size), spec.tokenizer, tensors or {}
+    )
 
 
 def _of_text(
-    model: dict[str, Any], sizes: tuple[int, int], tokenizer: Tokenizer | None, tensors: dict[str, Tensor]
+    model: dict[str, Any],
+    sizes: tuple[int, int],
+    tokenizer: Tokenizer | None,
+    tensors: dict[str, Tensor],
 ) -> InitialWeights:
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"its vocabulary size and context length are {str(sizes)[:100]}")
@@ -131,7 +143,15 @@ def _one_line(url: str) -> Iterator[None]:
     """Report damage, and what has another form than expected, as a SnapshotError."""
     try:
         yield
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RuntimeError, MemoryError) as error:
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise SnapshotError(f"run.init_from={url} cannot be used: {reason}") from error
 
@@ -143,8 +163,11 @@ def _read_tensors(storage: Storage) -> dict[str, Tensor]:
     return decode(storage.read(MODEL))
 
 
-def check_initial_weights(model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]) -> None:
-    """Check that `load_initial_weights` can copy the weights into a model, which may be on the meta device.
+def check_initial_weights(
+    model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]
+) -> None:
+    """Check that `load_initial_weights` can copy the weights into a model, which may be on the meta
+    device.
 
     Args:
         resized: numbers of rows that may differ, as pairs of those of the weights and of the model.
@@ -155,16 +178,24 @@ def check_initial_weights(model: nn.Module, tensors: dict[str, Any], resized: se
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
     for name in sorted(own.keys() & tensors.keys()):
-        theirs, shape = tuple(tensors[name].shape), tuple(own[name].shape)
-        if theirs != shape and not (theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized):
+        theirs = tuple(tensors[name].shape)
+        shape = tuple(own[name].shape)
+        if theirs != shape and not (
+            theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
+        ):
             wrong.append(f"{name} {theirs} for {shape}")
         elif tensors[name].is_floating_point() != own[name].is_floating_point():
             wrong.append(f"{name} in {str(tensors[name].dtype).removeprefix('torch.')}")
     if wrong:
-        raise SnapshotError(f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}")
+        raise SnapshotError(
+            f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
+        )
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor.to(own[name].dtype)).all():
-            raise SnapshotError(f"the weights of run.init_from cannot be used: {name} has values that are not finite")
+            raise SnapshotError(
+                f"the weights of run.init_from cannot be used: {name} has values that are "
+                "not finite"
+            )
 
 
 @torch.no_grad()

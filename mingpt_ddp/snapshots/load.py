@@ -49,7 +49,14 @@ def stores_of_run(stores: list[SnapshotStore], directory: Path) -> list[Snapshot
         SnapshotError: a recorded URL cannot be opened on this machine.
     """
     own = {store.url for store in stores}
-    return [*stores, *(store for store in map(_open_store, candidate_urls(str(directory))) if store.url not in own)]
+    return [
+        *stores,
+        *(
+            store
+            for store in map(_open_store, candidate_urls(str(directory)))
+            if store.url not in own
+        ),
+    ]
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
@@ -59,18 +66,22 @@ def step_in(url: str) -> tuple[SnapshotStore, int] | None:
     return None if step is None else (SnapshotStore(parent or "."), step)
 
 
-def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple[SnapshotStore, list[int]]]:
+def find_steps(
+    url: str, follow: bool = True, strict: bool = True
+) -> list[tuple[SnapshotStore, list[int]]]:
     """List the stores at a URL that have snapshots, committed or not, with their steps.
 
     Args:
-        follow: include stores elsewhere that the run directory records; otherwise log one line that names them.
+        follow: include stores elsewhere that the run directory records; otherwise log one line that
+            names them.
         strict: raise the error of any store; otherwise log it if another store has snapshots.
 
     Raises:
         SnapshotError: there are none.
         StorageUnavailableError: a store does not respond within ANSWER_TIMEOUT_S.
     """
-    named, found = step_in(url), list[tuple[SnapshotStore, list[int]]]()
+    named = step_in(url)
+    found = list[tuple[SnapshotStore, list[int]]]()
     url = url.rstrip("/") or url
 
     def list_steps(store: SnapshotStore) -> None:
@@ -82,16 +93,23 @@ def find_steps(url: str, follow: bool = True, strict: bool = True) -> list[tuple
     errors = _ask_each([named[0].url] if named else candidate_urls(url, follow), url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
     elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
-    hint = f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
+    hint = (
+        f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
+    )
     if not found:
-        raise SnapshotError(f"there are no snapshots at {url}{_if_missing(url)}; {hint if elsewhere else ADVICE}")
+        raise SnapshotError(
+            f"there are no snapshots at {url}{_if_missing(url)}; {hint if elsewhere else ADVICE}"
+        )
     if elsewhere:
         log.warning("%s: %s", url, hint)
     return found
 
 
-def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", whole: bool = True) -> Snapshot:
-    """Read a snapshot from a run directory or a directory of snapshots, or the one that the URL names.
+def load(
+    url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", whole: bool = True
+) -> Snapshot:
+    """Read a snapshot from a run directory or a directory of snapshots, or the one that the URL
+    names.
 
     Args:
         kinds: which tensors to read; the others are left empty.
@@ -113,7 +131,11 @@ def load(url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", w
     def read_newer(store: SnapshotStore) -> None:
         nonlocal found
         if found is None or max(store.steps(), default=0) > found.step:
-            found = max(found, store.read_latest(kinds, whole), key=lambda snapshot: snapshot.step if snapshot else -1)
+            found = max(
+                found,
+                store.read_latest(kinds, whole),
+                key=lambda snapshot: snapshot.step if snapshot else -1,
+            )
 
     errors = _ask_each(candidate_urls(url), url, read_newer)
     _raise_or_log(errors, found is not None)
@@ -127,7 +149,9 @@ def _if_missing(url: str) -> str:
     return ", which does not exist" if storage.local and not os.path.lexists(storage.root) else ""
 
 
-def _ask_each(locations: Iterable[str], url: str, ask: Callable[[SnapshotStore], None]) -> list[UserError]:
+def _ask_each(
+    locations: Iterable[str], url: str, ask: Callable[[SnapshotStore], None]
+) -> list[UserError]:
     """Call `ask` for the store at each location; return the errors of those that cannot be read.
 
     Skip `url` itself if its server has not responded for a subdirectory.
@@ -167,8 +191,12 @@ def _find_url(url: str, step: int | str) -> str:
             break
     stores = [store for number, store in found if number == wanted]
     if not stores:
-        raise SnapshotError(f"there is no snapshot of step {wanted} at {url}; the newest is of step {max(dict(found))}")
-    store = max(stores, key=lambda store: store.is_committed(wanted))  # the first that has it whole, or else the first
+        raise SnapshotError(
+            f"there is no snapshot of step {wanted} at {url}; the newest is of step "
+            f"{max(dict(found))}"
+        )
+    # the first that has it whole, or else the first
+    store = max(stores, key=lambda store: store.is_committed(wanted))
     return f"{store.url}/{layout.directory_name(wanted)}"
 
 
@@ -179,9 +207,14 @@ def recorded_train_state(state: Any) -> dict[str, Any]:
 
 
 def _linked_directory(run: str) -> list[str]:
-    """Return the target of `snapshots` in a local run directory if it is a symbolic link; otherwise []."""
+    """Return the target of `snapshots` in a local run directory if it is a symbolic link.
+
+    Otherwise [].
+    """
     storage = open_storage(f"{run}/snapshots")
-    return [os.path.realpath(storage.root)] if storage.local and os.path.islink(storage.root) else []
+    return (
+        [os.path.realpath(storage.root)] if storage.local and os.path.islink(storage.root) else []
+    )
 
 
 def _recorded_urls(run: str) -> list[str]:
@@ -193,7 +226,9 @@ def _recorded_urls(run: str) -> list[str]:
         depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
     except Exception:  # not a run directory
         return []
-    # A chained URL (a::b) could open a filesystem that executes what it reads, or writes; snapshot.path is never one.
+    # A chained URL (a::b) could open a filesystem that executes what it reads, or writes;
+    # snapshot.path is never one.
     paths = [path for path in paths if isinstance(path, str) and "::" not in path]
-    name = "/".join(directory.root.rstrip("/").split("/")[-depth:])  # from the directory: it may be run.name with -2
+    # from the directory: it may be run.name with -2
+    name = "/".join(directory.root.rstrip("/").split("/")[-depth:])
     return [f"{path.removesuffix('/')}/{name}" for path in paths]

@@ -1,4 +1,6 @@
-"""Load the model of a snapshot without a run: weights and tokenizer for sampling, its configuration for export."""
+"""Load the model of a snapshot without a run: weights and tokenizer for sampling, its configuration
+for export.
+"""
 
 import json
 from dataclasses import dataclass, replace
@@ -33,7 +35,9 @@ def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokeniz
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
-        model = build_around(spec.config(), (spec.tokenizer.vocab_size, spec.block_size), snapshot.model)
+        model = build_around(
+            spec.config(), (spec.tokenizer.vocab_size, spec.block_size), snapshot.model
+        )
     return model, spec.tokenizer, snapshot
 
 
@@ -55,7 +59,8 @@ class ModelSpec:
             return build_group("model", self.model)
         except NotRegisteredError as error:
             raise SnapshotError(
-                f"model.architecture={self.model['architecture']} is not built in; name the Python file that "
+                f"model.architecture={self.model['architecture']} is not built in; name the "
+                "Python file that "
                 "registers it, if you trust it, as in code=my_project/mine.py"
             ) from error
         except (ConfigError, TypeError, ValueError) as error:
@@ -69,10 +74,14 @@ def read_model_spec(state: Any) -> ModelSpec:
         SnapshotError: it is missing, too large or of another type, or is of another task.
     """
     if isinstance(state, dict) and "data" in state:  # of a dataset of samples, not of a text
-        raise SnapshotError("its task is not a language model; measure it with python -m mingpt_ddp.evaluate")
+        raise SnapshotError(
+            "its task is not a language model; measure it with python -m mingpt_ddp.evaluate"
+        )
     try:
-        tokenizer, config = tokenizer_from_state(state), state["config"]
-        architecture, block_size = config["model"]["architecture"], config["data"]["block_size"]
+        tokenizer = tokenizer_from_state(state)
+        config = state["config"]
+        architecture = config["model"]["architecture"]
+        block_size = config["data"]["block_size"]
         typed = isinstance(architecture, str) and type(block_size) is int
         if not typed or len(json.dumps(config)) > MAX_CONFIG_CHARS:
             raise ValueError("expected a configuration")
@@ -81,8 +90,11 @@ def read_model_spec(state: Any) -> ModelSpec:
         raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 
 
-def build_around(config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]) -> nn.Module:
-    """Build a model around a snapshot's tensors: a hostile configuration allocates no more than they take.
+def build_around(
+    config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]
+) -> nn.Module:
+    """Build a model around a snapshot's tensors: a hostile configuration allocates no more than
+    they take.
 
     Args:
         sizes: outputs and inputs, as `build_model` takes them.
@@ -102,10 +114,16 @@ def build_around(config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str,
     try:
         if isinstance(config, TransformerConfig):
             one, two = (len(on_meta(n_layer=n).state_dict()) for n in (1, 2))
-            if one + (config.n_layer - 1) * (two - one) != len(tensors):  # before building a billion modules
-                raise SnapshotError(f"the snapshot's {len(tensors)} tensors are not those of {config.n_layer} layers")
+            # before building a billion modules
+            if one + (config.n_layer - 1) * (two - one) != len(tensors):
+                raise SnapshotError(
+                    f"the snapshot's {len(tensors)} tensors are not those of "
+                    f"{config.n_layer} layers"
+                )
         model = on_meta()
     except RuntimeError as error:  # a tensor size overflows
-        raise SnapshotError("the snapshot's weights do not fit the model: it is too large") from error
+        raise SnapshotError(
+            "the snapshot's weights do not fit the model: it is too large"
+        ) from error
     load_model_state(model, tensors, assign=True)
     return model

@@ -1,6 +1,8 @@
-"""The model card of an export, README.md: how to load it, its figures, data, commands and configuration.
+"""The model card of an export, README.md: how to load it, its figures, data, commands and
+configuration.
 
-Text from a snapshot is untrusted. It stands in indented blocks, a line a value, where Markdown and YAML read nothing.
+Text from a snapshot is untrusted. It stands in indented blocks, a line a value, where Markdown and
+YAML read nothing.
 """
 
 import contextlib
@@ -42,7 +44,9 @@ LOADING = {
 FRONT_MATTER = {"hf": "library_name: transformers\npipeline_tag: text-generation\n"}
 
 
-def model_card(snapshot: Snapshot, url: str, form: str, directory: str, license: str | None = None) -> bytes:
+def model_card(
+    snapshot: Snapshot, url: str, form: str, directory: str, license: str | None = None
+) -> bytes:
     """Return the card as Markdown.
 
     Args:
@@ -53,8 +57,12 @@ def model_card(snapshot: Snapshot, url: str, form: str, directory: str, license:
     """
     state = snapshot.state if isinstance(snapshot.state, dict) else {}
     values = _flat(state.get("config"))
-    export = f"python -m mingpt_ddp.snapshots export {shlex.quote(redact(url))} step={snapshot.step}"
-    export += f" to={shlex.quote(directory)} format={form}" + (f" license={license}" if license else "")
+    export = (
+        f"python -m mingpt_ddp.snapshots export {shlex.quote(redact(url))} step={snapshot.step}"
+    )
+    export += f" to={shlex.quote(directory)} format={form}" + (
+        f" license={license}" if license else ""
+    )
     terms = f"license: {license}\n" if license else ""
     commands = [*training_commands(url), export]
     sha256 = ""
@@ -67,7 +75,13 @@ def model_card(snapshot: Snapshot, url: str, form: str, directory: str, license:
         _block(_loading(form, values, state.get("vocabulary"), directory)),
         "## Figures",
         "Losses are mean cross-entropy in nats.",
-        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value:.6g} |" for name, value in figures(snapshot).items())]),
+        "\n".join(
+            [
+                "| | |",
+                "|---|---|",
+                *(f"| {name} | {value:.6g} |" for name, value in figures(snapshot).items()),
+            ]
+        ),
         "## Data",
         "SHA-256 of the content of `data.path`:",
         _block([sha256]),
@@ -75,7 +89,11 @@ def model_card(snapshot: Snapshot, url: str, form: str, directory: str, license:
         _block(commands),
         "## Configuration",
         # A card is published, and a command may have a token for a server.
-        _block(f"{key}={redact(json.dumps(value))}" for key, value in values.items() if key not in COMMAND_KEYS),
+        _block(
+            f"{key}={redact(json.dumps(value))}"
+            for key, value in values.items()
+            if key not in COMMAND_KEYS
+        ),
     ]
     return ("\n\n".join(parts) + "\n").encode()
 
@@ -88,11 +106,15 @@ def _flat(config: Any) -> dict[str, Any]:
 
 
 def _loading(form: str, values: dict[str, Any], vocabulary: Any, directory: str) -> list[str]:
-    modern, block_size = values.get("model.architecture") == "modern", values.get("data.block_size")
+    modern = values.get("model.architecture") == "modern"
+    block_size = values.get("data.block_size")
     new = 200 if modern or not isinstance(block_size, int) else max(1, min(200, block_size - 1))
     prompt = "\n" if not isinstance(vocabulary, str) or "\n" in vocabulary else vocabulary[:1]
     filled = {"path": json.dumps(directory), "prompt": json.dumps(prompt), "new": new}
-    return [line.format(trust=", trust_remote_code=True" if modern else "", **filled) for line in LOADING[form]]
+    return [
+        line.format(trust=", trust_remote_code=True" if modern else "", **filled)
+        for line in LOADING[form]
+    ]
 
 
 def figures(snapshot: Snapshot) -> dict[str, float]:
@@ -103,29 +125,46 @@ def figures(snapshot: Snapshot) -> dict[str, float]:
     found: dict[str, Any] = {name: recorded.get(name) for name in names}
     for name, value in (metrics if isinstance(metrics, dict) else {}).items():
         found[name if name.startswith("bits_per_") else f"val_{name}"] = value
-    numbers = {name: value for name, value in found.items() if type(value) in (int, float) and abs(value) < 1e15}
+    numbers = {
+        name: value
+        for name, value in found.items()
+        if type(value) in (int, float) and abs(value) < 1e15
+    }
     if "val_loss" in numbers and isinstance(snapshot.state.get("vocabulary"), str):
         numbers.setdefault("bits_per_char", numbers["val_loss"] / math.log(2))
     parameters = sum(tensor.numel() for tensor in snapshot.model.values())
-    known = {name: value for name, value in numbers.items() if re.fullmatch(r"\w{1,60}", name, re.ASCII)}
+    known = {
+        name: value for name, value in numbers.items() if re.fullmatch(r"\w{1,60}", name, re.ASCII)
+    }
     return {"step": snapshot.step, "parameters": parameters, **known}
 
 
 def training_commands(url: str) -> list[str]:
-    """Return the command that the run's directory records, if the URL is in one on this machine; else []."""
+    """Return the command that the run's directory records, if the URL is in one on this machine.
+
+    Else [].
+    """
     storage = open_storage(url)
     run = Path(storage.root)
     run = run.parent if step_of(run.name) is not None else run
     run = run.parent if run.name == "snapshots" else run
     with contextlib.suppress(OSError, ValueError):
-        words = load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)) if storage.local else None
+        words = (
+            load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS))
+            if storage.local
+            else None
+        )
         if isinstance(words, list) and all(isinstance(word, str) for word in words):
             last = {key_of(word): word for word in words}  # a worker's have run.name twice
-            shown = (shlex.quote(redact(word)) for key, word in last.items() if key not in COMMAND_KEYS)
+            shown = (
+                shlex.quote(redact(word)) for key, word in last.items() if key not in COMMAND_KEYS
+            )
             return [" ".join(["python", "main.py", *shown])]
     return []
 
 
 def _block(lines: Iterable[str]) -> str:
     """Return an indented block; control characters and line breaks are escaped."""
-    return "\n".join("    " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines)
+    return "\n".join(
+        "    " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines
+    )

@@ -1,7 +1,10 @@
-"""The architecture `modern` of mingpt_ddp for transformers. An export copies this file, which imports nothing of ours.
+"""The architecture `modern` of mingpt_ddp for transformers.
 
-Shapes: B sequences, T tokens, S >= T tokens with those in the cache, C = n_embd, H = n_head heads of D = C / H.
-A sequence may have padding at either end: no token sees it, and positions count without it.
+An export copies this file, which imports nothing of ours.
+
+Shapes: B sequences, T tokens, S >= T tokens with those in the cache, C = n_embd, H = n_head heads
+of D = C / H. A sequence may have padding at either end: no token sees it, and positions count
+without it.
 """
 
 import math
@@ -22,17 +25,22 @@ class Cache:
         Args:
             skipped: (B,) tokens at the begin of each text that the model no longer sees.
         """
-        self.skipped, self.tensors = skipped, dict[str, Tensor]()
+        self.skipped = skipped
+        self.tensors = dict[str, Tensor]()
         self.mask: Tensor | None = None  # (B, S) true where a token is not padding
 
     def extend(self, name: str, x: Tensor, keep: int | None = None) -> Tensor:
-        """Return the cached tensor with x appended along the last dimension but one; cache its last `keep` entries."""
+        """Return the cached tensor with x appended along the last dimension but one; cache its last
+        `keep` entries.
+        """
         x = torch.cat([self.tensors[name], x], dim=-2) if name in self.tensors else x
         self.tensors[name] = x if keep is None else x[..., -keep:, :]
         return x
 
     def extend_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        """Return the mask of cached and new tokens (B, T), which is the caller's, if given; else all new ones count."""
+        """Return the mask of cached and new tokens (B, T), which is the caller's, if given; else
+        all new ones count.
+        """
         if mask is None:
             new = torch.ones_like(tokens, dtype=torch.bool)
             mask = new if self.mask is None else torch.cat([self.mask, new], dim=1)
@@ -47,7 +55,9 @@ class Cache:
         """Select the sequences that beam search continues."""
         self.tensors = {name: x.index_select(0, rows) for name, x in self.tensors.items()}
         self.mask = None if self.mask is None else self.mask.index_select(0, rows)
-        self.skipped = self.skipped if isinstance(self.skipped, int) else self.skipped.index_select(0, rows)
+        self.skipped = (
+            self.skipped if isinstance(self.skipped, int) else self.skipped.index_select(0, rows)
+        )
 
 
 class View(NamedTuple):
@@ -63,7 +73,11 @@ class ModernConfig(PretrainedConfig):
 
     model_type = "mingpt_modern"
     attribute_map: ClassVar[dict[str, str]] = {
-        **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        **{
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+        },
         "max_position_embeddings": "block_size",
     }
 
@@ -75,7 +89,9 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position (B, T)."""
+    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position
+    (B, T).
+    """
     D = x.shape[-1]
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=x.device) / D)
     angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # (B, 1, T, D)
@@ -96,22 +112,31 @@ class Smear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, normalized queries and keys, and the first block's values added."""
+    """Causal self-attention with rotary positions, normalized queries and keys, and the first
+    block's values added.
+    """
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
-        self.n_head, self.dropout = config.n_head, config.dropout
+        self.n_head = config.n_head
+        self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.ones(config.n_embd))
 
-    def forward(self, x: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str
+    ) -> tuple[Tensor, Tensor]:
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        q, k = rotate(rms_norm(q), view.positions), rotate(rms_norm(k), view.positions)
+        # each (B, H, T, D)
+        q, k, v = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        q = rotate(rms_norm(q), view.positions)
+        k = rotate(rms_norm(k), view.positions)
         v1 = v if v1 is None else v1
         v = v + self.value_mix.view(self.n_head, 1, -1) * v1
-        k, v = cache.extend(f"{name}.keys", k), cache.extend(f"{name}.values", v)  # (B, H, S, D)
+        # (B, H, S, D)
+        k = cache.extend(f"{name}.keys", k)
+        v = cache.extend(f"{name}.values", v)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=view.visible, dropout_p=dropout)
         return self.proj(y.transpose(1, 2).reshape(B, T, C)), v1
@@ -124,7 +149,8 @@ class Block(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.stream_mix = nn.Parameter(torch.zeros(config.n_embd))
-        self.smear_1, self.smear_2 = Smear(config.n_embd), Smear(config.n_embd)
+        self.smear_1 = Smear(config.n_embd)
+        self.smear_2 = Smear(config.n_embd)
         self.attention = Attention(config)
         self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
         self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
@@ -133,14 +159,20 @@ class Block(nn.Module):
         self, x: Tensor, x0: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str
     ) -> tuple[Tensor, Tensor]:
         x = x + self.stream_mix * x0
-        y, v1 = self.attention(self.smear_1(rms_norm(x), view, cache, f"{name}.smear_1"), v1, view, cache, name)
+        y, v1 = self.attention(
+            self.smear_1(rms_norm(x), view, cache, f"{name}.smear_1"), v1, view, cache, name
+        )
         x = x + F.dropout(y, self.dropout, self.training)
-        y = self.down(F.relu(self.up(self.smear_2(rms_norm(x), view, cache, f"{name}.smear_2"))).square())
+        y = self.down(
+            F.relu(self.up(self.smear_2(rms_norm(x), view, cache, f"{name}.smear_2"))).square()
+        )
         return x + F.dropout(y, self.dropout, self.training), v1
 
 
 class ModernForCausalLM(PreTrainedModel, GenerationMixin):
-    """Token ids in, logits out; `generate` moves the window on when the context is full, as mingpt_ddp does."""
+    """Token ids in, logits out; `generate` moves the window on when the context is full, as
+    mingpt_ddp does.
+    """
 
     config_class = ModernConfig
 
@@ -172,7 +204,8 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids: (B, T), by default counted without padding.
             labels: (B, T) the same tokens, for the loss; -100 is not counted.
         """
-        cache, T = past_key_values if isinstance(past_key_values, Cache) else Cache(), input_ids.shape[1]
+        cache = past_key_values if isinstance(past_key_values, Cache) else Cache()
+        T = input_ids.shape[1]
         mask = cache.extend_mask(attention_mask, input_ids)
         if mask.sum(-1).max() > self.config.block_size:
             raise ValueError(f"more tokens than the context length of {self.config.block_size}")
@@ -181,7 +214,9 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         column = torch.arange(mask.shape[1], device=mask.device)
         row = column[-T:, None]
         # Padding sees itself, for a softmax over nothing is not a number.
-        view = View(position_ids, mask[:, -T:, None], mask[:, None, None] & (column < row) | (column == row))
+        view = View(
+            position_ids, mask[:, -T:, None], mask[:, None, None] & (column < row) | (column == row)
+        )
         x = x0 = self.smear(rms_norm(self.token_embedding(input_ids)), view, cache, "smear")
         v1 = None
         for i, block in enumerate(self.blocks):
@@ -190,7 +225,9 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache if use_cache else None
+        )
 
     def prepare_inputs_for_generation(
         self,
@@ -200,19 +237,35 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Give the model the newest token; the newer half of the context of each text for which it is full."""
+        """Give the model the newest token.
+
+        The newer half of the context of each text for which it is full.
+        """
         size = self.config.block_size
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         lengths = mask.sum(-1)  # (B,)
-        cache = past_key_values if isinstance(past_key_values, Cache) else Cache((lengths - size).clamp_min(0))
+        cache = (
+            past_key_values
+            if isinstance(past_key_values, Cache)
+            else Cache((lengths - size).clamp_min(0))
+        )
         is_full = lengths - cache.skipped > size
         if is_full.any():
             cache = Cache(torch.where(is_full, lengths - max(1, size // 2), cache.skipped))
         if cache.get_seq_length():
-            return {"input_ids": input_ids[:, -1:], "past_key_values": cache, "use_cache": use_cache}
+            return {
+                "input_ids": input_ids[:, -1:],
+                "past_key_values": cache,
+                "use_cache": use_cache,
+            }
         seen = lengths - cache.skipped
         width = int(seen.max())
         padding_first = mask.argsort(dim=-1, stable=True)
         tokens = input_ids.gather(1, padding_first)[:, -width:]
         mask = torch.arange(width, 0, -1, device=seen.device) <= seen[:, None]
-        return {"input_ids": tokens, "attention_mask": mask, "past_key_values": cache, "use_cache": use_cache}
+        return {
+            "input_ids": tokens,
+            "attention_mask": mask,
+            "past_key_values": cache,
+            "use_cache": use_cache,
+        }

@@ -1,7 +1,9 @@
-"""Tensors in pieces of rows, which several ranks write, and reading only some rows of a snapshot's tensors.
+"""Tensors in pieces of rows, which several ranks write, and reading only some rows of a snapshot's
+tensors.
 
-A piece is a safetensors tensor named `<tensor>@<first row>-of-<rows>`. Rows are consecutive bytes, so that any rank of
-any number of ranks reads its rows from whole tensors and from pieces of other sizes.
+A piece is a safetensors tensor named `<tensor>@<first row>-of-<rows>`. Rows are consecutive bytes,
+so that any rank of any number of ranks reads its rows from whole tensors and from pieces of other
+sizes.
 """
 
 import math
@@ -53,14 +55,21 @@ def group_pieces(
     for name, found in pieces.items():
         found.sort(key=lambda piece: piece[0])
         dtype, shape = describe(found[0][2])
-        row, total = 0, found[0][1]
+        row = 0
+        total = found[0][1]
         for first, rows, value in found:
             other, own = describe(value)
-            if not own or (first, rows, other, own[1:]) != (row, total, dtype, shape[1:]) or own[0] < 1:
+            if (
+                not own
+                or (first, rows, other, own[1:]) != (row, total, dtype, shape[1:])
+                or own[0] < 1
+            ):
                 raise ValueError(f"the pieces of {name[:100]} do not fit each other at row {row}")
             row += own[0]
         if row != total or name in grouped:
-            raise ValueError(f"the pieces of {name[:100]} have {row} of {total} rows, or it is there twice")
+            raise ValueError(
+                f"the pieces of {name[:100]} have {row} of {total} rows, or it is there twice"
+            )
         grouped[name] = ([total, *shape[1:]], [value for _, _, value in found])
     return grouped
 
@@ -80,8 +89,11 @@ def merge(named: dict[str, Tensor]) -> dict[str, Tensor]:
     return joined
 
 
-def make_index(headers: Mapping[str, Mapping[str, tuple[torch.dtype, list[int], int]]]) -> dict[str, Any]:
-    """Return where each tensor is, as JSON values: name -> [type, shape, [[rows, file, offset], ...]].
+def make_index(
+    headers: Mapping[str, Mapping[str, tuple[torch.dtype, list[int], int]]],
+) -> dict[str, Any]:
+    """Return where each tensor is, as JSON values: name -> [type, shape, [[rows, file, offset],
+    ...]].
 
     Args:
         headers: of the files of one kind, by file name.
@@ -89,13 +101,21 @@ def make_index(headers: Mapping[str, Mapping[str, tuple[torch.dtype, list[int], 
     Raises:
         ValueError: pieces do not make up whole tensors, or a tensor is in two files.
     """
-    named = {tensor: (file, *entry) for file, header in headers.items() for tensor, entry in header.items()}
+    named = {
+        tensor: (file, *entry)
+        for file, header in headers.items()
+        for tensor, entry in header.items()
+    }
     if len(named) != sum(map(len, headers.values())):
         raise ValueError("a tensor is in two files")
     index = {}
     for name, (shape, parts) in group_pieces(named, lambda part: (part[1], part[2])).items():
         dtype = str(parts[0][1]).removeprefix("torch.")
-        index[name] = [dtype, shape, [[own[0] if own else 1, file, offset] for file, _, own, offset in parts]]
+        index[name] = [
+            dtype,
+            shape,
+            [[own[0] if own else 1, file, offset] for file, _, own, offset in parts],
+        ]
     return index
 
 
@@ -108,15 +128,21 @@ def read_rows(storage: Storage, directory: str, entry: list[Any], first: int, en
     Raises:
         OSError: the storage has fewer bytes.
     """
-    dtype, shape = getattr(torch, entry[0]), entry[1]
+    dtype = getattr(torch, entry[0])
+    shape = entry[1]
     width = math.prod(shape[1:]) * dtype.itemsize  # bytes of a row
     tensor = torch.empty([end - first, *shape[1:]] if shape else [], dtype=dtype)
     content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    done, row = 0, 0  # bytes read; the first row of a piece
+    # bytes read; the first row of a piece
+    done = 0
+    row = 0
     for rows, file, offset in entry[2]:
-        begin, stop = max(first, row), min(end, row + rows)
+        begin = max(first, row)
+        stop = min(end, row + rows)
         if begin < stop and width:
-            for chunk in storage.chunks(f"{directory}/{file}", (stop - begin) * width, offset + (begin - row) * width):
+            for chunk in storage.chunks(
+                f"{directory}/{file}", (stop - begin) * width, offset + (begin - row) * width
+            ):
                 content[done : done + len(chunk)] = chunk
                 done += len(chunk)
         row += rows

@@ -21,7 +21,8 @@ class ShardReader:
     """Reads the tensors of a snapshot that a rank holds, or its rows of them."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.group, self.strategy = runtime.group, runtime.strategy
+        self.group = runtime.group
+        self.strategy = runtime.strategy
 
     def read(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
         """Return the snapshot with the tensors for this rank's model and optimizer. A collective.
@@ -39,24 +40,36 @@ class ShardReader:
             state = self._read(snapshot, "optimizer", likes)
             for i, kind in enumerate(("model", "ema")):
                 read = partial(self._read, snapshot, kind, model.state_dict())
-                weights[i] = read() if self.strategy.shards_model else self.group.env.call_on_rank_zero(read)
+                weights[i] = (
+                    read() if self.strategy.shards_model else self.group.env.call_on_rank_zero(read)
+                )
         if not self.strategy.shards_model:
             weights = [self.group.broadcast_tensors(named) for named in weights]
-        return replace(snapshot, model=weights[0] or {}, optimizer=state, ema=weights[1] or {}, index=None)
+        return replace(
+            snapshot, model=weights[0] or {}, optimizer=state, ema=weights[1] or {}, index=None
+        )
 
-    def _read(self, snapshot: Snapshot, kind: str, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _read(
+        self, snapshot: Snapshot, kind: str, likes: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Return the tensors of a kind that this rank needs, by name.
 
         Args:
             likes: the parameter or buffer of each.
         """
-        url, entries = snapshot.index["url"], snapshot.index[kind]
+        url = snapshot.index["url"]
+        entries = snapshot.index[kind]
         storage = open_storage(url)
         is_state = kind == "optimizer"
-        names = [name for name in entries if not is_state or self.strategy.owns_state(name.partition(":")[0])]
+        names = [
+            name
+            for name in entries
+            if not is_state or self.strategy.owns_state(name.partition(":")[0])
+        ]
 
         def read(name: str) -> Tensor:
-            shape, like = entries[name][1], likes.get(name.partition(":")[0] if is_state else name)
+            shape = entries[name][1]
+            like = likes.get(name.partition(":")[0] if is_state else name)
             rows = partial(read_rows, storage, directory_name(snapshot.step), entries[name])
             if like is not None and list(like.shape) == shape:
                 return self.strategy.assemble(like, rows)

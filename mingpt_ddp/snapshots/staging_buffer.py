@@ -1,7 +1,9 @@
-"""The staging buffer: a safetensors file in host memory, whose tensors are copied to their final offsets.
+"""The staging buffer: a safetensors file in host memory, whose tensors are copied to their final
+offsets.
 
-The format is that of https://github.com/huggingface/safetensors: the header's length (8 bytes, little-endian), the
-header (JSON), the data. Laying the file out in advance saves the second copy that `safetensors.torch.save` makes.
+The format is that of https://github.com/huggingface/safetensors: the header's length (8 bytes,
+little-endian), the header (JSON), the data. Laying the file out in advance saves the second copy
+that `safetensors.torch.save` makes.
 """
 
 import json
@@ -15,8 +17,20 @@ from torch import Tensor
 
 MAX_HEADER_BYTES = 1 << 24  # fits 100,000 tensors
 DTYPES = {
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.bool: "BOOL",
+    },
+    **{
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+    },
 }
 
 
@@ -30,7 +44,9 @@ class SafetensorsBuffer:
         encoded += b" " * (-len(encoded) % 8)
         start = len(encoded).to_bytes(8, "little") + encoded
         size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors.values()))
+        self._bytes = torch.empty(
+            size, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors.values())
+        )
         self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         self._views = {}
         for name, tensor in tensors.items():
@@ -42,7 +58,9 @@ class SafetensorsBuffer:
         return _header(tensors) == self._header
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values; copies from a GPU are complete once its current stream is synchronized."""
+        """Copy the values; copies from a GPU are complete once its current stream is
+        synchronized.
+        """
         for name, view in self._views.items():
             view.copy_(tensors[name].detach(), non_blocking=True)
 
@@ -54,10 +72,18 @@ class SafetensorsBuffer:
 
 def _header(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the layout of the tensors, widest types first, so that each is aligned."""
-    header, end = {}, 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = {}
+    end = 0
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    ):
+        begin = end
+        end = end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     return header
 
 
@@ -69,7 +95,8 @@ def encode(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def fits_header(start: bytes, size: int) -> bool:
-    """Return whether the header of a safetensors file that begins with these bytes implies `size` bytes.
+    """Return whether the header of a safetensors file that begins with these bytes implies `size`
+    bytes.
 
     A header that extends past `start` is not checked.
     """
@@ -78,7 +105,9 @@ def fits_header(start: bytes, size: int) -> bool:
         return True
     try:
         header = json.loads(start[8 : 8 + length])
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        ends = [
+            tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"
+        ]
         return bool(8 + length + max(ends, default=0) == size)
     except Exception:  # untrusted: not a header
         return False
@@ -94,13 +123,22 @@ def read_header(start: bytes, size: int) -> dict[str, tuple[torch.dtype, list[in
         ValueError: the header is damaged, or its tensors overlap or are not all of the file.
     """
     length = int.from_bytes(start[:8], "little")
-    dtypes, found, done = {name: dtype for dtype, name in DTYPES.items()}, {}, 0
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    found = {}
+    done = 0
     try:
         header = json.loads(start[8 : 8 + length])
         header.pop("__metadata__", None)
         for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (begin, end) = dtypes[tensor["dtype"]], tensor["shape"], tensor["data_offsets"]
-            if any(type(value) is not int or value < 0 for value in (begin, end, *shape)) or begin != done:
+            dtype, shape, (begin, end) = (
+                dtypes[tensor["dtype"]],
+                tensor["shape"],
+                tensor["data_offsets"],
+            )
+            if (
+                any(type(value) is not int or value < 0 for value in (begin, end, *shape))
+                or begin != done
+            ):
                 raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name[:100]} has another size than its shape")

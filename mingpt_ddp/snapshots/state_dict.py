@@ -9,13 +9,19 @@ from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
-NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}  # numbers in optimizer state, stored as tensors
+# numbers in optimizer state, stored as tensors
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name, and copies of the buffers, which the next forward pass may change in place."""
+    """Return the parameters by name, and copies of the buffers, which the next forward pass may
+    change in place.
+    """
     buffers = {name for name, _ in model.named_buffers()}
-    return {name: value.clone() if name in buffers else value for name, value in model.state_dict().items()}
+    return {
+        name: value.clone() if name in buffers else value
+        for name, value in model.state_dict().items()
+    }
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
@@ -29,20 +35,31 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     """
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
-    wrong = wrong or [k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)]
+    wrong = wrong or [
+        k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)
+    ]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
     model.load_state_dict(tensors, assign=assign)
 
 
-def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by their names in the model, in the order of its state_dict."""
+def parameters_by_name(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters by their names in the model, in the order of its
+    state_dict.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        names[parameter]: parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state as `<parameter>:<name>`, and plain numbers as `<parameter>:<name>:<int, float or bool>`.
+    """Return the state as `<parameter>:<name>`, and plain numbers as `<parameter>:<name>:<int,
+    float or bool>`.
 
     Hyper-parameters are omitted: they come from the configuration.
     """
@@ -52,11 +69,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             if isinstance(value, Tensor):
                 tensors[f"{name}:{key}"] = value
             elif value is not None:
-                tensors[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBERS[type(value)])
+                tensors[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(
+                    value, dtype=NUMBERS[type(value)]
+                )
     return tensors
 
 
-def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer, by_rows: bool = False) -> None:
+def check_savable(
+    model: nn.Module, optimizer: torch.optim.Optimizer, by_rows: bool = False
+) -> None:
     """Check that a snapshot can hold the state of a user's model and optimizer.
 
     Args:
@@ -68,29 +89,48 @@ def check_savable(model: nn.Module, optimizer: torch.optim.Optimizer, by_rows: b
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor) or value.dtype not in DTYPES:
             kind = getattr(value, "dtype", type(value).__name__)
-            raise CodeError(f"the model's {name} cannot be saved: {kind}; use a tensor of a standard type")
+            raise CodeError(
+                f"the model's {name} cannot be saved: {kind}; use a tensor of a standard type"
+            )
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+    if any(
+        parameter not in names for group in optimizer.param_groups for parameter in group["params"]
+    ):
         raise CodeError("the optimizer has a parameter that is not in the model")
     for parameter, state in optimizer.state.items():
         if parameter not in names:
-            raise CodeError(f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it is of no parameter")
+            raise CodeError(
+                f"the optimizer's state[{str(parameter)[:50]!r}] cannot be saved: it is of "
+                "no parameter"
+            )
         for key, value in state.items():
-            fits = value is None or type(value) in NUMBERS or (isinstance(value, Tensor) and value.dtype in DTYPES)
+            fits = (
+                value is None
+                or type(value) in NUMBERS
+                or (isinstance(value, Tensor) and value.dtype in DTYPES)
+            )
             if not fits or not isinstance(key, str) or ":" in key:
                 kind = getattr(value, "dtype", type(value).__name__)
                 raise CodeError(
                     f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {kind}; "
                     "snapshots hold tensors, numbers and null, by names without a colon"
                 )
-            if by_rows and isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+            if (
+                by_rows
+                and isinstance(value, Tensor)
+                and value.dim()
+                and value.shape != parameter.shape
+            ):
                 raise CodeError(
-                    f"the optimizer's state {key!r} of {names[parameter]} has another shape than the parameter, so "
+                    f"the optimizer's state {key!r} of {names[parameter]} has another shape "
+                    "than the parameter, so "
                     "that ddp.strategy=fsdp and hsdp cannot split it; use ddp.strategy=zero1"
                 )
 
 
-def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
     """Load what `optimizer_state` returned.
 
     Raises:
@@ -105,11 +145,13 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
         if name not in states or (kind and (kind not in number_types or tensor.dim())):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = number_types[kind](tensor.item()) if kind else tensor
-    if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):  # user optimizers are not checked
+    # user optimizers are not checked
+    if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):
         groups = [group for group in optimizer.param_groups for _ in group["params"]]
         for (name, parameter), group in zip(parameters.items(), groups, strict=True):
             _check_state(name, states[name], parameter, _expected_keys(optimizer, group))
-    # The optimizer's own loader knows which of its tensors move to the parameter's device and which stay.
+    # The optimizer's own loader knows which of its tensors move to the parameter's device and which
+    # stay.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
     optimizer.load_state_dict(packed)
@@ -120,14 +162,19 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, ten
                 optimizer.state[parameter][key] = value.to(own.device)
 
 
-def _check_state(name: str, state: dict[str, Tensor | float], parameter: nn.Parameter, keys: set[str]) -> None:
-    """Check names, shapes and types of the state: fused kernels do not, and would write out of bounds.
+def _check_state(
+    name: str, state: dict[str, Tensor | float], parameter: nn.Parameter, keys: set[str]
+) -> None:
+    """Check names, shapes and types of the state: fused kernels do not, and would write out of
+    bounds.
 
     Raises:
         SnapshotError: the built-in optimizer has other state for this parameter.
     """
     if state and state.keys() != keys:  # a parameter without gradients has no state
-        raise SnapshotError(f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}")
+        raise SnapshotError(
+            f"the snapshot's optimizer state of {name} is not {', '.join(sorted(keys))}"
+        )
     for key, value in state.items():
         wanted = ((), torch.float32) if key == "step" else (parameter.shape, parameter.dtype)
         if not isinstance(value, Tensor) or (value.shape, value.dtype) != wanted:
@@ -135,7 +182,9 @@ def _check_state(name: str, state: dict[str, Tensor | float], parameter: nn.Para
 
 
 def _expected_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """Return the state keys of a built-in optimizer for a parameter of this group after its first step."""
+    """Return the state keys of a built-in optimizer for a parameter of this group after its first
+    step.
+    """
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"}
     if group.get("muon"):

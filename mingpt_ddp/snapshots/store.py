@@ -1,6 +1,7 @@
 """The snapshots of a run on disk or in an object store: write, read, verify, delete old ones.
 
-A process may be killed (SIGKILL) at any moment: a snapshot exists once its manifest does, which is written last.
+A process may be killed (SIGKILL) at any moment: a snapshot exists once its manifest does, which is
+written last.
 """
 
 import hashlib
@@ -16,7 +17,12 @@ from torch import Tensor
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
-from mingpt_ddp.snapshots.format import CorruptSnapshotError, Files, IncompleteSnapshotError, Snapshot
+from mingpt_ddp.snapshots.format import (
+    CorruptSnapshotError,
+    Files,
+    IncompleteSnapshotError,
+    Snapshot,
+)
 from mingpt_ddp.snapshots.pieces import make_index, merge
 from mingpt_ddp.snapshots.staging_buffer import MAX_HEADER_BYTES, decode, fits_header, read_header
 from mingpt_ddp.storage.lease import Lease
@@ -34,9 +40,11 @@ class SnapshotStore:
     def __init__(self, url: str) -> None:
         self.url = url
         self.storage = open_storage(url)
-        self.damaged: set[int] = set()  # steps that failed verification; retention does not count them
+        # steps that failed verification; retention does not count them
+        self.damaged: set[int] = set()
         self.lease: Lease | None = None  # ownership on an object store, which has no file locks
-        self.check_owner: Callable[[], None] = lambda: None  # raises RunError if a locked directory is gone
+        # raises RunError if a locked directory is gone
+        self.check_owner: Callable[[], None] = lambda: None
 
     def steps(self) -> list[int]:
         """List the steps that have a directory, committed or not, in ascending order.
@@ -56,7 +64,9 @@ class SnapshotStore:
         return self.size(step, layout.MANIFEST) is not None
 
     def size(self, step: int, name: str) -> int | None:
-        """Return the bytes of a regular file; None if there is none or it is unreachable (symlink loop, bad disk)."""
+        """Return the bytes of a regular file; None if there is none or it is unreachable (symlink
+        loop, bad disk).
+        """
         try:
             return self.storage.size(f"{layout.directory_name(step)}/{name}")
         except StorageError:
@@ -76,11 +86,16 @@ class SnapshotStore:
         self.clear(step)
 
     def clear(self, step: int) -> None:
-        """Delete a snapshot or the files of a failed save; manifest first, so that a partial deletion uncommits it."""
+        """Delete a snapshot or the files of a failed save; manifest first, so that a partial
+        deletion uncommits it.
+        """
         self.damaged.discard(step)
-        if not (self.storage.local and Path(self.storage.root, layout.directory_name(step)).is_symlink()):
+        if not (
+            self.storage.local and Path(self.storage.root, layout.directory_name(step)).is_symlink()
+        ):
             self.storage.delete(f"{layout.directory_name(step)}/{layout.MANIFEST}")
-        self.storage.delete(layout.directory_name(step))  # a symbolic link is deleted, not its target
+        # a symbolic link is deleted, not its target
+        self.storage.delete(layout.directory_name(step))
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
         """Write some of the files of a snapshot; return their manifest entries."""
@@ -89,13 +104,18 @@ class SnapshotStore:
             digests = list(pool.map(hashlib.sha256, contents.values()))
             list(pool.map(self.storage.write, names, contents.values()))
         sizes = map(len, contents.values())
-        return {n: {"bytes": s, "sha256": d.hexdigest()} for n, s, d in zip(contents, sizes, digests, strict=True)}
+        return {
+            n: {"bytes": s, "sha256": d.hexdigest()}
+            for n, s, d in zip(contents, sizes, digests, strict=True)
+        }
 
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
 
     def make_manifest(self, step: int, files: Files) -> dict[str, bytes]:
-        """Check that all files have been written; return the manifest, which commits the snapshot once written.
+        """Check that all files have been written.
+
+        Return the manifest, which commits the snapshot once written.
 
         Raises:
             OSError: a file is missing or has another size.
@@ -115,8 +135,8 @@ class SnapshotStore:
         """Read the manifest and compare the file sizes; every reader starts here.
 
         Args:
-            kinds: of the tensors; only their files and the state are returned. None: all files. The model alone is
-                its averaged weights, if the snapshot has some.
+            kinds: of the tensors; only their files and the state are returned. None: all files. The
+                model alone is its averaged weights, if the snapshot has some.
 
         Raises:
             IncompleteSnapshotError: there is no manifest.
@@ -127,11 +147,21 @@ class SnapshotStore:
         size = self.size(step, layout.MANIFEST)
         if size is None:  # or it is a pipe, which would block
             raise IncompleteSnapshotError("it was never finished")
-        content = b"".join(self._chunks(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES)))
+        content = b"".join(
+            self._chunks(step, layout.MANIFEST, min(size, layout.MAX_MANIFEST_BYTES))
+        )
         listed = layout.decode_manifest(content, step)
-        if kinds is not None and tuple(kinds) == ("model",) and "ema" in map(layout.kind_of, listed):
+        if (
+            kinds is not None
+            and tuple(kinds) == ("model",)
+            and "ema" in map(layout.kind_of, listed)
+        ):
             kinds = ("ema",)
-        files = {n: file for n, file in listed.items() if kinds is None or layout.kind_of(n) in ("state", *kinds)}
+        files = {
+            n: file
+            for n, file in listed.items()
+            if kinds is None or layout.kind_of(n) in ("state", *kinds)
+        }
         with self._pool() as pool:
             for name, size in zip(files, pool.map(partial(self.size, step), files), strict=True):
                 if size != files[name]["bytes"]:
@@ -139,7 +169,10 @@ class SnapshotStore:
         return files
 
     def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
-        """Read the manifest and the state; check only the sizes of the tensor files. Raises as `files` does."""
+        """Read the manifest and the state; check only the sizes of the tensor files.
+
+        Raises as `files` does.
+        """
         files = self.files(step, kinds)
         try:
             return files, layout.load_json(self._read_file(step, files, layout.STATE))
@@ -165,22 +198,28 @@ class SnapshotStore:
             if not whole:
                 self.verify(step)
                 return Snapshot(step, {}, {}, state, index=self._index(step, files))
-            if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():  # as bytes and as tensors
+            # as bytes and as tensors
+            if 2 * sum(file["bytes"] for file in files.values()) > installed_memory():
                 raise MemoryError
             with self._pool() as pool:
                 contents = list(pool.map(partial(self._read_file, step, files), files))
             for name in reversed(files):  # pop: free the bytes of a decoded file
-                known, more = tensors[layout.kind_of(name)], decode(contents.pop())
+                known = tensors[layout.kind_of(name)]
+                more = decode(contents.pop())
                 if twice := known.keys() & more.keys():
                     raise ValueError(f"{min(twice)[:100]} is in two files")
                 known.update(more)
             tensors = {kind: merge(named) for kind, named in tensors.items()}
         except StorageError as error:  # not the fault of the snapshot
-            raise StorageUnavailableError(f"cannot read the snapshot of step {step}: {error}") from error
+            raise StorageUnavailableError(
+                f"cannot read the snapshot of step {step}: {error}"
+            ) from error
         except MemoryError as error:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
         except ValueError as error:  # valid digests, but not our file
-            raise CorruptSnapshotError(f"cannot be parsed: {ascii(str(error))[1:-1][:200]}") from error
+            raise CorruptSnapshotError(
+                f"cannot be parsed: {ascii(str(error))[1:-1][:200]}"
+            ) from error
         weights = tensors["model"] or tensors["ema"]  # the latter if the model alone is read
         return Snapshot(step, weights, tensors["optimizer"], state, tensors["ema"])
 
@@ -196,7 +235,8 @@ class SnapshotStore:
         with self._pool() as pool:
             headers = dict(zip(files, pool.map(read, files), strict=True))
         by_kind = {
-            kind: {n: h for n, h in headers.items() if layout.kind_of(n) == kind} for kind in layout.TENSOR_KINDS
+            kind: {n: h for n, h in headers.items() if layout.kind_of(n) == kind}
+            for kind in layout.TENSOR_KINDS
         }
         return {"url": self.url, **{kind: make_index(named) for kind, named in by_kind.items()}}
 
@@ -214,7 +254,9 @@ class SnapshotStore:
                 continue
         return None
 
-    def read_latest(self, kinds: Sequence[str] = layout.KINDS, whole: bool = True) -> Snapshot | None:
+    def read_latest(
+        self, kinds: Sequence[str] = layout.KINDS, whole: bool = True
+    ) -> Snapshot | None:
         """Read the newest undamaged snapshot; log one line for each newer damaged one.
 
         Args:
@@ -228,16 +270,26 @@ class SnapshotStore:
             try:
                 return self.read(step, kinds, whole)
             except IncompleteSnapshotError:
-                log.info("%s/%s was never finished and is ignored", self.url, layout.directory_name(step))
+                log.info(
+                    "%s/%s was never finished and is ignored", self.url, layout.directory_name(step)
+                )
             except CorruptSnapshotError as damage:
                 self.damaged.add(step)
-                log.warning("damaged snapshot %s/%s is ignored: %s", self.url, layout.directory_name(step), damage)
+                log.warning(
+                    "damaged snapshot %s/%s is ignored: %s",
+                    self.url,
+                    layout.directory_name(step),
+                    damage,
+                )
         if self.damaged:
-            raise SnapshotError(f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never")
+            raise SnapshotError(
+                f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never"
+            )
         return None
 
     def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
-        """Compare every byte with the manifest, in chunks: a snapshot may be larger than the memory.
+        """Compare every byte with the manifest, in chunks: a snapshot may be larger than the
+        memory.
 
         Args:
             progress: called with the number of bytes of each chunk.
@@ -252,7 +304,11 @@ class SnapshotStore:
         files = self.files(step)
         for name, file in files.items():
             for number, chunk in enumerate(self._verified_chunks(step, name, file)):
-                if number == 0 and name.startswith(layout.TENSOR_KINDS) and not fits_header(chunk, file["bytes"]):
+                if (
+                    number == 0
+                    and name.startswith(layout.TENSOR_KINDS)
+                    and not fits_header(chunk, file["bytes"])
+                ):
                     raise CorruptSnapshotError(f"{name} has another size than its header says")
                 progress(len(chunk))
         return files
@@ -261,7 +317,10 @@ class SnapshotStore:
         return b"".join(self._verified_chunks(step, name, files[name]))
 
     def _verified_chunks(self, step: int, name: str, file: dict[str, Any]) -> Iterator[bytes]:
-        """Yield the content of a file; raise CorruptSnapshotError at its end if it has another digest."""
+        """Yield the content of a file.
+
+        Raise CorruptSnapshotError at its end if it has another digest.
+        """
         digest = hashlib.sha256()
         for chunk in self._chunks(step, name, file["bytes"]):
             digest.update(chunk)
@@ -270,7 +329,10 @@ class SnapshotStore:
             raise CorruptSnapshotError(f"{name} has other content than was written")
 
     def _chunks(self, step: int, name: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Yield the content of a file; raise CorruptSnapshotError if it is unreadable though the storage responds."""
+        """Yield the content of a file.
+
+        Raise CorruptSnapshotError if it is unreadable though the storage responds.
+        """
         try:
             yield from self.storage.chunks(f"{layout.directory_name(step)}/{name}", size, start)
         except StorageError:
@@ -280,13 +342,16 @@ class SnapshotStore:
 
     # Retention.
 
-    def expired_steps(self, keep_last: int, best: int | None, newest: int, every: int | None = None) -> list[int]:
-        """List all steps up to `newest` except the last `keep_last` committed ones, the `best` one and milestones.
+    def expired_steps(
+        self, keep_last: int, best: int | None, newest: int, every: int | None = None
+    ) -> list[int]:
+        """List all steps up to `newest` except the last `keep_last` committed ones, the `best` one
+        and milestones.
 
         Milestones are the committed steps that `every` divides.
 
-        Directories beyond `newest` are from before the run resumed from an older snapshot. They are kept until the run
-        saves those steps again.
+        Directories beyond `newest` are from before the run resumed from an older snapshot. They are
+        kept until the run saves those steps again.
         """
         past = [step for step in self.steps() if step <= newest]
         committed = [step for step in past if step not in self.damaged and self.is_committed(step)]
@@ -294,7 +359,9 @@ class SnapshotStore:
         kept = {*committed[-keep_last:], *milestones, newest, best}
         return [step for step in past if step not in kept]
 
-    def prune(self, keep_last: int, best: int | None, newest: int, every: int | None = None) -> None:
+    def prune(
+        self, keep_last: int, best: int | None, newest: int, every: int | None = None
+    ) -> None:
         """Delete the expired steps."""
         for step in self.expired_steps(keep_last, best, newest, every):
             self.clear(step)

@@ -1,4 +1,6 @@
-"""Read a directory of transformers: the configuration, weights and tokenizer of a GPT-2, or of an export of ours."""
+"""Read a directory of transformers: the configuration, weights and tokenizer of a GPT-2, or of an
+export of ours.
+"""
 
 import json
 import re
@@ -14,7 +16,12 @@ from mingpt_ddp.storage.storage import Storage
 NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 SIZES = ("n_layer", "n_head", "n_embd")
-BYTE_LEVEL: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTE_LEVEL: dict[str, Any] = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
 ALLOWED = {  # values, the default first, that models/gpt.py computes
     "model_type": ("gpt2",),
     "layer_norm_epsilon": (1e-5,),
@@ -38,11 +45,18 @@ def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int
         return model, (config["vocab_size"], config["block_size"])
     for key, values in ALLOWED.items():
         if (value := config.get(key, values[0])) not in values:
-            raise ValueError(f"{key} is {str(value)[:100]}, not {' or '.join(map(str, dict.fromkeys(values)))}")
+            raise ValueError(
+                f"{key} is {str(value)[:100]}, not {' or '.join(map(str, dict.fromkeys(values)))}"
+            )
     width = config["n_embd"]
     if config.get("n_inner") not in (None, 4 * width):
         raise ValueError(f"n_inner is {str(config['n_inner'])[:100]}, not 4 n_embd = {4 * width}")
-    model = {"name": "gpt2", "architecture": "gpt", "bias": True, "dropout": config.get("resid_pdrop", 0.1)}
+    model = {
+        "name": "gpt2",
+        "architecture": "gpt",
+        "bias": True,
+        "dropout": config.get("resid_pdrop", 0.1),
+    }
     model |= {key: config[key] for key in SIZES}
     model["activation"] = ACTIVATIONS[config.get("activation_function", "gelu_new")]
     return model, (config["vocab_size"], config.get("n_positions", 1024))
@@ -64,7 +78,9 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if name == "lm_head.weight":
             embedding = tensors.get("transformer.wte.weight", tensors.get("wte.weight", tensor))
             if not tensor.equal(embedding):
-                raise ValueError("lm_head.weight differs from wte.weight; gpt has one matrix for both")
+                raise ValueError(
+                    "lm_head.weight differs from wte.weight; gpt has one matrix for both"
+                )
             continue
         match = re.fullmatch(r"(h\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
         if match is None or match[3] not in NAMES:
@@ -89,12 +105,21 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
         model = values["model"]
         if model["type"] == "WordLevel":  # an export of ours
             ids = {i: character for character, i in model["vocab"].items()}
-            if ids.keys() != {*range(len(model["vocab"]))} or any(len(character) != 1 for character in ids.values()):
-                raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
+            if ids.keys() != {*range(len(model["vocab"]))} or any(
+                len(character) != 1 for character in ids.values()
+            ):
+                raise ValueError(
+                    "tokenizer.json has words; characters, bytes and byte-level BPE are known"
+                )
             return CharTokenizer("".join(ids[i] for i in range(len(ids))))
-        # transformers saves the padding of an export as an added token, though its name is that of a byte.
+        # transformers saves the padding of an export as an added token, though its name is that of
+        # a byte.
         added = values.get("added_tokens") or []
-        others = [t for t in added if (t["content"], t["id"]) != (PADDING_BYTE, model["vocab"].get(PADDING_BYTE))]
+        others = [
+            t
+            for t in added
+            if (t["content"], t["id"]) != (PADDING_BYTE, model["vocab"].get(PADDING_BYTE))
+        ]
         if len(others) < len(added):
             text = json.dumps({**values, "added_tokens": others})
     elif {"vocab.json", "merges.txt"} <= {*names}:
@@ -102,7 +127,9 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
         merges = [line for line in lines if line and not line.startswith("#version")]
         vocab = load_json(storage.read("vocab.json", MAX_STATE_BYTES))
         model = {"type": "BPE", "vocab": vocab, "merges": merges}
-        text = json.dumps({"version": "1.0", "model": model, "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL})
+        text = json.dumps(
+            {"version": "1.0", "model": model, "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL}
+        )
     else:
         return None
     tokenizer = BPETokenizer(text)

@@ -1,7 +1,9 @@
-"""A lease on a URL: one writer at a time in object stores, which lack locks that end with the process.
+"""A lease on a URL: one writer at a time in object stores, which lack locks that end with the
+process.
 
-The owner writes `owner.json` with its id and a counter, and keeps increasing the counter. A process that finds the file
-polls it: if the counter changes the owner is alive, otherwise the lease is stale. No clocks are compared.
+The owner writes `owner.json` with its id and a counter, and keeps increasing the counter. A process
+that finds the file polls it: if the counter changes the owner is alive, otherwise the lease is
+stale. No clocks are compared.
 """
 
 import json
@@ -20,13 +22,17 @@ log = logging.getLogger(__name__)
 
 OWNER = "owner.json"
 HEARTBEAT_INTERVAL_S = 5.0  # between two heartbeats
-LEASE_TTL_S = 60.0  # without a heartbeat until a lease is stale; longer than a request with its retries
-TAKEOVER_GRACE_S = 1.0  # after which the last of several concurrent writers of owner.json has the lease
+# without a heartbeat until a lease is stale; longer than a request with its retries
+LEASE_TTL_S = 60.0
+# after which the last of several concurrent writers of owner.json has the lease
+TAKEOVER_GRACE_S = 1.0
 MAX_RECORD_BYTES = 1 << 16
 
 
 class Lease:
-    """Exclusive write access below a URL, kept by a heartbeat thread until `release` or the end of the process."""
+    """Exclusive write access below a URL, kept by a heartbeat thread until `release` or the end of
+    the process.
+    """
 
     def __init__(self, storage: RemoteStorage, dead: str | None = None) -> None:
         """Acquire the lease; takes LEASE_TTL_S seconds if an earlier owner may be alive.
@@ -64,8 +70,14 @@ class Lease:
             raise still_running(self.storage.url, _describe(owner))
 
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
-        log.info("%s is locked by %s; waiting %.0f s for a heartbeat", self.storage.url, _describe(owner), LEASE_TTL_S)
-        silence, last_read = 0.0, time.monotonic()
+        log.info(
+            "%s is locked by %s; waiting %.0f s for a heartbeat",
+            self.storage.url,
+            _describe(owner),
+            LEASE_TTL_S,
+        )
+        silence = 0.0
+        last_read = time.monotonic()
         while silence < LEASE_TTL_S:
             time.sleep(HEARTBEAT_INTERVAL_S / 4)
             current = self._read()
@@ -73,14 +85,17 @@ class Lease:
                 return
             if current != owner:
                 raise still_running(self.storage.url, _describe(current))
-            # A slow read is no evidence about the owner, so each read counts for at most half an interval.
+            # A slow read is no evidence about the owner, so each read counts for at most half an
+            # interval.
             silence += min(time.monotonic() - last_read, HEARTBEAT_INTERVAL_S / 2)
             last_read = time.monotonic()
 
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
         # Of constant length: RemoteStorage asks for the size before it reads so many bytes.
-        return json.dumps({"id": self.id, "owner": owner, "heartbeat": f"{self._count:015d}"}).encode()
+        return json.dumps(
+            {"id": self.id, "owner": owner, "heartbeat": f"{self._count:015d}"}
+        ).encode()
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of the owner: None if there is none, {} if it is damaged."""
@@ -101,7 +116,9 @@ class Lease:
             except RunError as error:
                 log.error("%s", error)
             except Exception as error:  # storage unavailable: the next snapshot reports it
-                log.info("no heartbeat at %s: %s", self.storage.url, error, extra={"file_only": True})
+                log.info(
+                    "no heartbeat at %s: %s", self.storage.url, error, extra={"file_only": True}
+                )
 
     def check(self) -> None:
         """Check that the lease is still held.
@@ -111,16 +128,21 @@ class Lease:
             OSError: the storage does not respond.
         """
         if self._new_owner is None:
-            owner = self._read() or self._read()  # again, because it may be damaged while it is replaced
+            # again, because it may be damaged while it is replaced
+            owner = self._read() or self._read()
             if owner is not None and owner.get("id") != self.id:
                 self._new_owner = _describe(owner)
         if self._new_owner is not None:
             raise RunError(
-                f"{self.storage.url} was taken over by {self._new_owner}, because this run sent no heartbeats"
+                f"{self.storage.url} was taken over by {self._new_owner}, because this run "
+                "sent no heartbeats"
             )
 
     def release(self) -> None:
-        """Delete owner.json; if the storage is too slow it remains, and the next owner waits LEASE_TTL_S."""
+        """Delete owner.json.
+
+        If the storage is too slow it remains, and the next owner waits LEASE_TTL_S.
+        """
         self._stopped.set()
         thread = threading.Thread(target=self._delete, name="lease", daemon=True)
         thread.start()
@@ -137,7 +159,10 @@ class Lease:
 
 def still_running(location: object, owner: str) -> RunError:
     """Return the error for a run directory or URL that another process has locked."""
-    return RunError(f"{location} is locked by {owner}, which is still running; wait for it, or choose another run.name")
+    return RunError(
+        f"{location} is locked by {owner}, which is still running; wait for it, or choose "
+        "another run.name"
+    )
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -1,9 +1,10 @@
-"""Files on any remote fsspec filesystem: a timeout per request, retries, and a deadline per operation.
+"""Files on any remote fsspec filesystem: a timeout per request, retries, and a deadline per
+operation.
 
-Both limits grow with the bytes transferred. Until its deadline an operation retries transient errors (5xx, throttling,
-resets, timeouts) with random exponential backoff. Permanent errors raise immediately: missing file or bucket, bad
-credentials, no permission. `set_deadline`, for the grace period of a preemption, makes requests time out and retry
-sooner, including those in flight.
+Both limits grow with the bytes transferred. Until its deadline an operation retries transient
+errors (5xx, throttling, resets, timeouts) with random exponential backoff. Permanent errors raise
+immediately: missing file or bucket, bad credentials, no permission. `set_deadline`, for the grace
+period of a preemption, makes requests time out and retry sooner, including those in flight.
 """
 
 import asyncio
@@ -27,48 +28,83 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / MIN_BANDWIDTH
-OPERATION_DEADLINE_S = 60.0  # seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
+# seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
+OPERATION_DEADLINE_S = 60.0
 MIN_BANDWIDTH = 1 << 20  # bytes per second, the least assumed for all requests together
-INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 10.0  # before a retry; doubled each time
-REQUEST_SHARE, BACKOFF_SHARE = 0.5, 0.05  # of the remaining grace period, the most that one may take
+# before a retry; doubled each time
+INITIAL_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+# of the remaining grace period, the most that one may take
+REQUEST_SHARE = 0.5
+BACKOFF_SHARE = 0.05
 DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches operations in flight within this time
-PART = 1 << 24  # bytes: larger files are transferred in parts of this size, so that a fault costs one part
+# bytes: larger files are transferred in parts of this size, so that a fault costs one part
+PART = 1 << 24
 PARALLEL = 4  # parts in flight, and in memory, at a time
 
-_RETRY_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "SlowDown", "Throttling", "XAmzContentSHA256Mismatch"}
+_RETRY_CODES = {
+    "BadDigest",
+    "IncompleteBody",
+    "RequestTimeout",
+    "SlowDown",
+    "Throttling",
+    "XAmzContentSHA256Mismatch",
+}
 _RETRY_STATUS = {408, 409, 425, 429}
-FULL_STATUS, DENIED_STATUS = 507, (401, 403)
+FULL_STATUS = 507
+DENIED_STATUS = (401, 403)
 _PERMANENT_STATUS = {501, FULL_STATUS}  # 501: not implemented
-_PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+_PERMANENT = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    ValueError,
+)
 _jitter = random.SystemRandom()  # does not touch a run's seeded generators
 
 
 class StorageError(OSError):
-    """An operation failed permanently or until its deadline; the message is one line without credentials."""
+    """An operation failed permanently or until its deadline.
+
+    The message is one line without credentials.
+    """
 
 
 def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
-    """Return the HTTP status and the store's error code of an exception; None for each that it lacks."""
+    """Return the HTTP status and the store's error code of an exception; None for each that it
+    lacks.
+    """
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)
         if isinstance(response, dict):
-            return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code")
+            return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get(
+                "Error", {}
+            ).get("Code")
         cause = cause.__cause__
     numbers = (getattr(error, name, None) for name in ("status", "status_code", "code"))
     return next((number for number in numbers if isinstance(number, int)), None), None
 
 
 def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether retrying the request may succeed; without an HTTP status, by the exception's type."""
+    """Return whether retrying the request may succeed.
+
+    Without an HTTP status, by the exception's type.
+    """
     status, code = http_status_and_code(error)
     if status is None:
         return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
-    return (status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES) and status not in _PERMANENT_STATUS
+    return (
+        status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES
+    ) and status not in _PERMANENT_STATUS
 
 
 def equivalent_errno(error: Exception) -> int | None:
-    """Return the errno that a local disk would give: of a full store, or one without permission to write."""
+    """Return the errno that a local disk would give: of a full store, or one without permission to
+    write.
+    """
     status = http_status_and_code(error)[0]
     if status == FULL_STATUS:
         return errno.ENOSPC
@@ -78,7 +114,9 @@ def equivalent_errno(error: Exception) -> int | None:
 
 
 def redact(text: str) -> str:
-    """Return the text as one line of at most 300 characters, without passwords and signatures of URLs."""
+    """Return the text as one line of at most 300 characters, without passwords and signatures of
+    URLs.
+    """
     text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(text.split()))
     return re.sub(r"\?[\w%.-]+=[^\s\"']*", "?***", text)[:300]
 
@@ -92,7 +130,8 @@ def describe(error: BaseException) -> str:
 
 
 async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
-    """Return the result of a job, cancelled once time.monotonic() reaches `end()`, which may change meanwhile.
+    """Return the result of a job, cancelled once time.monotonic() reaches `end()`, which may change
+    meanwhile.
 
     Raises:
         TimeoutError: it was cancelled.
@@ -115,7 +154,9 @@ def _joined(parts: list[Any], size: int) -> bytes:
         raise errors[0]
     if (length := sum(map(len, parts))) != size:
         # More of them come from a web server without ranges: it does so again.
-        raise (EOFError if length < size else ValueError)(f"{length} of {size} bytes arrived; use a server with ranges")
+        raise (EOFError if length < size else ValueError)(
+            f"{length} of {size} bytes arrived; use a server with ranges"
+        )
     return b"".join(parts)
 
 
@@ -130,7 +171,12 @@ class RemoteStorage(Storage):
         super().__init__(url, root)
         self.fs = fs
         self.loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
-        self.transient: tuple[type[Exception], ...] = (OSError, EOFError, asyncio.TimeoutError, ClientError)
+        self.transient: tuple[type[Exception], ...] = (
+            OSError,
+            EOFError,
+            asyncio.TimeoutError,
+            ClientError,
+        )
         self._grace = (-math.inf, math.inf)  # begin and end by time.monotonic()
 
     def set_deadline(self, seconds: float) -> None:
@@ -144,7 +190,8 @@ class RemoteStorage(Storage):
         return b"".join(self.chunks(name, size if limit is None else min(size, limit)))
 
     def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
-        path, step = self._path(name), PARALLEL * PART
+        path = self._path(name)
+        step = PARALLEL * PART
         for begin in range(start, start + size, step):
             end = min(begin + step, start + size)
             starts = list(range(begin, end, PART))
@@ -152,21 +199,26 @@ class RemoteStorage(Storage):
             yield self._request("read", path, "cat_ranges", *ranges, size=end - begin)
 
     def write(self, name: str, content: Content) -> None:
-        path, data = self._path(name), bytes(content)
+        path = self._path(name)
+        data = bytes(content)
         self._request("write", path, "pipe_file", path, data, size=len(data))
 
     def put_if_absent(self, name: str, content: Content) -> bool:
         """Write a file atomically unless it exists; return whether this call wrote it.
 
-        Of several concurrent callers one succeeds. Without conditional writes this checks first, which leaves a short
-        race. Callers must pass distinct contents, e.g. with a random id: a retry whose first request succeeded, but
-        whose response was lost, recognises its own file by them.
+        Of several concurrent callers one succeeds. Without conditional writes this checks first,
+        which leaves a short race. Callers must pass distinct contents, e.g. with a random id: a
+        retry whose first request succeeded, but whose response was lost, recognises its own file by
+        them.
         """
-        path, data = self._path(name), bytes(content)
+        path = self._path(name)
+        data = bytes(content)
         if self.size(name) is not None:
             return False
         method = self.fs._pipe_file if self.fs.async_impl else self.fs.pipe_file
-        exclusive: dict[str, Any] = {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
+        exclusive: dict[str, Any] = (
+            {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
+        )
         try:
             self._request("create", path, "pipe_file", path, data, size=len(data), **exclusive)
         except OSError as error:
@@ -174,7 +226,8 @@ class RemoteStorage(Storage):
             if status == 501:  # a store without conditional writes
                 self.write(name, content)
             elif isinstance(error, FileExistsError) or status == 412:
-                # It may be this call's own file, if the response was lost: HTTP clients retry a PUT.
+                # It may be this call's own file, if the response was lost: HTTP clients retry a
+                # PUT.
                 return self.read(name) == data
             else:
                 raise
@@ -193,7 +246,9 @@ class RemoteStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
         own = self.root.strip("/")
-        return sorted(path.rsplit("/", 1)[-1] for entry in entries if (path := entry.strip("/")) != own)
+        return sorted(
+            path.rsplit("/", 1)[-1] for entry in entries if (path := entry.strip("/")) != own
+        )
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -204,9 +259,17 @@ class RemoteStorage(Storage):
         return dict(self._request("stat", path, "info", path))
 
     def _request(
-        self, what: str, path: str, method: str, *args: Any, size: int = 0, seconds: float | None = None, **kwargs: Any
+        self,
+        what: str,
+        path: str,
+        method: str,
+        *args: Any,
+        size: int = 0,
+        seconds: float | None = None,
+        **kwargs: Any,
     ) -> Any:
-        """Call a filesystem method that transfers `size` bytes; retry transient errors until the deadline.
+        """Call a filesystem method that transfers `size` bytes; retry transient errors until the
+        deadline.
 
         Args:
             what, path: for error messages.
@@ -217,8 +280,10 @@ class RemoteStorage(Storage):
             StorageError: any other error, or the deadline has passed.
         """
         self.fs.invalidate_cache()  # of listings: other processes write here too
-        start, seconds = time.monotonic(), (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
-        deadline, errors = self._end(seconds, share=1), deque[Exception](maxlen=1)
+        start = time.monotonic()
+        seconds = (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
+        deadline = self._end(seconds, share=1)
+        errors = deque[Exception](maxlen=1)
 
         async def call() -> Any:
             result = await within(self._call(method, *args, **kwargs), self.end_of_request(size))
@@ -227,20 +292,27 @@ class RemoteStorage(Storage):
         try:
             # The timeout guards against a hanging event loop.
             retrying = self._retry(call, errors)
-            return fsspec.asyn.sync(self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S)
+            return fsspec.asyn.sync(
+                self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S
+            )
         except Exception as error:
             known = isinstance(error, (FileNotFoundError, NotADirectoryError, FileExistsError))
             if known and http_status_and_code(error)[1] != "NoSuchBucket":
                 raise
-            timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # FSTimeoutError is one
+            # FSTimeoutError is one
+            timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))
             cause = describe(errors[-1] if timed_out and errors else error)
             tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
-            failure = StorageError(redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried)
+            failure = StorageError(
+                redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried
+            )
             failure.errno = equivalent_errno(error)
             raise failure from error
 
     async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
-        """Return the result of a call, retried after transient errors, which are appended to `errors`."""
+        """Return the result of a call, retried after transient errors, which are appended to
+        `errors`.
+        """
         backoff = INITIAL_BACKOFF_S
         while True:
             try:
@@ -248,10 +320,17 @@ class RemoteStorage(Storage):
             except Exception as error:  # every filesystem has its own exception types
                 if not is_transient(error, self.transient):
                     raise
-                log.log(logging.DEBUG if errors else logging.INFO, "retrying: %s", redact(describe(error)))
+                log.log(
+                    logging.DEBUG if errors else logging.INFO,
+                    "retrying: %s",
+                    redact(describe(error)),
+                )
                 errors.append(error)
             with suppress(TimeoutError):
-                await within(asyncio.Event().wait(), self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE))
+                await within(
+                    asyncio.Event().wait(),
+                    self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE),
+                )
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -260,15 +339,20 @@ class RemoteStorage(Storage):
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
 
     def _end(self, seconds: float, share: float) -> Callable[[], float]:
-        """Return the end of a wait of `seconds` from now, limited to a `share` of the remaining grace period."""
+        """Return the end of a wait of `seconds` from now, limited to a `share` of the remaining
+        grace period.
+        """
         start = time.monotonic()
 
         def end() -> float:
-            begin, until = max(start, self._grace[0]), self._grace[1]
+            begin = max(start, self._grace[0])
+            until = self._grace[1]
             return min(start + seconds, begin + (until - begin) * share)
 
         return end
 
     def end_of_request(self, size: int) -> Callable[[], float]:
-        """Return when a request of `size` bytes that begins now times out; `set_deadline` may shorten it."""
+        """Return when a request of `size` bytes that begins now times out; `set_deadline` may
+        shorten it.
+        """
         return self._end(REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH, REQUEST_SHARE)

@@ -36,9 +36,19 @@ PARTIAL_FILES = (
 PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
 PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
-WRITTEN_INTO = (".hydra", "main.rank*.log", "metrics.*", "samples.jsonl", "tensorboard", "tensorboard/*", "wandb")
+WRITTEN_INTO = (
+    ".hydra",
+    "main.rank*.log",
+    "metrics.*",
+    "samples.jsonl",
+    "tensorboard",
+    "tensorboard/*",
+    "wandb",
+)
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
-NAME_MAX, PATH_MAX = 255, 4096 - 64  # bytes of a name, and of a path with the names of files in it
+# bytes of a name, and of a path with the names of files in it
+NAME_MAX = 255
+PATH_MAX = 4096 - 64
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
@@ -73,10 +83,12 @@ class RunDirectory:
     """A run directory locked by this process; only rank zero creates one."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
-        """Create the directory if needed, lock it with flock, and delete partial files of an owner that was killed.
+        """Create the directory if needed, lock it with flock, and delete partial files of an owner
+        that was killed.
 
         Raises:
-            RunError: another process has locked it, it is not writable, or it has a symbolic link where a run writes.
+            RunError: another process has locked it, it is not writable, or it has a symbolic link
+                where a run writes.
         """
         self.path = path
         self._locks = {path: acquire_lock(path, wait_s)}
@@ -84,11 +96,14 @@ class RunDirectory:
         for entry in [*path.glob("*"), *path.glob("tensorboard/*")]:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
                 self.release()
-                raise RunError(f"{entry} is a symbolic link, which a run does not follow; remove it")
+                raise RunError(
+                    f"{entry} is a symbolic link, which a run does not follow; remove it"
+                )
         _delete_files(path, PARTIAL_FILES)
 
     def lock_snapshots(self, storage: Storage) -> None:
-        """Lock a snapshot location, unless it is in the run directory: with flock if it is local, else with a lease.
+        """Lock a snapshot location, unless it is in the run directory: with flock if it is local,
+        else with a lease.
 
         Delete probes of an owner that was killed.
 
@@ -97,7 +112,9 @@ class RunDirectory:
             StorageUnavailableError: the storage does not respond.
         """
         if storage.local and not (path := Path(storage.root)).is_relative_to(self.path.absolute()):
-            self._locks[path] = acquire_lock(path, wait_s=0, what="the snapshot directory", key="path for snapshots")
+            self._locks[path] = acquire_lock(
+                path, wait_s=0, what="the snapshot directory", key="path for snapshots"
+            )
         elif isinstance(storage, RemoteStorage) and storage.shared:
             # This process holds the run directory's lock, so the owner recorded here is dead.
             record = self.path / f".lease-{hashlib.sha256(storage.url.encode()).hexdigest()[:8]}"
@@ -111,14 +128,17 @@ class RunDirectory:
             _delete_files(Path(storage.root), PROBES)
 
     def last_log_time(self) -> float:
-        """Return when the last attempt wrote to its log, in seconds since 1970; 0 if there is no log."""
+        """Return when the last attempt wrote to its log, in seconds since 1970; 0 if there is no
+        log.
+        """
         try:
             return (self.path / "main.rank0.log").stat().st_mtime
         except OSError:
             return 0.0
 
     def check(self) -> None:
-        """Check that the locked directories are still there: after a deletion another process may lock new ones.
+        """Check that the locked directories are still there: after a deletion another process may
+        lock new ones.
 
         Raises:
             RunError: names the one that was deleted or moved.
@@ -126,7 +146,8 @@ class RunDirectory:
         for path, lock in self._locks.items():
             if not _is_in(path, lock):
                 raise RunError(
-                    f"{path} was deleted or moved during the run, which ends here and writes nothing more; run the "
+                    f"{path} was deleted or moved during the run, which ends here and writes "
+                    "nothing more; run the "
                     "same command again to start from what is there now"
                 )
 
@@ -138,9 +159,14 @@ class RunDirectory:
             lease.release()
 
     def record_start(
-        self, config: dict[str, Any], hydra_files: dict[str, str], files: dict[str, str] | None = None
+        self,
+        config: dict[str, Any],
+        hydra_files: dict[str, str],
+        files: dict[str, str] | None = None,
     ) -> None:
-        """Write config.yaml at the first start, config.<n>.yaml at a start whose configuration has changed, `files`."""
+        """Write config.yaml at the first start, config.<n>.yaml at a start whose configuration has
+        changed, `files`.
+        """
         for name, content in [
             *(files or {}).items(),
             *((f".hydra/{name}", content) for name, content in hydra_files.items()),
@@ -179,7 +205,9 @@ def _write(path: Path, content: str) -> None:
     try:
         atomic_write(path, content.encode())
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror}; fix this and run the same command again") from error
+        raise RunError(
+            f"cannot write {path}: {error.strerror}; fix this and run the same command again"
+        ) from error
 
 
 def read_result(directory: Path) -> dict[str, Any]:
@@ -192,7 +220,9 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 def _config_numbers(directory: Path) -> list[int]:
     """Return the numbers n of the files config.<n>.yaml, sorted."""
-    numbers = (re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in directory.glob("config.*.yaml"))
+    numbers = (
+        re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in directory.glob("config.*.yaml")
+    )
     return sorted(int(number[1]) for number in numbers if number)
 
 
@@ -202,7 +232,9 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
     for name in [*names, "config.yaml"]:
         with contextlib.suppress(OSError, ValueError):
             config = load_yaml(read_regular(directory / name, MAX_RECORD_BYTES))
-            if isinstance(config, dict) and all(isinstance(group, dict) for group in config.values()):
+            if isinstance(config, dict) and all(
+                isinstance(group, dict) for group in config.values()
+            ):
                 return config
     return None
 
@@ -211,12 +243,15 @@ def load_yaml(text: str | bytes) -> Any:
     """Parse one untrusted YAML document; the caller limits its length.
 
     Raises:
-        ValueError: it is not YAML, or has tags that name objects, aliases (a few expand to gigabytes) or deep nesting.
+        ValueError: it is not YAML, or has tags that name objects, aliases (a few expand to
+            gigabytes) or deep nesting.
     """
     try:
         depth = 0
         for event in yaml.parse(text, Loader=YAMLLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
+                event, yaml.CollectionEndEvent
+            )
             if isinstance(event, yaml.AliasEvent) or depth > MAX_YAML_DEPTH:
                 raise ValueError("it has aliases or is nested too deeply")
         return YAMLLoader(text).get_single_data()
@@ -225,9 +260,14 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def acquire_lock(
-    directory: Path, wait_s: float = LOCK_WAIT_S, *, what: str = "the run directory", key: str = "run.root"
+    directory: Path,
+    wait_s: float = LOCK_WAIT_S,
+    *,
+    what: str = "the run directory",
+    key: str = "run.root",
 ) -> IO[str]:
-    """Create a directory if needed and lock it with flock, until the returned file is closed or the process ends.
+    """Create a directory if needed and lock it with flock, until the returned file is closed or the
+    process ends.
 
     Args:
         what, key: for messages: what the directory is, and the setting that changes it.
@@ -241,7 +281,9 @@ def acquire_lock(
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         lock = os.fdopen(os.open(directory / LOCK, flags, 0o666), "a+")
     except OSError as error:
-        raise RunError(f"cannot write to {what} {directory}: {error.strerror}; choose another {key}") from error
+        raise RunError(
+            f"cannot write to {what} {directory}: {error.strerror}; choose another {key}"
+        ) from error
     deadline = time.monotonic() + wait_s
     for attempt in itertools.count():
         try:
@@ -270,8 +312,11 @@ def _is_in(directory: Path, lock: IO[str]) -> bool:
     return False
 
 
-def check_can_lock(directory: Path, *, what: str = "the run directory", key: str = "run.root") -> None:
-    """Refuse a directory that `acquire_lock` could not create or write to, before anything is written.
+def check_can_lock(
+    directory: Path, *, what: str = "the run directory", key: str = "run.root"
+) -> None:
+    """Refuse a directory that `acquire_lock` could not create or write to, before anything is
+    written.
 
     Raises:
         RunError: names it and `key`.
@@ -286,12 +331,15 @@ def check_can_lock(directory: Path, *, what: str = "the run directory", key: str
         errno.ENAMETOOLONG: longest > NAME_MAX or len(os.fsencode(path)) > PATH_MAX,
     }
     if code := next((code for code, is_so in reasons.items() if is_so), None):
-        raise RunError(f"cannot write to {what} {directory}: {os.strerror(code)}; choose another {key}")
+        raise RunError(
+            f"cannot write to {what} {directory}: {os.strerror(code)}; choose another {key}"
+        )
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Return `group.key: old -> new` for every value that differs."""
-    before, after = flatten(old), flatten(new)
+    before = flatten(old)
+    after = flatten(new)
     changed = [key for key in before | after if before.get(key) != after.get(key)]
     return [f"{key}: {_format(before.get(key))} -> {_format(after.get(key))}" for key in changed]
 

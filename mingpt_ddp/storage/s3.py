@@ -12,8 +12,8 @@ from mingpt_ddp.storage.storage import Content
 class S3Storage(RemoteStorage):
     """A directory in an existing bucket; no request creates one.
 
-    s3fs retries transient errors, per part of a multipart upload; after that, and where it does not retry, the whole
-    operation is retried.
+    s3fs retries transient errors, per part of a multipart upload; after that, and where it does not
+    retry, the whole operation is retried.
     """
 
     def __init__(self, url: str, root: str, fs: Any) -> None:
@@ -26,28 +26,38 @@ class S3Storage(RemoteStorage):
         storage = self
 
         class Session(AIOHTTPSession):
-            """Time out each request: the timeouts of aiohttp and botocore do not cover sending it."""
+            """Time out each request: the timeouts of aiohttp and botocore do not cover sending
+            it.
+            """
 
             async def send(self, request: Any) -> Any:
-                end = storage.end_of_request(int(request.headers.get("Content-Length", remote.PART)))
+                end = storage.end_of_request(
+                    int(request.headers.get("Content-Length", remote.PART))
+                )
                 return await within(super().send(request), end)
 
         # Few retries, so that an outage surfaces soon. botocore retries 500, 502 and 504.
         fs.config_kwargs |= {"http_session_cls": Session, "retries": {"max_attempts": 1}}
-        # Some servers (rclone) send the checksum of the whole object with a part; the manifest has SHA-256 anyway.
+        # Some servers (rclone) send the checksum of the whole object with a part; the manifest has
+        # SHA-256 anyway.
         fs.config_kwargs |= {"response_checksum_validation": "when_required"}
-        fs.retries, fs.max_concurrency = 3, remote.PARALLEL
+        fs.retries = 3
+        fs.max_concurrency = remote.PARALLEL
 
     def write(self, name: str, content: Content) -> None:
-        path, data = self._path(name), memoryview(content).cast("B")
+        path = self._path(name)
+        data = memoryview(content).cast("B")
         # S3 allows 10,000 parts; s3fs sends anything below two parts in one request.
         chunk = max(remote.PART, -(-len(data) // 10_000))
         sliced = bytes(data) if len(data) < 2 * chunk else _Parts(data)
-        send = partial(self._request, "write", path, "pipe_file", path, sliced, chunksize=chunk, size=len(data))
+        send = partial(
+            self._request, "write", path, "pipe_file", path, sliced, chunksize=chunk, size=len(data)
+        )
         try:
             send()
         except FileNotFoundError:
-            # The upload was lost, or completed and its response was lost: upload again in both cases.
+            # The upload was lost, or completed and its response was lost: upload again in both
+            # cases.
             send()
         finally:
             if isinstance(sliced, _Parts):
@@ -64,7 +74,8 @@ class S3Storage(RemoteStorage):
         self._abort_uploads(path)
 
     def _abort_uploads(self, path: str) -> None:
-        """Abort unfinished multipart uploads of cancelled attempts or killed processes at or below a path.
+        """Abort unfinished multipart uploads of cancelled attempts or killed processes at or below
+        a path.
 
         Their parts are not listed, but are billed.
         """

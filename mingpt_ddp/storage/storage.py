@@ -16,11 +16,13 @@ CHUNK = 1 << 23  # bytes of a local file in memory at a time
 
 
 class Storage:
-    """A directory, addressed by relative names with forward slashes; this class is for a local disk.
+    """A directory, addressed by relative names with forward slashes.
 
-    Methods raise OSError. Those of `RemoteStorage`, for all other filesystems, retry transient errors, return before
-    the deadline of the operation and raise StorageError: one line that names the URL and the cause. No method creates a
-    bucket.
+    This class is for a local disk.
+
+    Methods raise OSError. Those of `RemoteStorage`, for all other filesystems, retry transient
+    errors, return before the deadline of the operation and raise StorageError: one line that names
+    the URL and the cause. No method creates a bucket.
     """
 
     local = True  # flock works
@@ -47,7 +49,8 @@ class Storage:
             return file.read(-1 if limit is None else limit)
 
     def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Read `size` bytes of a file, from `start` on, in chunks, one in memory at a time; zero bytes yield no chunk.
+        """Read `size` bytes of a file, from `start` on, in chunks, one in memory at a time; zero
+        bytes yield no chunk.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -84,7 +87,8 @@ class Storage:
     def delete(self, name: str) -> None:
         """Delete a file, or a directory with its contents, if there is one.
 
-        A symbolic link is deleted, not its target. On S3, this also aborts unfinished multipart uploads below the name.
+        A symbolic link is deleted, not its target. On S3, this also aborts unfinished multipart
+        uploads below the name.
         """
         path = Path(self._path(name))
         if path.is_dir() and not path.is_symlink():
@@ -120,7 +124,9 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def atomic_write(path: Path, content: Content) -> None:
-    """Write a local file atomically: readers see the old content or the new, even after a power failure."""
+    """Write a local file atomically: readers see the old content or the new, even after a power
+    failure.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:

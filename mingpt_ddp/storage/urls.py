@@ -17,16 +17,21 @@ INSTEAD = "use a directory or an object store"
 
 
 def check_url(url: str, key: str, writable: bool = False) -> None:
-    """Refuse a URL whose protocol is unknown, not installed, needs more than a URL or, if `writable`, is read-only.
+    """Refuse a URL whose protocol is unknown, not installed, needs more than a URL or, if
+    `writable`, is read-only.
 
     Raises:
         ConfigError: names `key`, the configuration key of the URL.
     """
-    check("://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} has no path; add one")
+    check(
+        "://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} has no path; add one"
+    )
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
         is_read_only = protocol in ("http", "https")
-        check(not (writable and is_read_only), f"{key}={url}: {protocol}:// is read-only; {INSTEAD}")
+        check(
+            not (writable and is_read_only), f"{key}={url}: {protocol}:// is read-only; {INSTEAD}"
+        )
         try:
             fsspec.get_filesystem_class(protocol)
             if "::" not in url:
@@ -36,7 +41,9 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
             package = "mingpt_ddp[s3]" if protocol in S3 else f"fsspec[{protocol}]"
-            raise ConfigError(f"{key}={url}: {protocol}:// is not installed; pip install '{package}'") from error
+            raise ConfigError(
+                f"{key}={url}: {protocol}:// is not installed; pip install '{package}'"
+            ) from error
 
 
 def open_storage(url: str, key: str = "URL") -> Storage:
@@ -48,12 +55,16 @@ def open_storage(url: str, key: str = "URL") -> Storage:
     """
     url = url.rstrip("/") or url
     try:
-        # A separate instance, so that its listings cache is never older than the last request made here.
+        # A separate instance, so that its listings cache is never older than the last request made
+        # here.
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except OSError as error:
         raise StorageUnavailableError(redact(f"cannot open {url}: {describe(error)}")) from error
-    except (TypeError, AttributeError, ValueError) as error:  # a filesystem with parameters, or a chained one
-        raise ConfigError(f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL; {INSTEAD}") from error
+    except (TypeError, AttributeError, ValueError) as error:
+        # a filesystem with parameters, or a chained one
+        raise ConfigError(
+            f"{key}={url}: {split_protocol(url)[0]}:// needs more than a URL; {INSTEAD}"
+        ) from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
     return (S3Storage if split_protocol(url)[0] in S3 else RemoteStorage)(url, root, fs)

@@ -1,31 +1,52 @@
-"""What to know when comparing the jobs of a report: what ranks them, and what makes their values incomparable."""
+"""What to know when comparing the jobs of a report: what ranks them, and what makes their values
+incomparable.
+"""
 
 from collections.abc import Hashable, Iterable
 from typing import Any
 
-from mingpt_ddp.metrics.objective import DEFAULTS, LOSS, TEXT_KEYS, WHY_BITS_PER_BYTE, is_text, loss_unit
+from mingpt_ddp.metrics.objective import (
+    DEFAULTS,
+    LOSS,
+    TEXT_KEYS,
+    WHY_BITS_PER_BYTE,
+    is_text,
+    loss_unit,
+)
 from mingpt_ddp.sweeps.runs import Job, identity
 from mingpt_ddp.sweeps.table import cut
 
 DATA_KINDS = ("task.name", "data.dataset")
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
-WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")  # how many are measured, of which length
+# how many are measured, of which length
+WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
 def comparison_notes(jobs: list[Job]) -> list[str]:
-    """Return what ranks the jobs, if not the loss, and each reason why their results do not compare."""
+    """Return what ranks the jobs, if not the loss, and each reason why their results do not
+    compare.
+    """
     objective = jobs[0].ranked_by
     notes = []
     if objective is not LOSS:
         notes.append(f"ranked by {objective.title}: {WHY_BITS_PER_BYTE}")
         lacking = [job.name for job in jobs if job.val_loss is not None and job.value is None]
         if lacking:
-            notes.append(f"without {objective.title}, so not ranked: {cut(', '.join(lacking), 200)}")
-    measured = [job for job in jobs if job.val_loss is not None and {"data.path", "data.dataset"} & job.config.keys()]
+            notes.append(
+                f"without {objective.title}, so not ranked: {cut(', '.join(lacking), 200)}"
+            )
+    measured = [
+        job
+        for job in jobs
+        if job.val_loss is not None and {"data.path", "data.dataset"} & job.config.keys()
+    ]
     if keys := _different_data(measured):
         kind = "texts" if all(is_text(job.config) for job in measured) else "data"
-        notes.append(f"the jobs were measured on different {kind} ({', '.join(keys)}): their results do not compare")
+        notes.append(
+            f"the jobs were measured on different {kind} ({', '.join(keys)}): their results "
+            "do not compare"
+        )
     if keys := _different_parts(measured):
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
@@ -42,7 +63,8 @@ def _different_data(jobs: list[Job]) -> list[str]:
         return kinds
     keys = [*kinds, *_differing(jobs, DATA_KEYS)]
     digests = {identity(_get(job, "data.sha256")) for job in jobs}
-    if len(digests - {identity(None)}) < 2 and "data.sha256" in keys:  # one of them is null: any content
+    # one of them is null: any content
+    if len(digests - {identity(None)}) < 2 and "data.sha256" in keys:
         keys.remove("data.sha256")
     if len(digests) == 1 and identity(None) not in digests and "data.path" in keys:
         keys.remove("data.path")  # the same content
@@ -50,7 +72,9 @@ def _different_data(jobs: list[Job]) -> list[str]:
 
 
 def _different_parts(jobs: list[Job]) -> list[str]:
-    """List the keys by which the jobs differ in the part of the validation split that trainer.eval_steps selects."""
+    """List the keys by which the jobs differ in the part of the validation split that
+    trainer.eval_steps selects.
+    """
     if len({_part(job) for job in jobs}) < 2:
         return []
     return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
@@ -70,5 +94,7 @@ def _differing(jobs: Iterable[Job], keys: Iterable[str]) -> list[str]:
 
 
 def _get(job: Job, key: str) -> Any:
-    """Return a value, or its default for a text whose recorded configuration is older than the key."""
+    """Return a value, or its default for a text whose recorded configuration is older than the
+    key.
+    """
     return job.config.get(key, DEFAULTS.get(key) if is_text(job.config) else None)

@@ -1,4 +1,6 @@
-"""The report of a sweep or a run: a table for the terminal and a page for the browser, without torch."""
+"""The report of a sweep or a run: a table for the terminal and a page for the browser, without
+torch.
+"""
 
 import hashlib
 import os
@@ -16,7 +18,8 @@ MAX_NAME = 100  # characters of the names of several directories
 
 
 def page_path(directories: list[Path]) -> Path:
-    """Return the page of a directory, or of several: next to them, under their names, so that each keeps its own.
+    """Return the page of a directory, or of several: next to them, under their names, so that each
+    keeps its own.
 
     It is in the lowest directory that holds them all; in the current one if that is not writable.
     """
@@ -24,7 +27,9 @@ def page_path(directories: list[Path]) -> Path:
         return directories[0] / PAGE
     found = [os.path.realpath(directory) for directory in directories]
     above = os.path.commonpath(found)
-    names = "+".join(os.path.relpath(path, above) if path != above else os.path.basename(path) for path in found)
+    names = "+".join(
+        os.path.relpath(path, above) if path != above else os.path.basename(path) for path in found
+    )
     readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", names)
     if len(readable) > MAX_NAME:
         digest = hashlib.sha256(os.fsencode(names)).hexdigest()[:8]
@@ -34,10 +39,11 @@ def page_path(directories: list[Path]) -> Path:
 
 
 def report(directories: list[Path], page: Path) -> str:
-    """Return the table of the jobs in `directories`, and write the page: of the jobs, or of the run that is named.
+    """Return the table of the jobs in `directories`, and write the page: of the jobs, or of the run
+    that is named.
 
-    The table does not depend on the page: without plotly its last line says how to install it, and if the page cannot
-    be written the table is printed before the error is raised.
+    The table does not depend on the page: without plotly its last line says how to install it, and
+    if the page cannot be written the table is printed before the error is raised.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
@@ -47,7 +53,8 @@ def report(directories: list[Path], page: Path) -> str:
         RunError: one of the directories holds no run, or the page cannot be written.
     """
     jobs = read_jobs(directories)
-    keys, notes = varying(jobs), comparison_notes(jobs)
+    keys = varying(jobs)
+    notes = comparison_notes(jobs)
     is_run = directories == [jobs[0].directory]
     text = table(jobs, keys, notes, is_run)
     try:

@@ -1,4 +1,6 @@
-"""Render the page of one run: curves with restarts marked, timings of every rank, samples, what restarts changed."""
+"""Render the page of one run: curves with restarts marked, timings of every rank, samples, what
+restarts changed.
+"""
 
 import contextlib
 import os
@@ -14,7 +16,15 @@ import yaml
 
 from mingpt_ddp.metrics.event_files import RankEvents, read_events
 from mingpt_ddp.storage.storage import open_regular
-from mingpt_ddp.sweeps.page import COLOURS, INCOMPLETE, document, draw, html_table, loss_axis, thinned
+from mingpt_ddp.sweeps.page import (
+    COLOURS,
+    INCOMPLETE,
+    document,
+    draw,
+    html_table,
+    loss_axis,
+    thinned,
+)
 from mingpt_ddp.sweeps.runs import Job, command_line, number
 from mingpt_ddp.sweeps.table import cut, fixed, shown
 
@@ -24,8 +34,17 @@ MARKED = 200  # restarts with a line in the plots
 OTHER_CURVES = 16
 SAMPLES = 12
 LONGEST_SAMPLE = 2000  # characters
-LOG_BYTES, LOG_LINES = 1 << 22, 100  # of the end of rank zero's log
-RANK_COLOURS = [*COLOURS, "rgb(46,150,90)", "rgb(214,80,70)", "rgb(120,110,200)", "rgb(20,150,160)", INCOMPLETE]
+# of the end of rank zero's log
+LOG_BYTES = 1 << 22
+LOG_LINES = 100
+RANK_COLOURS = [
+    *COLOURS,
+    "rgb(46,150,90)",
+    "rgb(214,80,70)",
+    "rgb(120,110,200)",
+    "rgb(20,150,160)",
+    INCOMPLETE,
+]
 TIMINGS = {  # plot and column titles, by tag
     "speed/step_ms": "step, ms",
     "speed/data_ms": "fetching the batch, ms",
@@ -35,7 +54,8 @@ TIMINGS = {  # plot and column titles, by tag
 }
 # Lines of the log that say what a restart changed, and all warnings and errors.
 EVENT = re.compile(
-    r"\S+ \S+ (WARNING|ERROR|INFO (resuming from|results may differ|the configuration d|the learning rate of))"
+    r"\S+ \S+ (WARNING|ERROR|INFO (resuming from|results may differ|the configuration d"
+    r"|the learning rate of))"
 )
 WHEN = "%Y-%m-%d %H:%M:%S"
 Points = list[tuple[int, float]]
@@ -46,13 +66,20 @@ def render_run(title: str, job: Job) -> str:
     figures: list[dict[str, Any]] = []
     ranks, unread = _read_ranks(job.directory / "tensorboard")
     marks = _marks(job)
-    curves = {"training": job.history.series("train_loss"), "validation": job.history.series("val_loss")}
+    curves = {
+        "training": job.history.series("train_loss"),
+        "validation": job.history.series("val_loss"),
+    }
     losses = _curves(figures, curves, marks, "loss", 380)
     keys = dict.fromkeys(
-        key for row in job.history.rows for key in row if key not in ("step", "train_loss", "val_loss")
+        key
+        for row in job.history.rows
+        for key in row
+        if key not in ("step", "train_loss", "val_loss")
     )
     others = "".join(
-        _curves(figures, {key: job.history.series(key)}, marks, cut(key, 40)) for key in [*keys][:OTHER_CURVES]
+        _curves(figures, {key: job.history.series(key)}, marks, cut(key, 40))
+        for key in [*keys][:OTHER_CURVES]
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in [*job.notes, *unread])
     sections = {
@@ -65,32 +92,46 @@ def render_run(title: str, job: Job) -> str:
         "Configuration": _configuration(job),
         "Notes": notes and f"<ul>{notes}</ul>",
     }
-    faults, total = job.faults or 0, number(job.result.get("wall_seconds"))
-    took = f" in {timedelta(seconds=round(total))}" if total is not None and 0 <= total < 1e13 else ""
+    faults = job.faults or 0
+    total = number(job.result.get("wall_seconds"))
+    took = (
+        f" in {timedelta(seconds=round(total))}" if total is not None and 0 <= total < 1e13 else ""
+    )
     summary = f"{shown(job.status)}: {fixed(job.step, 'd')} steps{took}. Faults survived: {faults}."
     return document(title, summary, sections, figures)
 
 
 def _result(job: Job) -> str:
     rows = [
-        [cut(str(key)), fixed(value, ".6g")] for key in job.result if (value := number(job.result[key])) is not None
+        [cut(str(key)), fixed(value, ".6g")]
+        for key in job.result
+        if (value := number(job.result[key])) is not None
     ]
     return html_table(["what", "value"], rows) if rows else ""
 
 
 def _marks(job: Job) -> dict[str, Any]:
     """Return the layout of a dotted line at each restart."""
-    steps = [step for record in job.history.attempts[1:] if (step := number(record["step"])) is not None]
+    steps = [
+        step for record in job.history.attempts[1:] if (step := number(record["step"])) is not None
+    ]
     line = {"color": INCOMPLETE, "width": 1, "dash": "dot"}
     across = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": line}
-    return {"shapes": [{**across, "x0": step, "x1": step} for step in [*dict.fromkeys(steps)][-MARKED:]]}
+    return {
+        "shapes": [{**across, "x0": step, "x1": step} for step in [*dict.fromkeys(steps)][-MARKED:]]
+    }
 
 
 def _curves(
-    figures: list[dict[str, Any]], series: dict[str, Points], layout: dict[str, Any], title: str, height: int = 260
+    figures: list[dict[str, Any]],
+    series: dict[str, Points],
+    layout: dict[str, Any],
+    title: str,
+    height: int = 260,
 ) -> str:
     """Draw one figure of several series over the steps; their names are ours, the title is not."""
-    traces, values = [], list[float]()
+    traces = []
+    values = list[float]()
     for (name, points), colour in zip(series.items(), RANK_COLOURS, strict=False):
         steps, drawn = thinned(points)
         if steps:
@@ -101,10 +142,13 @@ def _curves(
             )
             mode = "lines" if len(steps) > 1 else "markers"
             line = {"color": colour, "width": 1.8}
-            traces.append({"mode": mode, "x": steps, "y": drawn, "line": line, "hovertemplate": hover})
+            traces.append(
+                {"mode": mode, "x": steps, "y": drawn, "line": line, "hovertemplate": hover}
+            )
             values += drawn
     axis = loss_axis(values, "") if height > 260 else {}
-    xaxis = {"title": {"text": "step"}, "ticklabelstandoff": 8}  # below a label of the other axis at its end
+    # below a label of the other axis at its end
+    xaxis = {"title": {"text": "step"}, "ticklabelstandoff": 8}
     axes = {"xaxis": xaxis, "yaxis": axis, "title": {"text": escape(title, quote=False)}}
     return draw(figures, traces, {**layout, **axes}, height)
 
@@ -112,12 +156,15 @@ def _curves(
 def _legend(names: list[str]) -> str:
     """Name the colours of the curves."""
     pairs = zip(names, RANK_COLOURS, strict=False)
-    return " ".join(f'<span style="color:{colour}">&#9632;</span>&nbsp;{name}' for name, colour in pairs)
+    return " ".join(
+        f'<span style="color:{colour}">&#9632;</span>&nbsp;{name}' for name, colour in pairs
+    )
 
 
 def _read_ranks(directory: Path) -> tuple[dict[int, RankEvents], list[str]]:
     """Return what each rank has logged to TensorBoard, and notes on what cannot be read."""
-    ranks, notes = {}, []
+    ranks = {}
+    notes = []
     found = [path for path in directory.glob("rank*") if re.fullmatch(r"rank\d{1,6}", path.name)]
     for path in sorted(found, key=lambda path: int(path.name[4:]))[:MOST_RANKS]:
         try:
@@ -127,7 +174,9 @@ def _read_ranks(directory: Path) -> tuple[dict[int, RankEvents], list[str]]:
     return ranks, notes
 
 
-def _ranks(figures: list[dict[str, Any]], ranks: dict[int, RankEvents], marks: dict[str, Any]) -> str:
+def _ranks(
+    figures: list[dict[str, Any]], ranks: dict[int, RankEvents], marks: dict[str, Any]
+) -> str:
     """Draw each timing of every rank over the steps, and tabulate the medians."""
     tags = [tag for tag in TIMINGS if any(tag in events.scalars for events in ranks.values())]
     if not tags:
@@ -135,9 +184,14 @@ def _ranks(figures: list[dict[str, Any]], ranks: dict[int, RankEvents], marks: d
     drawn = {f"rank {rank}": events for rank, events in [*ranks.items()][:RANKS]}
     plots = ""
     for tag in tags:
-        series = {name: sorted(events.scalars.get(tag, {}).items()) for name, events in drawn.items()}
+        series = {
+            name: sorted(events.scalars.get(tag, {}).items()) for name, events in drawn.items()
+        }
         plots += _curves(figures, series, marks, TIMINGS[tag])
-    rows = [[str(rank), *(_median(events.scalars.get(tag, {})) for tag in tags)] for rank, events in ranks.items()]
+    rows = [
+        [str(rank), *(_median(events.scalars.get(tag, {})) for tag in tags)]
+        for rank, events in ranks.items()
+    ]
     table = html_table(["rank", *(f"median of {TIMINGS[tag]}" for tag in tags)], rows)
     return f'<p>{_legend([*drawn])}</p><div class="plots">{plots}</div>{table}'
 
@@ -149,12 +203,17 @@ def _median(points: dict[int, float]) -> str:
 
 def _samples(ranks: dict[int, RankEvents]) -> str:
     """Show texts that the model has generated, evenly over the run, the last one among them."""
-    texts = {step: text for events in ranks.values() for step, text in events.texts.get("sample", {}).items()}
+    texts = {
+        step: text
+        for events in ranks.values()
+        for step, text in events.texts.get("sample", {}).items()
+    }
     steps = sorted(texts, reverse=True)
     chosen = steps[:: len(steps) // SAMPLES + 1]
     blocks = []
     for step in chosen:
-        text = "\n".join(line.removeprefix("    ") for line in texts[step].splitlines())  # TensorBoard's are indented
+        # TensorBoard's are indented
+        text = "\n".join(line.removeprefix("    ") for line in texts[step].splitlines())
         blocks.append(f"<p>step {step}</p><pre>{escape(text[:LONGEST_SAMPLE])}</pre>")
     return "".join(blocks)
 

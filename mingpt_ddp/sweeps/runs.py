@@ -20,12 +20,25 @@ from mingpt_ddp.config.hydra_utils import config_flags
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.metrics.objective import LOSS, Objective, loss_unit, objective_of
-from mingpt_ddp.storage.run_dir import MAX_RECORD_BYTES, RESULT, load_yaml, read_result, recorded_config
+from mingpt_ddp.storage.run_dir import (
+    MAX_RECORD_BYTES,
+    RESULT,
+    load_yaml,
+    read_result,
+    recorded_config,
+)
 from mingpt_ddp.storage.storage import open_regular, read_regular
 
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
-NO_PARAMETERS = ("run.name", "run.root", "run.resume", "data.cache_dir", "snapshot.path", "snapshot.fallback_path")
+NO_PARAMETERS = (
+    "run.name",
+    "run.root",
+    "run.resume",
+    "data.cache_dir",
+    "snapshot.path",
+    "snapshot.fallback_path",
+)
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
 LARGEST = 1e100  # larger numbers are not drawn
 MAX_JSON_CHARS = 1000  # of a value that is not a scalar
@@ -67,7 +80,10 @@ class Job:
     @cached_property
     def step(self) -> int | None:
         """The last recorded step."""
-        steps = [number(self.result.get("step")), *(float(row["step"]) for row in self.history.rows[-1:])]
+        steps = [
+            number(self.result.get("step")),
+            *(float(row["step"]) for row in self.history.rows[-1:]),
+        ]
         return max((int(step) for step in steps if step is not None), default=None)
 
     @cached_property
@@ -84,8 +100,16 @@ class Job:
     @property
     def metrics(self) -> dict[str, float]:
         """The task's metrics of the last evaluation besides the loss, by name."""
-        values = {name[4:]: number(value) for name, value in self.result.items() if str(name).startswith("val_")}
-        return {plain_name: value for plain_name, value in values.items() if value is not None and plain_name != "loss"}
+        values = {
+            name[4:]: number(value)
+            for name, value in self.result.items()
+            if str(name).startswith("val_")
+        }
+        return {
+            plain_name: value
+            for plain_name, value in values.items()
+            if value is not None and plain_name != "loss"
+        }
 
     @property
     def faults(self) -> int | None:
@@ -107,10 +131,14 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     found: dict[Path, tuple[Path, str]] = {}
     for directory in directories:
         if not directory.is_dir():
-            raise RunError(f"{directory} is not a directory; name a run or the directory of a sweep")
+            raise RunError(
+                f"{directory} is not a directory; name a run or the directory of a sweep"
+            )
         runs = _find_runs(directory)
         if not runs:
-            raise RunError(f"there is no run in {directory}; name a run or the directory of a sweep")
+            raise RunError(
+                f"there is no run in {directory}; name a run or the directory of a sweep"
+            )
         base = directory.resolve()
         above = base if len(directories) == 1 and runs != [directory] else base.parent
         for run in runs:
@@ -119,17 +147,22 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     jobs = [_read(path, name) for path, name in found.values()]
     objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
     jobs = [replace(job, ranked_by=objective) for job in jobs]
-    return sorted(jobs, key=lambda job: (job.objective is None, job.value is None, job.value or 0.0, job.name))
+    return sorted(
+        jobs, key=lambda job: (job.objective is None, job.value is None, job.value or 0.0, job.name)
+    )
 
 
 def best_of(jobs: list[Job]) -> Job | None:
-    """Return the complete job with the lowest objective; `jobs` are sorted as `read_jobs` returns them."""
+    """Return the complete job with the lowest objective; `jobs` are sorted as `read_jobs` returns
+    them.
+    """
     return jobs[0] if jobs[0].objective is not None else None
 
 
 def why_no_best(jobs: list[Job]) -> str:
     """Return why none of the jobs is the best."""
-    objective, statuses = jobs[0].ranked_by, [job.status for job in jobs]
+    objective = jobs[0].ranked_by
+    statuses = [job.status for job in jobs]
     is_lacking = objective is not LOSS and "complete" in statuses
     return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
 
@@ -143,20 +176,32 @@ def varying(jobs: list[Job]) -> list[str]:
     for job in jobs:
         for key, value in job.config.items():
             group, _, name = key.partition(".")
-            preset = identity(job.config.get(f"{group}.name")) if group in PRESETS and name != "name" else None
+            preset = (
+                identity(job.config.get(f"{group}.name"))
+                if group in PRESETS and name != "name"
+                else None
+            )
             values.setdefault(key, {}).setdefault(preset, set()).add(identity(value))
-    return [key for key, found in values.items() if key not in NO_PARAMETERS and max(map(len, found.values())) > 1]
+    return [
+        key
+        for key, found in values.items()
+        if key not in NO_PARAMETERS and max(map(len, found.values())) > 1
+    ]
 
 
 def _find_runs(directory: Path) -> list[Path]:
-    """List the runs in a directory, one and two levels below; hidden and unreadable directories have none."""
+    """List the runs in a directory, one and two levels below; hidden and unreadable directories
+    have none.
+    """
     below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
     candidates = [directory, *sorted(directory / name for name in below)]
     return [path for path in candidates if any(os.path.isfile(path / name) for name in RUN_FILES)]
 
 
 def _read(path: Path, name: str) -> Job:
-    result, config, history = read_result(path), recorded_config(path) or {}, MetricsHistory([], 0, 0, 0)
+    result = read_result(path)
+    config = recorded_config(path) or {}
+    history = MetricsHistory([], 0, 0, 0)
     unread = [file for file, content in ((RESULT, result), ("config.yaml", config)) if not content]
     notes = [f"{path / file} cannot be read" for file in unread if (path / file).exists()]
     try:
@@ -164,7 +209,11 @@ def _read(path: Path, name: str) -> Job:
             history = read_history(path / METRICS)
     except (DataError, OSError) as error:
         notes.append(str(error))
-    flat = {f"{plain(group)}.{plain(key)}": plain(v) for group, keys in config.items() for key, v in keys.items()}
+    flat = {
+        f"{plain(group)}.{plain(key)}": plain(v)
+        for group, keys in config.items()
+        for key, v in keys.items()
+    }
     return Job(name, path, _status(path, result), flat, result, history, notes)
 
 
@@ -185,8 +234,14 @@ def _status(path: Path, result: dict[str, Any]) -> str:
 
 
 def plain(value: Any) -> Value:
-    """Return scalars and lists of scalars unchanged, other lists and mappings as JSON, else the type name."""
-    if isinstance(value, list) and len(value) <= 100 and not any(isinstance(v, (list, dict)) for v in value):
+    """Return scalars and lists of scalars unchanged, other lists and mappings as JSON, else the
+    type name.
+    """
+    if (
+        isinstance(value, list)
+        and len(value) <= 100
+        and not any(isinstance(v, (list, dict)) for v in value)
+    ):
         return [plain(v) for v in value]
     if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
         with contextlib.suppress(ValueError, RecursionError):
@@ -207,12 +262,15 @@ def identity(value: Value) -> Hashable:
 
 
 def command_line(job: Job) -> str:
-    """Return `python main.py key=value ...`, quoted for the shell and for Hydra; NO_COMMAND without a run.name.
+    """Return `python main.py key=value ...`, quoted for the shell and for Hydra; NO_COMMAND without
+    a run.name.
 
-    It composes to the configuration of the job's last start, run.name included: it continues the job, or repeats it
-    under another run.name. Without main.py in the current directory it is `python -m mingpt_ddp ...`.
+    It composes to the configuration of the job's last start, run.name included: it continues the
+    job, or repeats it under another run.name. Without main.py in the current directory it is
+    `python -m mingpt_ddp ...`.
     """
-    if "run.name" not in job.config:  # the overrides may have the sweep's run.name, which is another run
+    # the overrides may have the sweep's run.name, which is another run
+    if "run.name" not in job.config:
         return NO_COMMAND
     overrides = _read_record(job.directory, "overrides")
     if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
@@ -221,10 +279,15 @@ def command_line(job: Job) -> str:
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
     else:
         # Remove these presets, whose keys differ.
-        words = ["~model", "~optimizer", *(f"++{key}={hydra_value(value)}" for key, value in job.config.items())]
+        words = [
+            "~model",
+            "~optimizer",
+            *(f"++{key}={hydra_value(value)}" for key, value in job.config.items()),
+        ]
     name = job.config["run.name"]
     named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
-    # The overrides of a job have the sweep's run.name, those of local workers the user's and the directory's.
+    # The overrides of a job have the sweep's run.name, those of local workers the user's and the
+    # directory's.
     if isinstance(name, str) and ("/" in name or len(named) > 1):
         words = [*(word for word in words if word not in named), f"run.name={hydra_value(name)}"]
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
@@ -240,7 +303,8 @@ def hydra_value(value: Value | dict[str, Any]) -> str:
     """Format a value so that Hydra's override grammar parses it back."""
     if isinstance(value, list):
         return f"[{','.join(map(hydra_value, value))}]"
-    if isinstance(value, dict) and all(str(key).isidentifier() for key in value):  # Hydra takes no quoted keys
+    # Hydra takes no quoted keys
+    if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
         return f"{{{','.join(f'{key}:{hydra_value(each)}' for key, each in value.items())}}}"
     if not isinstance(value, str):
         return json.dumps(value)

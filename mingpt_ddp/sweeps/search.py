@@ -1,6 +1,7 @@
 """A search: a sweep whose values Optuna samples.
 
-A search resumes by sampling the same trials from the same seed: complete jobs return their recorded loss.
+A search resumes by sampling the same trials from the same seed: complete jobs return their recorded
+loss.
 """
 
 import contextlib
@@ -33,10 +34,13 @@ def check_search(config: DictConfig) -> None:
     share = sweeper.max_failure_rate
     check(0 <= share <= 1, f"hydra.sweeper.max_failure_rate={share} must lie in [0, 1]")
     if getattr(sweeper.direction, "name", sweeper.direction) != "minimize":
-        raise ConfigError(f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss")
+        raise ConfigError(
+            f"hydra.sweeper.direction={sweeper.direction} must be minimize: the objective is a loss"
+        )
     if "seed" in sweeper.sampler and sweeper.sampler.seed is None:
         raise ConfigError(
-            "hydra.sweeper.sampler.seed is null: every rank and every start would sample other trials; give it a number"
+            "hydra.sweeper.sampler.seed is null: every rank and every start would sample "
+            "other trials; give it a number"
         )
     try:
         instantiate(sweeper.sampler)
@@ -63,7 +67,9 @@ def start_search(config: DictConfig, env: DistEnv) -> None:
 
 
 def _backup(study: Path) -> None:
-    """Rename a study to FILE.before, together with the journal of an unfinished write; delete an empty study."""
+    """Rename a study to FILE.before, together with the journal of an unfinished write; delete an
+    empty study.
+    """
     try:
         study.parent.mkdir(parents=True, exist_ok=True)
         if study.exists() and _is_empty(study):
@@ -76,7 +82,9 @@ def _backup(study: Path) -> None:
             with contextlib.suppress(FileNotFoundError):
                 study.with_name(study.name + suffix).replace(backup)
     except OSError as error:
-        raise RunError(f"cannot write {study}: {error.strerror}; choose another hydra.sweeper.storage") from error
+        raise RunError(
+            f"cannot write {study}: {error.strerror}; choose another hydra.sweeper.storage"
+        ) from error
 
 
 def _is_empty(study: Path) -> bool:
@@ -85,7 +93,9 @@ def _is_empty(study: Path) -> bool:
 
     with (
         contextlib.suppress(sqlite3.Error),
-        contextlib.closing(sqlite3.connect(f"{study.absolute().as_uri()}?mode=ro", uri=True)) as database,
+        contextlib.closing(
+            sqlite3.connect(f"{study.absolute().as_uri()}?mode=ro", uri=True)
+        ) as database,
     ):
         return database.execute("SELECT count(*) FROM trials").fetchone() == (0,)
     return False

@@ -19,17 +19,33 @@ def table(jobs: list[Job], keys: list[str], notes: list[str], is_run: bool) -> s
         notes: on the comparison of the jobs.
         is_run: the user has named this one run, which is compared with nothing.
     """
-    names, best = short_names(keys), best_of(jobs)
+    names = short_names(keys)
+    best = best_of(jobs)
     parameters = [cut(names[key]) for key in keys[:COLUMNS]]
     objective = jobs[0].ranked_by
     others = [] if objective is LOSS else [LOSS.column]
-    head = ["", objective.column, "status", *parameters, "step", f"{jobs[0].unit}/s", "faults", "time", *others, "job"]
+    head = [
+        "",
+        objective.column,
+        "status",
+        *parameters,
+        "step",
+        f"{jobs[0].unit}/s",
+        "faults",
+        "time",
+        *others,
+        "job",
+    ]
     rows = [head]
     for job in jobs:
-        rows.append(["*" if job is best and not is_run else "", *cells(job, keys[:COLUMNS]), job.name])
+        rows.append(
+            ["*" if job is best and not is_run else "", *cells(job, keys[:COLUMNS]), job.name]
+        )
     left = (2, len(head) - 1)  # columns of text
     columns = enumerate(zip(*rows, strict=True))
-    forms = [f"{'<' if number in left else '>'}{max(map(len, column))}" for number, column in columns]
+    forms = [
+        f"{'<' if number in left else '>'}{max(map(len, column))}" for number, column in columns
+    ]
     lines = ["  ".join(map(format, row, forms)).rstrip() for row in rows]
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
@@ -43,8 +59,11 @@ def table(jobs: list[Job], keys: list[str], notes: list[str], is_run: bool) -> s
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
-    """Format objective, status, parameters, step, speed, faults and time of a job, and its loss if that is another."""
-    value, seconds = fixed(job.value, ".4f"), number(job.result.get("wall_seconds"))
+    """Format objective, status, parameters, step, speed, faults and time of a job, and its loss if
+    that is another.
+    """
+    value = fixed(job.value, ".4f")
+    seconds = number(job.result.get("wall_seconds"))
     return [
         value if job.objective is not None or job.value is None else f"({value})",
         shown(job.status),
@@ -52,7 +71,9 @@ def cells(job: Job, keys: list[str]) -> list[str]:
         fixed(job.step, "d"),
         fixed(job.speed, ",.0f"),
         fixed(job.faults, "d"),
-        "-" if seconds is None or not 0 <= seconds < 1e13 else str(timedelta(seconds=round(seconds))),
+        "-"
+        if seconds is None or not 0 <= seconds < 1e13
+        else str(timedelta(seconds=round(seconds))),
         *([] if job.ranked_by is LOSS else [fixed(job.val_loss, ".4f")]),
     ]
 
@@ -72,7 +93,9 @@ def shown(value: Value) -> str:
 
 
 def brief(value: float) -> str:
-    """Format with at most four digits, more for whole numbers, and an exponent instead of zeros: 3e-4 for 0.0003."""
+    """Format with at most four digits, more for whole numbers, and an exponent instead of zeros:
+    3e-4 for 0.0003.
+    """
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
@@ -93,4 +116,8 @@ def scientific(value: float) -> str:
 
 def cut(text: str, longest: int = LONGEST) -> str:
     """Cut the middle out of a text that is too long: similar names often differ at the end."""
-    return text if len(text) <= longest else f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"
+    return (
+        text
+        if len(text) <= longest
+        else f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"
+    )

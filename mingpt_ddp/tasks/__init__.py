@@ -18,17 +18,23 @@ from mingpt_ddp.tasks.task import Mean, Task
 __all__ = ["Mean", "Task", "build_task"]
 
 BUILDERS["dataset"].update(digits=digits, mnist=mnist, toy=toy)
-BUILDERS["task"].update(language_model=LanguageModel, classification=Classification, regression=Regression)
+BUILDERS["task"].update(
+    language_model=LanguageModel, classification=Classification, regression=Regression
+)
 
 
 def build_task(
-    config: Config, group: ProcessGroup, state: dict[str, Any] | None = None, kept: dict[str, Any] | None = None
+    config: Config,
+    group: ProcessGroup,
+    state: dict[str, Any] | None = None,
+    kept: dict[str, Any] | None = None,
 ) -> Task:
     """Build the task that `config` describes. A collective.
 
     Args:
         state: of a snapshot whose weights the model will get; see `Task.extend`.
-        kept: of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained or given is kept.
+        kept: of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained or
+            given is kept.
 
     Raises:
         CodeError: the user has registered something other than a Task.

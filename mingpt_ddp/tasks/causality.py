@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode
 
-TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}  # relative to the largest logit; covers summation order and TF32
+# relative to the largest logit; covers summation order and TF32
+TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
 
 
 def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:
@@ -42,13 +43,16 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         as for `check_shapes`.
 
     Raises:
-        CodeError: logits depend on later tokens, on other sequences or on chance, or the loss is not their mean
-            cross-entropy.
+        CodeError: logits depend on later tokens, on other sequences or on chance, or the loss is
+            not their mean cross-entropy.
     """
     other = x.clone()
     other[:, -1] = (x[:, -1] + 1) % vocab_size
     with eval_mode(model), torch.no_grad():
-        logits, loss, again, later = model(x), model(x, y), model(x), model(other)
+        logits = model(x)
+        loss = model(x, y)
+        again = model(x)
+        later = model(other)
         alone = torch.cat([model(row) for row in x.split(1)])
     coarsest = max(torch.finfo(t.dtype).eps for t in (logits, loss))
     logits = logits.float()
@@ -56,7 +60,8 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
     expected = float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))
     if not math.isfinite(expected):
         return  # trainer.on_nonfinite handles it in the first steps
-    later = torch.cat([later[:, :-1].float(), logits[:, -1:]], dim=1)  # the last position may change
+    # the last position may change
+    later = torch.cat([later[:, :-1].float(), logits[:, -1:]], dim=1)
     for found, problem in (
         (again, "is random in evaluation mode: apply dropout only if self.training is true"),
         (later, "is not causal: its logits at a position depend on later characters"),
@@ -66,6 +71,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
             raise CodeError(f"the model {name} {problem}")
     if not math.isclose(float(loss), expected, abs_tol=tolerance):
         raise CodeError(
-            f"the model {name}: model(tokens, targets) must return the mean cross-entropy of its logits, which in "
+            f"the model {name}: model(tokens, targets) must return the mean cross-entropy of "
+            "its logits, which in "
             f"evaluation mode are {expected:.4f} nats, not {float(loss):.4f}"
         )

@@ -31,11 +31,16 @@ from mingpt_ddp.tasks.task import Mean, Task
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
 SAMPLE_CHARACTERS = 400
-TRIAL_ROWS, TRIAL_LENGTH = 2, 64  # sequences, and tokens of each
+# sequences, and tokens of each
+TRIAL_ROWS = 2
+TRIAL_LENGTH = 64
 
 
 class LanguageModel(Task):
-    """Cross-entropy in nats per token; the model has the interface of `mingpt_ddp.models.LanguageModel`."""
+    """Cross-entropy in nats per token.
+
+    The model has the interface of `mingpt_ddp.models.LanguageModel`.
+    """
 
     unit = "tokens"
     comparable = ("bits_per_byte", "bits_per_char")  # between tokenizers
@@ -45,7 +50,8 @@ class LanguageModel(Task):
         """Encode the texts once per node.
 
         Args:
-            state: of a snapshot, untrusted, whose tokenizer is kept; None: that of `data.tokenizer`.
+            state: of a snapshot, untrusted, whose tokenizer is kept; None: that of
+                `data.tokenizer`.
 
         Raises:
             ConfigError: the configuration selects a dataset of samples.
@@ -53,10 +59,12 @@ class LanguageModel(Task):
         """
         if not isinstance(config.data, DataConfig):
             raise ConfigError(
-                f"task.name={config.task.name} needs a text; for data.dataset={config.data.dataset} add a task and a "
+                f"task.name={config.task.name} needs a text; for "
+                f"data.dataset={config.data.dataset} add a task and a "
                 "model, as in task=classification model=convnet"
             )
-        self.config, self.group = config, group
+        self.config = config
+        self.group = group
         try:
             tokenizer = tokenizer_from_state(state) if state else None
         except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -65,12 +73,21 @@ class LanguageModel(Task):
         self._cache = TextCache(config.data)
 
         def encode() -> dict[str, Any]:
-            return {name: asdict(text) for name, text in prepare_all(config.data, tokenizer, self._cache).items()}
+            return {
+                name: asdict(text)
+                for name, text in prepare_all(config.data, tokenizer, self._cache).items()
+            }
 
-        texts = {name: EncodedText(**text) for name, text in group.run_on_rank_zero(encode, per_node=True).items()}
+        texts = {
+            name: EncodedText(**text)
+            for name, text in group.run_on_rank_zero(encode, per_node=True).items()
+        }
         self.text = texts.pop("")
-        self.dataset, self.sha256 = TextDataset(self.text, config.data), self.text.sha256
-        self.val_texts = {f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()}
+        self.dataset = TextDataset(self.text, config.data)
+        self.sha256 = self.text.sha256
+        self.val_texts = {
+            f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()
+        }
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
 
     @classmethod
@@ -82,12 +99,17 @@ class LanguageModel(Task):
         self._cache.discard()
 
     def train_loader(self, device: torch.device) -> TokenLoader:
-        data, batch_size = self.config.data, self.config.trainer.batch_size
+        data = self.config.data
+        batch_size = self.config.trainer.batch_size
         self.dataset.check_lengths(data.block_size)
         seed = self.config.run.seed
         if data.sources:
-            return WeightedLoader(self.dataset.train, self.dataset.train_sizes, data, batch_size, seed, device)
-        return TokenLoader(self.dataset.train, data.block_size, data.stride, batch_size, seed, device)
+            return WeightedLoader(
+                self.dataset.train, self.dataset.train_sizes, data, batch_size, seed, device
+            )
+        return TokenLoader(
+            self.dataset.train, data.block_size, data.stride, batch_size, seed, device
+        )
 
     def split_names(self) -> list[str]:
         return [*super().split_names(), *self.val_texts]
@@ -96,10 +118,18 @@ class LanguageModel(Task):
         tokens = {"val": self.dataset.val, "test": self.dataset.test, **self.val_texts}[name]
         steps = None if name == "test" else self.config.trainer.eval_steps
         windows = steps and steps * self.config.trainer.batch_size
-        return TokenSplit(tokens, self.config.data.block_size, device, windows) if len(tokens) > 1 else None
+        return (
+            TokenSplit(tokens, self.config.data.block_size, device, windows)
+            if len(tokens) > 1
+            else None
+        )
 
     def describe_data(self) -> str:
-        parts = {"training": self.dataset.train, "validation": self.dataset.val, "test": self.dataset.test}
+        parts = {
+            "training": self.dataset.train,
+            "validation": self.dataset.val,
+            "test": self.dataset.test,
+        }
         *first, last = [f"{len(tokens):,} {name}" for name, tokens in parts.items() if len(tokens)]
         tokenizer = self.dataset.tokenizer
         unit = UNITS[tokenizer.name]
@@ -116,14 +146,20 @@ class LanguageModel(Task):
         Raises:
             ConfigError: the text was encoded by a tokenizer of another kind.
         """
-        known, own = tokenizer_from_state(state), self.dataset.tokenizer
+        known = tokenizer_from_state(state)
+        own = self.dataset.tokenizer
         if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
-            known = CharTokenizer(known.vocabulary + "".join(c for c in own.vocabulary if c not in known.index))
+            known = CharTokenizer(
+                known.vocabulary + "".join(c for c in own.vocabulary if c not in known.index)
+            )
             ids = known.encode(own.vocabulary)
             self._ids = None if ids == [*range(len(ids))] else torch.tensor(ids)
         elif known.state() != own.state():
-            raise ConfigError(f"the weights have a {known.name} tokenizer, the text a {own.name} tokenizer")
-        self.dataset.tokenizer, self.shape = known, (known.vocab_size, self.shape[1])
+            raise ConfigError(
+                f"the weights have a {known.name} tokenizer, the text a {own.name} tokenizer"
+            )
+        self.dataset.tokenizer = known
+        self.shape = (known.vocab_size, self.shape[1])
 
     def files(self) -> dict[str, str]:
         tokenizer = self.dataset.tokenizer
@@ -136,7 +172,8 @@ class LanguageModel(Task):
             DataError: the text has changed.
         """
         super().adopt(state, is_other_data)
-        known, own = tokenizer_from_state(state), self.dataset.tokenizer
+        known = tokenizer_from_state(state)
+        own = self.dataset.tokenizer
         if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
             known.encode(own.vocabulary)
         self.extend(state)
@@ -160,25 +197,41 @@ class LanguageModel(Task):
         tokens, targets = self._in_ids_of_model(batch)
         logits = model(tokens)
         correct = (logits.argmax(dim=-1) == targets).sum()
-        n, tokenizer = targets.numel(), self.dataset.tokenizer
+        n = targets.numel()
+        tokenizer = self.dataset.tokenizer
         nats = cross_entropy(logits, targets).double() * n
-        tables = {"bits_per_byte": tokenizer.token_sizes, "bits_per_char": tokenizer.token_characters}
-        sizes = {name: torch.from_numpy(table).to(targets.device)[targets].sum() for name, table in tables.items()}
+        tables = {
+            "bits_per_byte": tokenizer.token_sizes,
+            "bits_per_char": tokenizer.token_characters,
+        }
+        sizes = {
+            name: torch.from_numpy(table).to(targets.device)[targets].sum()
+            for name, table in tables.items()
+        }
         bits = {name: (nats / NATS_PER_BIT, size) for name, size in sizes.items()}
         return {"loss": (nats, n), "accuracy": (correct, n), **bits}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        unit, nats = UNITS[self.dataset.tokenizer.name], metrics["loss"]
+        unit = UNITS[self.dataset.tokenizer.name]
+        nats = metrics["loss"]
         loss = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
-        loss += [f"{metrics['bits_per_byte']:.4f} bits per byte"] if "bits_per_byte" in metrics else []
+        loss += (
+            [f"{metrics['bits_per_byte']:.4f} bits per byte"] if "bits_per_byte" in metrics else []
+        )
         loss += [f"accuracy {metrics['accuracy']:.4f}"]
         others = [f"{name} {metrics[name]:.4f}" for name in metrics if name.endswith("_loss")]
         return ", ".join([*loss, *others])
 
     def sample(self, model: nn.Module, step: int) -> str | None:
-        """Generate a text on rank zero, keyed by the seed and the step; return None on other ranks."""
-        seed, sampling = derive_seed("sample", self.config.run.seed, step), SamplingParams(temperature=0.8, top_k=40)
-        generate = partial(generate_text, model, self.dataset.tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
+        """Generate a text on rank zero, keyed by the seed and the step.
+
+        Return None on other ranks.
+        """
+        seed = derive_seed("sample", self.config.run.seed, step)
+        sampling = SamplingParams(temperature=0.8, top_k=40)
+        generate = partial(
+            generate_text, model, self.dataset.tokenizer, "", SAMPLE_CHARACTERS, sampling, seed
+        )
         return self.group.env.call_on_rank_zero(lambda: generate()[0])
 
     def trial_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

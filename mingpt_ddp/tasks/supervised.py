@@ -23,7 +23,8 @@ def _check_target(task: Task, fits: Callable[[Tensor], bool], needed: str) -> No
     if not fits(found):
         config = task.config
         raise ConfigError(
-            f"task={config.task.name} needs samples (x, y) with {needed} as y, but {config.data.label} has others; "
+            f"task={config.task.name} needs samples (x, y) with {needed} as y, but "
+            f"{config.data.label} has others; "
             "choose another task, or register one of your own"
         )
 
@@ -44,7 +45,10 @@ class Classification(Task):
         x, y = batch
         logits = model(x).float()
         correct = (logits.argmax(dim=-1) == y).sum()
-        return {"loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)), "accuracy": (correct, len(y))}
+        return {
+            "loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)),
+            "accuracy": (correct, len(y)),
+        }
 
 
 class Regression(Task):

@@ -19,13 +19,16 @@ Mean = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in 
 
 
 class Task:
-    """What a run learns from a map-style dataset. A task of your own inherits from it and has a `loss`.
+    """What a run learns from a map-style dataset.
+
+    A task of your own inherits from it and has a `loss`.
 
     Attributes:
         config: the whole configuration.
         datasets: the splits.
         sha256: of the data; a run resumes only with the same.
-        shape: what the model's builder receives besides its configuration: the outputs, and the shape of an input.
+        shape: what the model's builder receives besides its configuration: the outputs, and the
+            shape of an input.
     """
 
     unit = "samples"  # what a step consumes; metrics count them per second
@@ -41,7 +44,10 @@ class Task:
         self.config = config
         if not isinstance(config.data, DatasetConfig):
             label = config.data.label
-            raise ConfigError(f"task.name={config.task.name} needs a dataset, as in data=digits; {label} is a text")
+            raise ConfigError(
+                f"task.name={config.task.name} needs a dataset, as in data=digits; {label} "
+                "is a text"
+            )
         built: list[Datasets] = []
 
         def build() -> str:
@@ -80,40 +86,57 @@ class Task:
     def train_loader(self, device: torch.device) -> Loader:
         """Return the loader of the training split."""
         config = self.config
-        batch_size, on_gpu = config.trainer.batch_size, device.type == "cuda"
+        batch_size = config.trainer.batch_size
+        on_gpu = device.type == "cuda"
         return SampleLoader(self.datasets.train, config.data, batch_size, config.run.seed, on_gpu)
 
     def split_names(self) -> list[str]:
-        """Return the splits to evaluate: `val`, `test`, and further ones as `val_<name>`, measured with `val`."""
+        """Return the splits to evaluate: `val`, `test`, and further ones as `val_<name>`, measured
+        with `val`.
+        """
         return ["val", "test"]
 
     def split(self, name: str, device: torch.device) -> Split | None:
-        """Return a split to evaluate, `val` or `test`; None if there is none. `test` is always whole."""
+        """Return a split to evaluate, `val` or `test`; None if there is none.
+
+        `test` is always whole.
+        """
         dataset = getattr(self.datasets, name)
         limit = self.config.trainer.eval_steps if name == "val" else None
         if dataset is None:
             return None
         on_gpu = device.type == "cuda"
-        return SampleSplit(dataset, self.config.data, on_gpu, limit and limit * self.config.trainer.batch_size)
+        return SampleSplit(
+            dataset, self.config.data, on_gpu, limit and limit * self.config.trainer.batch_size
+        )
 
     def describe_data(self) -> str:
         """Return a line about the data for the log."""
-        sizes = [f"{len(getattr(self.datasets, name) or ()):,} {name}" for name in ("train", "val", "test")]
+        sizes = [
+            f"{len(getattr(self.datasets, name) or ()):,} {name}"
+            for name in ("train", "val", "test")
+        ]
         return f"{self.config.data.label}: {', '.join(sizes)} samples"
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values that a snapshot keeps: what identifies the data, and what sampling needs."""
+        """Return JSON values that a snapshot keeps: what identifies the data, and what sampling
+        needs.
+        """
         return {"data": {"sha256": self.sha256}}
 
     def extend(self, state: dict[str, Any]) -> None:
-        """Take from a snapshot what its weights need to keep their meaning; other data may need more of it.
+        """Take from a snapshot what its weights need to keep their meaning.
+
+        Other data may need more of it.
 
         Args:
             state: of the snapshot, untrusted.
         """
 
     def files(self) -> dict[str, str]:
-        """Return further files of the run directory by name: what a reader of the snapshots may need."""
+        """Return further files of the run directory by name: what a reader of the snapshots may
+        need.
+        """
         return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
@@ -132,7 +155,9 @@ class Task:
     # The model.
 
     def build_model(self) -> nn.Module:
-        """Build the model that `config.model` describes; torch's global generator draws its weights."""
+        """Build the model that `config.model` describes; torch's global generator draws its
+        weights.
+        """
         return build_model(self.config.model, *self.shape)
 
     # What it learns.
@@ -147,11 +172,13 @@ class Task:
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
-        """Return what evaluation measures, by name: sums over the batch and the number of items in them.
+        """Return what evaluation measures, by name: sums over the batch and the number of items in
+        them.
 
         `loss` is required: snapshots and sweeps compare it. The sums of all ranks are added.
         """
-        losses, n = self.loss(model, batch), batch_length(batch)
+        losses = self.loss(model, batch)
+        n = batch_length(batch)
         return {name: (loss.detach() * n, n) for name, loss in named_losses(losses).items()}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
@@ -183,15 +210,24 @@ class Task:
         for key, loss in named_losses(self.loss(model, batch)).items():
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             if found != ():
-                raise CodeError(f"the task {name}: loss(model, batch) must return scalar tensors, not {found} as {key}")
+                raise CodeError(
+                    f"the task {name}: loss(model, batch) must return scalar tensors, not "
+                    f"{found} as {key}"
+                )
         with eval_mode(model), torch.no_grad():
             metrics = self.metrics(model, batch)
         if "loss" not in metrics or any(len(mean) != 2 for mean in metrics.values()):
-            raise CodeError(f"the task {name}: metrics(model, batch) must return pairs (sum, number), among them loss")
+            raise CodeError(
+                f"the task {name}: metrics(model, batch) must return pairs (sum, number), "
+                "among them loss"
+            )
 
 
 def recorded_sha256(state: Any) -> str:
-    """Return the SHA-256 of the data of a snapshot; raise LookupError or TypeError for an invalid state."""
+    """Return the SHA-256 of the data of a snapshot.
+
+    Raise LookupError or TypeError for an invalid state.
+    """
     return str((state.get("text") or state["data"])["sha256"])
 
 

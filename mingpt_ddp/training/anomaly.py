@@ -1,4 +1,6 @@
-"""The anomaly policy: detect a non-finite loss or gradient norm, and a loss spike, before the weights change."""
+"""The anomaly policy: detect a non-finite loss or gradient norm, and a loss spike, before the
+weights change.
+"""
 
 import math
 
@@ -10,25 +12,33 @@ MAX_CONSECUTIVE_SKIPS = 10  # beyond that, a bad batch is not the cause
 
 
 class AnomalyPolicy:
-    """Classify each step by its loss and gradient norm; both are equal on all ranks, so every rank decides alike."""
+    """Classify each step by its loss and gradient norm.
+
+    Both are equal on all ranks, so every rank decides alike.
+    """
 
     def __init__(self, context: Context) -> None:
-        self.context, self.config = context, context.config.trainer
-        # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is logged.
+        self.context = context
+        self.config = context.config.trainer
+        # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is
+        # logged.
         acts_at_once = self.config.on_nonfinite != "stop" or bool(self.config.spike_factor)
         self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
 
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
-        """Return a description of the anomaly of a step, before the weights change; None if there is none.
+        """Return a description of the anomaly of a step, before the weights change; None if there
+        is none.
 
         Args:
             loss: the mean loss of the step over all ranks.
             grad_norm: of the gradients, before clipping.
         """
-        scaled = self.context.runtime.scaler.is_enabled()  # GradScaler skips overflowing steps itself: no anomaly
+        # GradScaler skips overflowing steps itself: no anomaly
+        scaled = self.context.runtime.scaler.is_enabled()
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
-        factor, average = self.config.spike_factor, self.context.state.loss_ema
+        factor = self.config.spike_factor
+        average = self.context.state.loss_ema
         if factor is not None and average is not None and loss > factor * average:
             return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
         return None
@@ -36,7 +46,8 @@ class AnomalyPolicy:
     def on_step_accepted(self, step: int, loss: float) -> None:
         """Record a step that updates the weights."""
         state = self.context.state
-        if step > max(state.skipped_steps, default=0):  # earlier steps are repeated after a rollback
+        # earlier steps are repeated after a rollback
+        if step > max(state.skipped_steps, default=0):
             state.consecutive_skips = 0
         if self.config.spike_factor is not None:
             average = loss if state.loss_ema is None else state.loss_ema
@@ -49,10 +60,14 @@ class AnomalyPolicy:
             TrainingError: the loss or the gradient norm is not finite.
         """
         if not self.checks_every_step and self.find_anomaly(loss, grad_norm):
-            raise self.make_error(f"step {step} or one shortly before it has loss {loss} and gradient norm {grad_norm}")
+            raise self.make_error(
+                f"step {step} or one shortly before it has loss {loss} and gradient norm "
+                f"{grad_norm}"
+            )
 
     def make_error(self, anomaly: str) -> TrainingError:
         config = self.context.config
-        name = "" if config.run.name else f" and run.name={config.run_name()}"  # an unnamed run's name depends on lr
+        # an unnamed run's name depends on lr
+        name = "" if config.run.name else f" and run.name={config.run_name()}"
         advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"
         return TrainingError(f"{anomaly}; {advice} to continue from the last snapshot")

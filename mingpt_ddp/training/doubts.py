@@ -6,8 +6,11 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 
-LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}  # usual ones, by optimizer
-MANY_EPOCHS, LARGE = 10, 10  # of a model: parameters per item
+# usual ones, by optimizer
+LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
+# of a model: parameters per item
+MANY_EPOCHS = 10
+LARGE = 10
 GIB = 2**30
 
 
@@ -19,8 +22,14 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
         cores: of this machine.
     """
     workers = config.ddp.local_workers if config.trainer.device == "cpu" else 0
-    crowded = f"ddp.nproc_per_node={workers} is more than the {cores} cores of this machine; lower it"
-    found = [*_of_length(config, plan), *_of_batch(config, plan["batch"]), *_of_resources(config, plan)]
+    crowded = (
+        f"ddp.nproc_per_node={workers} is more than the {cores} cores of this machine; lower it"
+    )
+    found = [
+        *_of_length(config, plan),
+        *_of_batch(config, plan["batch"]),
+        *_of_resources(config, plan),
+    ]
     return [text for text in (*found, workers > cores and crowded) if text]
 
 
@@ -35,25 +44,43 @@ def early_end(config: Config, steps: int) -> str | None:
 
 def long_warmup(config: Config, steps: int) -> str | None:
     """Return a warning if the learning rate never reaches its peak."""
-    warmup, length = config.optimizer.warmup_steps, config.optimizer.schedule_steps or steps
+    warmup = config.optimizer.warmup_steps
+    length = config.optimizer.schedule_steps or steps
     if warmup <= length:
         return None
-    return f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to reach optimizer.lr"
+    return (
+        f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
+        "reach optimizer.lr"
+    )
 
 
 def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str | None]:
-    length, parameters, trainer = plan["length"], plan["model"]["parameters"], config.trainer
+    length = plan["length"]
+    parameters = plan["model"]["parameters"]
+    trainer = config.trainer
     yield long_warmup(config, length["steps"])
     if trainer.max_steps is not None and trainer.max_epochs is not None:
-        other = f"trainer.max_steps={trainer.max_steps} ends the run before trainer.max_epochs={trainer.max_epochs}"
+        other = (
+            f"trainer.max_steps={trainer.max_steps} ends the run before "
+            f"trainer.max_epochs={trainer.max_epochs}"
+        )
         yield early_end(config, length["steps"]) or f"{other}; set one of them to null"
     items = length["items"] / length["epochs"]
     drops = getattr(config.model, "dropout", 0.0) > 0
     if length["epochs"] > MANY_EPOCHS and parameters > LARGE * items and not drops:
-        sizes = f"{parameters:,} parameters see {items:,.0f} {length['unit']} {length['epochs']:.0f} times"
-        yield f"{sizes}: expect overfitting; use more data, fewer steps, a smaller model, or model.dropout"
+        sizes = (
+            f"{parameters:,} parameters see {items:,.0f} {length['unit']} "
+            f"{length['epochs']:.0f} times"
+        )
+        yield (
+            f"{sizes}: expect overfitting; use more data, fewer steps, a smaller model, or "
+            "model.dropout"
+        )
     if trainer.eval_every is not None and trainer.eval_every > length["steps"]:
-        yield f"trainer.eval_every={trainer.eval_every} is beyond the last step; lower it to see overfitting"
+        yield (
+            f"trainer.eval_every={trainer.eval_every} is beyond the last step; lower it to "
+            "see overfitting"
+        )
 
 
 def _of_batch(config: Config, batch: dict[str, Any]) -> Iterator[str]:
@@ -63,22 +90,43 @@ def _of_batch(config: Config, batch: dict[str, Any]) -> Iterator[str]:
         yield f"the learning rate is {batch['lr']:g}, {usual}; check optimizer.lr"
     if batch["idle"]:
         parts = f"{batch['micro_batches']} micro-batches on {batch['copies']} ranks"
-        yield f"{parts} leave {batch['idle']:.0%} of the time idle; change trainer.batch_size or micro_batch_size"
+        yield (
+            f"{parts} leave {batch['idle']:.0%} of the time idle; change "
+            "trainer.batch_size or micro_batch_size"
+        )
 
 
 def _of_resources(config: Config, plan: dict[str, Any]) -> Iterator[str]:
-    memory, snapshots, times = plan["memory"], plan["snapshots"], plan["time"]
+    memory = plan["memory"]
+    snapshots = plan["snapshots"]
+    times = plan["time"]
     if memory["total"] > memory["available"]:
-        sizes = f"each rank needs {memory['total'] / GIB:.1f} GiB and has {memory['available'] / GIB:.1f} GiB"
-        yield f"{sizes}; lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
+        sizes = (
+            f"each rank needs {memory['total'] / GIB:.1f} GiB and has "
+            f"{memory['available'] / GIB:.1f} GiB"
+        )
+        yield (
+            f"{sizes}; lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
+        )
     if snapshots["free_bytes"] is not None and snapshots["kept_bytes"] > snapshots["free_bytes"]:
         sizes = (
-            f"snapshots take {snapshots['kept_bytes'] / GIB:.1f} GiB of {snapshots['free_bytes'] / GIB:.1f} GiB free"
+            f"snapshots take {snapshots['kept_bytes'] / GIB:.1f} GiB of "
+            f"{snapshots['free_bytes'] / GIB:.1f} GiB free"
         )
         yield f"{sizes}; lower snapshot.keep_last, or choose another snapshot.path"
-    if snapshots["write_s"] is not None and snapshots["count"] > 1 and snapshots["write_s"] > snapshots["every_s"]:
-        due = f"a snapshot takes {snapshots['write_s']:.3g} s to write and is due every {snapshots['every_s']:.3g} s"
+    if (
+        snapshots["write_s"] is not None
+        and snapshots["count"] > 1
+        and snapshots["write_s"] > snapshots["every_s"]
+    ):
+        due = (
+            f"a snapshot takes {snapshots['write_s']:.3g} s to write and is due every "
+            f"{snapshots['every_s']:.3g} s"
+        )
         yield f"{due}, so training waits; raise snapshot.every_steps, or set it to auto"
     if times["evaluations"] > 1 and times["evaluations_s"] > times["training_s"]:
-        parts = f"evaluations take {times['evaluations_s']:.3g} s and training {times['training_s']:.3g} s"
+        parts = (
+            f"evaluations take {times['evaluations_s']:.3g} s and training "
+            f"{times['training_s']:.3g} s"
+        )
         yield f"{parts}; raise trainer.eval_every, or set trainer.eval_steps"

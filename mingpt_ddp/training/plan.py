@@ -1,4 +1,6 @@
-"""What a configuration means, without training it: sizes from the model and the data, times from a few steps here."""
+"""What a configuration means, without training it: sizes from the model and the data, times from a
+few steps here.
+"""
 
 import copy
 import hashlib
@@ -43,7 +45,9 @@ from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer,
 from mingpt_ddp.training.warm_start import warm_start
 from mingpt_ddp.training.weight_average import WeightAverage
 
-MOST_STEPS, MEASURED_S = 20, 4.0  # measured: until one of these limits, but at least two steps after the first
+# measured: until one of these limits, but at least two steps after the first
+MOST_STEPS = 20
+MEASURED_S = 4.0
 EVALUATED = 5  # batches
 WRITTEN = 1 << 25  # bytes, to measure a disk
 WORLD_SIZES = (1, 2, 4, 8)
@@ -69,13 +73,15 @@ class Measured:
 def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     """Return what a configuration means, as JSON values: bytes, seconds and counts.
 
-    One rank takes a few steps alone, so times leave out communication. Only the cache of the data is written.
+    One rank takes a few steps alone, so times leave out communication. Only the cache of the data
+    is written.
 
     Args:
         typed: the keys that the command line sets.
 
     Raises:
-        UserError: training would refuse the configuration too, or a rank alone cannot hold the model.
+        UserError: training would refuse the configuration too, or a rank alone cannot hold the
+            model.
     """
     ranks = config.ddp.local_workers or 1
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -94,7 +100,8 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     loader.close()
     measured = _measure(runtime, task, batch["micro_batch_size"])
     steps = count_steps(config, loader.steps_per_epoch)
-    items, step_s = steps * loader.items_per_step, _step_s(measured, batch)
+    items = steps * loader.items_per_step
+    step_s = _step_s(measured, batch)
     snapshots = _snapshots(config, measured, steps, step_s, loader.steps_per_epoch)
     evaluations = -(-steps // (config.trainer.eval_every or steps))
     evaluation_s = measured.evaluation_s / batch["copies"]
@@ -103,13 +110,29 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         "run": str(run_directory(config)),
         "data": task.describe_data(),
         "device": f"{device_name(runtime.device)} in {runtime.precision}",
-        "model": {"name": config.model.name, "parameters": measured.parameters, "flops_per_item": measured.flops}
-        | {"flops": measured.flops and measured.flops * items, "items_per_parameter": items / measured.parameters},
-        "length": {"steps": steps, "epochs": steps / loader.steps_per_epoch, "items": items, "unit": task.unit},
+        "model": {
+            "name": config.model.name,
+            "parameters": measured.parameters,
+            "flops_per_item": measured.flops,
+        }
+        | {
+            "flops": measured.flops and measured.flops * items,
+            "items_per_parameter": items / measured.parameters,
+        },
+        "length": {
+            "steps": steps,
+            "epochs": steps / loader.steps_per_epoch,
+            "items": items,
+            "unit": task.unit,
+        },
         "batch": {**batch, "items": loader.items_per_step},
         "memory": _memory(config, runtime, measured, ranks),
         "snapshots": snapshots,
-        "time": {"step_s": step_s, "items_per_s": loader.items_per_step / step_s, "evaluations": evaluations}
+        "time": {
+            "step_s": step_s,
+            "items_per_s": loader.items_per_step / step_s,
+            "evaluations": evaluations,
+        }
         | {"evaluation_s": evaluation_s, "training_s": seconds[0], "evaluations_s": seconds[1]}
         | {"snapshots_s": seconds[2], "total_s": sum(seconds)},
         "world_sizes": [_row(given, n) for n in sorted({*WORLD_SIZES, ranks})],
@@ -153,7 +176,9 @@ def _row(config: Config, ranks: int) -> dict[str, Any]:
 def _alone(config: Config) -> Config:
     """Return the configuration of one rank that trains as each of several does."""
     compiles = should_compile(config, choose_device(config.trainer.device, "trainer.device"))
-    ddp = replace(config.ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False)
+    ddp = replace(
+        config.ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False
+    )
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)
     return replace(config, ddp=ddp, trainer=trainer)
 
@@ -169,11 +194,14 @@ def _measure(runtime: Runtime, task: Task, size: int) -> Measured:
     assert split is not None
     trainer = replace(task.config.trainer, batch_size=size, micro_batch_size=size)
     task.config = replace(task.config, trainer=trainer)
-    loader, plan = task.train_loader(runtime.device), plan_batches(task.config, 1)
+    loader = task.train_loader(runtime.device)
+    plan = plan_batches(task.config, 1)
     try:
         model, optimizer = build_model_and_optimizer(runtime, task, runtime.strategy)
         activations = _activations(runtime, task, model, loader.get_batch(1, plan, 0)[0].batch)
-        micro_s, update_s = _time_steps(runtime, TrainStep(runtime, task, loader, plan, model, optimizer))
+        micro_s, update_s = _time_steps(
+            runtime, TrainStep(runtime, task, loader, plan, model, optimizer)
+        )
         moments = [_now(runtime)]
         with eval_mode(model), torch.no_grad(), runtime.autocast():
             for batch in itertools.islice(split.batches(0, 1), EVALUATED):
@@ -182,20 +210,31 @@ def _measure(runtime: Runtime, task: Task, size: int) -> Measured:
         evaluation_s = statistics.median(b - a for a, b in itertools.pairwise(moments)) * len(split)
         begin = _now(runtime)
         average = WeightAverage(model, task.config.trainer.ema).state().get("ema", {})
-        states = {"weights": model_state(model), "optimizer": optimizer_state(model, optimizer), "average": average}
-        memory = {name: sum(t.to("cpu", copy=True).nbytes for t in state.values()) for name, state in states.items()}
+        states = {
+            "weights": model_state(model),
+            "optimizer": optimizer_state(model, optimizer),
+            "average": average,
+        }
+        memory = {
+            name: sum(t.to("cpu", copy=True).nbytes for t in state.values())
+            for name, state in states.items()
+        }
         stall_s = _now(runtime) - begin
     except (MemoryError, RuntimeError) as error:
         if "memory" not in str(error):
             raise
         raise ConfigError(
-            f"a micro-batch of {size} does not fit into the memory here; lower trainer.micro_batch_size, or set "
+            f"a micro-batch of {size} does not fit into the memory here; lower "
+            "trainer.micro_batch_size, or set "
             "trainer.activation_checkpointing=true"
         ) from error
     finally:
         loader.close()
-    snapshot, counts = sum(memory.values()), (count_parameters(model), flops_per_token(model))
-    memory["gradients"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    snapshot = sum(memory.values())
+    counts = (count_parameters(model), flops_per_token(model))
+    memory["gradients"] = sum(
+        p.numel() * p.element_size() for p in model.parameters() if p.requires_grad
+    )
     memory["activations"] = activations
     return Measured(micro_s, update_s, evaluation_s, stall_s, *counts, memory, snapshot)
 
@@ -239,7 +278,8 @@ def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), runtime.autocast():
-        losses = named_losses(task.loss(model, runtime.to_device(batch)))  # holds what is kept until the return
+        # holds what is kept until the return
+        losses = named_losses(task.loss(model, runtime.to_device(batch)))
     return sum(sizes.values()) if losses else 0
 
 
@@ -249,33 +289,53 @@ def _step_s(measured: Measured, batch: dict[str, Any]) -> float:
 
 def _memory(config: Config, runtime: Runtime, measured: Measured, ranks: int) -> dict[str, int]:
     """Return the bytes of a rank by what takes them, their sum, and what is available."""
-    parts, strategy = dict(measured.memory), config.ddp.strategy
+    parts = dict(measured.memory)
+    strategy = config.ddp.strategy
     shards = ranks // 2 if strategy == "hsdp" else ranks  # of one machine
     for name in STATE:
-        parts[name] //= (shards if name in DIVIDED.get(strategy, ()) else 1) * config.ddp.tensor_parallel
+        parts[name] //= (
+            shards if name in DIVIDED.get(strategy, ()) else 1
+        ) * config.ddp.tensor_parallel
     available = total_memory(runtime.devices) // (1 if runtime.device.type == "cuda" else ranks)
     return {**parts, "total": sum(parts.values()), "available": available}
 
 
-def _snapshots(config: Config, measured: Measured, steps: int, step_s: float, steps_per_epoch: int) -> dict[str, Any]:
-    """Return size, number, interval and cost of the snapshots of a run, besides those of a lower validation loss."""
+def _snapshots(
+    config: Config, measured: Measured, steps: int, step_s: float, steps_per_epoch: int
+) -> dict[str, Any]:
+    """Return size, number, interval and cost of the snapshots of a run, besides those of a lower
+    validation loss.
+    """
     saves, (write_s, free) = config.snapshot, _disk(config, measured.snapshot)
     seconds = [60 * saves.every_minutes] if saves.every_minutes else []
     if saves.every_steps == "auto":
         seconds.append(best_interval(measured.stall_s, 3600 * saves.mtbf_hours, write_s or 0.0))
-    counts = [saves.every_steps, saves.keep_every, saves.every_epochs and saves.every_epochs * steps_per_epoch]
-    intervals = [n for n in counts if isinstance(n, int)] + [max(1, round(s / step_s)) for s in seconds]
+    counts = [
+        saves.every_steps,
+        saves.keep_every,
+        saves.every_epochs and saves.every_epochs * steps_per_epoch,
+    ]
+    intervals = [n for n in counts if isinstance(n, int)] + [
+        max(1, round(s / step_s)) for s in seconds
+    ]
     every = min([*intervals, steps])
     count = -(-steps // every)
     milestones = steps // saves.keep_every if saves.keep_every else 0
     kept = min(count, saves.keep_last + milestones) + saves.keep_best
-    sizes = {"bytes": measured.snapshot, "kept": kept, "kept_bytes": kept * measured.snapshot, "free_bytes": free}
+    sizes = {
+        "bytes": measured.snapshot,
+        "kept": kept,
+        "kept_bytes": kept * measured.snapshot,
+        "free_bytes": free,
+    }
     times = {"every_s": every * step_s, "stall_s": measured.stall_s, "write_s": write_s}
     return {**sizes, **times, "every_steps": every, "count": count}
 
 
 def _disk(config: Config, size: int) -> tuple[float | None, int | None]:
-    """Return the seconds to write a snapshot with its digest, and the free bytes; None for an object store."""
+    """Return the seconds to write a snapshot with its digest, and the free bytes; None for an
+    object store.
+    """
     path = config.snapshot.path or str(run_directory(config))
     if "://" in path:
         return None, None
@@ -288,5 +348,7 @@ def _disk(config: Config, size: int) -> tuple[float | None, int | None]:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-        return (time.perf_counter() - begin) * size / len(content), shutil.disk_usage(directory).free
+        return (time.perf_counter() - begin) * size / len(content), shutil.disk_usage(
+            directory
+        ).free
     return None, None

@@ -1,4 +1,7 @@
-"""One training run. Read me first: the objects of a run are built here, in the order the data flows."""
+"""One training run.
+
+Read me first: the objects of a run are built here, in the order the data flows.
+"""
 
 import contextlib
 import logging
@@ -26,7 +29,14 @@ from mingpt_ddp.metrics.trackers.outboxes import open_outboxes, send_rest
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import LOCK_WAIT_S, RunDirectory, RunStatus, difference, recorded_config, run_directory
+from mingpt_ddp.storage.run_dir import (
+    LOCK_WAIT_S,
+    RunDirectory,
+    RunStatus,
+    difference,
+    recorded_config,
+    run_directory,
+)
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
@@ -41,7 +51,12 @@ from mingpt_ddp.training.preflight import (
     with_batch_size,
 )
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.start_log import log_changes, log_start, warn_of_lost_snapshots, warn_of_unused_changes
+from mingpt_ddp.training.start_log import (
+    log_changes,
+    log_start,
+    warn_of_lost_snapshots,
+    warn_of_unused_changes,
+)
 from mingpt_ddp.training.train_state import (
     Context,
     TrainState,
@@ -59,7 +74,8 @@ from mingpt_ddp.training.weight_average import WeightAverage
 log = logging.getLogger(__name__)
 
 MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
-PER_NODE = ("nproc_per_node", "launcher", "max_restarts")  # keys of ddp that may differ between ranks
+# keys of ddp that may differ between ranks
+PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
 
 
 def run(
@@ -81,16 +97,21 @@ def run(
         metric: of the validation split, to return.
 
     Returns:
-        The last validation loss, or other metric (infinity if the task has none of this name); None if a signal ended
-        the run early.
+        The last validation loss, or other metric (infinity if the task has none of this name); None
+        if a signal ended the run early.
     """
-    attempt = Attempt(config, runtime, typed, started_at or process_start_time())  # refuses before anything is written
+    # refuses before anything is written
+    attempt = Attempt(config, runtime, typed, started_at or process_start_time())
     with contextlib.ExitStack() as resources:
         attempt.lock(resources)
         attempt.build()
         attempt.record_start(hydra_files)
         attempt.open_outboxes(resources)
-        status = attempt.measure() if attempt.is_complete else attempt.train(interrupt or SignalHandler())
+        status = (
+            attempt.measure()
+            if attempt.is_complete
+            else attempt.train(interrupt or SignalHandler())
+        )
         attempt.record_end(status)
     if status is RunStatus.PREEMPTED:
         return None
@@ -98,29 +119,43 @@ def run(
 
 
 class Attempt:
-    """One start of a run. Its methods build its objects, in the order of the calls in `run`; each is a collective."""
+    """One start of a run.
 
-    def __init__(self, config: Config, runtime: Runtime, typed: Container[str], started_at: float) -> None:
+    Its methods build its objects, in the order of the calls in `run`; each is a collective.
+    """
+
+    def __init__(
+        self, config: Config, runtime: Runtime, typed: Container[str], started_at: float
+    ) -> None:
         """Read the data and what the run starts from; check them before anything is written."""
         _check_same_config(config, runtime)
-        self.runtime, self.started_at = runtime, started_at
+        self.runtime = runtime
+        self.started_at = started_at
         self.directory = run_directory(config)
         self.stores = [SnapshotStore(url) for url in snapshot_urls(config, self.directory)]
         runtime.group.run_on_rank_zero(partial(check_directories, self.directory, self.stores))
         recorded = runtime.group.run_on_rank_zero(partial(recorded_batch, config, self.stores))
         self.warm = warm_start(config, recorded[-1], typed, runtime.group)
-        self.config = with_batch_size(self.warm.config if self.warm else config, runtime.group.data_size, recorded[0])
-        self.task = build_task(self.config, runtime.group, self.warm.state if self.warm else {}, kept=recorded[-1])
+        self.config = with_batch_size(
+            self.warm.config if self.warm else config, runtime.group.data_size, recorded[0]
+        )
+        self.task = build_task(
+            self.config, runtime.group, self.warm.state if self.warm else {}, kept=recorded[-1]
+        )
         with self.task.discarded_if_refused():
             self.loader = self.task.train_loader(runtime.device)
             self.steps = count_steps(self.config, self.loader.steps_per_epoch)
             self._preflight(recorded)
 
     def _preflight(self, recorded: RecordedBatch) -> None:
-        """Check the batch, the snapshot, the weights to start from, the memory and the user's code."""
+        """Check the batch, the snapshot, the weights to start from, the memory and the user's
+        code.
+        """
         _, micro_batch_size, step, source, _ = recorded
         group = self.runtime.group
-        plan = plan_batches(self.config, group.data_size, micro_batch_size if step < self.steps else None)
+        plan = plan_batches(
+            self.config, group.data_size, micro_batch_size if step < self.steps else None
+        )
 
         def check_source() -> None:
             if source is not None:
@@ -133,15 +168,21 @@ class Attempt:
         check_fits(self.config, self.runtime, self.task)
         if uses_user_code(self.config):
             first = partial(self.loader.get_batch, 1, plan, 0)
-            group.run_on_rank_zero(lambda: check_resumes_exactly(self.runtime, self.task, first()[0].batch))
+            group.run_on_rank_zero(
+                lambda: check_resumes_exactly(self.runtime, self.task, first()[0].batch)
+            )
 
     def lock(self, resources: contextlib.ExitStack) -> None:
-        """Lock the run directory and those of its snapshots until `resources` is closed; begin to log there."""
+        """Lock the run directory and those of its snapshots until `resources` is closed; begin to
+        log there.
+        """
         resources.callback(self.loader.close)
         self.owner: RunDirectory | None = None  # on rank zero
 
         def lock() -> None:
-            self.owner = RunDirectory(self.directory, wait_s=min(LOCK_WAIT_S, self.config.ddp.timeout_s / 2))
+            self.owner = RunDirectory(
+                self.directory, wait_s=min(LOCK_WAIT_S, self.config.ddp.timeout_s / 2)
+            )
             resources.callback(self.owner.release)
             for store in self.stores:
                 self.owner.lock_snapshots(open_storage(store.url))
@@ -150,28 +191,45 @@ class Attempt:
 
         with self.task.discarded_if_refused():
             self.runtime.group.run_on_rank_zero(lock)
-        self.last_log_time = self.owner.last_log_time() if self.owner else 0.0  # of the attempt before
+        # of the attempt before
+        self.last_log_time = self.owner.last_log_time() if self.owner else 0.0
         logs.to_file(self.directory, self.runtime.group.env)
 
     def build(self) -> None:
         """Build what is trained and evaluated, as the newest snapshot has it if there is one."""
-        runtime, task = self.runtime, self.task
+        runtime = self.runtime
+        task = self.task
         self.manager = SnapshotManager(self.config, runtime, self.stores, self.directory)
         snapshot = self.manager.load_latest(partial(check_state, task=task))
-        initialize = partial(self.warm.load_into, runtime.group) if self.warm and not snapshot else None
+        initialize = (
+            partial(self.warm.load_into, runtime.group) if self.warm and not snapshot else None
+        )
         model, optimizer = build_model_and_optimizer(runtime, task, runtime.strategy, initialize)
         snapshot = snapshot and self.manager.read_shards(snapshot, model, optimizer)
         average = WeightAverage(model, self.config.trainer.ema)
-        state = restore(snapshot, model, optimizer, runtime.scaler, average) if snapshot else TrainState()
+        state = (
+            restore(snapshot, model, optimizer, runtime.scaler, average)
+            if snapshot
+            else TrainState()
+        )
         record_last_evaluation(state, self.config, self.steps, self.directory, runtime.group)
-        self.snapshot, self.model, self.optimizer, self.average, self.state = snapshot, model, optimizer, average, state
-        self.evaluator, self.hooks = Evaluator(task, runtime), Hooks(runtime.group.env)
+        self.snapshot = snapshot
+        self.model = model
+        self.optimizer = optimizer
+        self.average = average
+        self.state = state
+        self.evaluator = Evaluator(task, runtime)
+        self.hooks = Hooks(runtime.group.env)
         log_start(runtime, task, model, self.directory, range(state.step, self.steps))
-        at_end = state.step == state.val_step == self.steps or has_stopped_early(state, self.config.trainer.patience)
+        at_end = state.step == state.val_step == self.steps or has_stopped_early(
+            state, self.config.trainer.patience
+        )
         self.is_complete = state.step > self.steps or (at_end and self._has_ended())
 
     def _has_ended(self) -> bool:
-        """Return whether metrics.jsonl has the end of the run, which a kill after the last snapshot prevents."""
+        """Return whether metrics.jsonl has the end of the run, which a kill after the last snapshot
+        prevents.
+        """
 
         def read() -> bool:
             with contextlib.suppress(OSError, DataError):
@@ -181,7 +239,9 @@ class Attempt:
         return self.runtime.group.run_on_rank_zero(read)
 
     def record_start(self, hydra_files: dict[str, str]) -> None:
-        """Record the configuration, unless a complete run has one; log what differs from the attempt before."""
+        """Record the configuration, unless a complete run has one; log what differs from the
+        attempt before.
+        """
         if self.owner is None:
             return
         previous = recorded_config(self.directory)
@@ -195,11 +255,18 @@ class Attempt:
             warn_of_lost_snapshots(self.directory)
 
     def open_outboxes(self, resources: contextlib.ExitStack) -> None:
-        """Open the outboxes of rank zero until `resources` is closed. A run keeps the id in its own snapshots."""
-        state, group, step = self.state, self.runtime.group, self.state.step
+        """Open the outboxes of rank zero until `resources` is closed.
+
+        A run keeps the id in its own snapshots.
+        """
+        state = self.state
+        group = self.runtime.group
+        step = self.state.step
         known = self.manager.last_step is not None and state.run_id
         state.run_id = known or uuid.uuid4().hex[:12]
-        opened = partial(open_outboxes, self.config, self.directory, state.run_id, step, step if known else 0)
+        opened = partial(
+            open_outboxes, self.config, self.directory, state.run_id, step, step if known else 0
+        )
         self.outboxes = group.env.call_on_rank_zero(opened) or []
         for outbox in self.outboxes:
             outbox.start(step, group.world_size)
@@ -207,9 +274,11 @@ class Attempt:
 
     def measure(self) -> RunStatus:
         """Evaluate a complete run where that is missing, and log a sample."""
-        state, model = self.state, self.model
+        state = self.state
+        model = self.model
         with self.average.applied():
-            if state.val_step != state.step or not state.val_metrics:  # saved between two, under a larger limit
+            # saved between two, under a larger limit
+            if state.val_step != state.step or not state.val_metrics:
                 state.val_metrics = self.evaluator.run(model, "val") or {}
                 state.val_loss = state.val_metrics["loss"]
             if text := sample(self.runtime, self.task, model, state.step):
@@ -219,27 +288,38 @@ class Attempt:
 
     def train(self, interrupt: SignalHandler) -> RunStatus:
         """Train to the limits, or until a signal ends the run early."""
-        config, runtime, task, loader, state = self.config, self.runtime, self.task, self.loader, self.state
+        config = self.config
+        runtime = self.runtime
+        task = self.task
+        loader = self.loader
+        state = self.state
         micro_batch_size = self.snapshot.state["micro_batch_size"] if self.snapshot else None
         plan = plan_batches(config, runtime.group.data_size, micro_batch_size)
         state.world_size = runtime.group.world_size
         undone = max(0.0, self.last_log_time - state.saved_at) if state.saved_at else 0.0
         state.wasted_seconds += undone + time.monotonic() - self.started_at
         train_step = TrainStep(runtime, task, loader, plan, self.model, self.optimizer)
-        metrics = MetricsProcessor(runtime, task, loader, self.model, range(state.step, self.steps), self.started_at)
+        metrics = MetricsProcessor(
+            runtime, task, loader, self.model, range(state.step, self.steps), self.started_at
+        )
         metrics.attach(self.outboxes)
         pruner = MedianPruner(config, runtime, self.directory)
         context = Context(config, runtime, state, metrics, pruner, interrupt, self.average)
-        trainer = Trainer(context, SaveSchedule(context, self.manager, train_step), self.evaluator, self.hooks)
+        trainer = Trainer(
+            context, SaveSchedule(context, self.manager, train_step), self.evaluator, self.hooks
+        )
         if self.owner:
             self.owner.clear_result()
         with snapshot_when_out_of_memory(config, runtime):
             status = trainer.fit()
-        self.state, self.test_metrics = context.state, trainer.test_metrics
+        self.state = context.state
+        self.test_metrics = trainer.test_metrics
         return status
 
     def record_end(self, status: RunStatus) -> None:
-        """Write result.json, complete the trackers, call the hooks of a run that has trained, and log the end."""
+        """Write result.json, complete the trackers, call the hooks of a run that has trained, and
+        log the end.
+        """
         if self.owner is None:
             return
         result = self._result(status)
@@ -252,8 +332,12 @@ class Attempt:
             _log_end(self.state, self.task, self.directory, self.test_metrics)
 
     def _result(self, status: RunStatus) -> dict[str, Any]:
-        state, task, loader = self.state, self.task, self.loader
-        early = has_stopped_early(state, self.config.trainer.patience) and status is RunStatus.COMPLETE
+        state = self.state
+        task = self.task
+        loader = self.loader
+        early = (
+            has_stopped_early(state, self.config.trainer.patience) and status is RunStatus.COMPLETE
+        )
         early &= state.step < self.steps
         return {
             "status": status.value,
@@ -264,7 +348,11 @@ class Attempt:
             "val_loss": state.val_loss,
             **{f"val_{name}": value for name, value in state.val_metrics.items()},
             **{f"test_{name}": value for name, value in self.test_metrics.items()},
-            **{name: state.val_metrics[name] for name in task.comparable if name in state.val_metrics},
+            **{
+                name: state.val_metrics[name]
+                for name in task.comparable
+                if name in state.val_metrics
+            },
             "best_val_loss": state.best_val_loss,
             task.unit: state.step * loader.items_per_step,
             "wall_seconds": state.wall_seconds,
@@ -280,21 +368,30 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     configs = runtime.group.all_gather(values)
     for rank, other in enumerate(configs):
         if differences := difference(configs[0], other):
-            raise ConfigError(f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}")
+            raise ConfigError(
+                f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
+            )
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
-    """Return the URLs of the run's snapshots: in the run directory, or in snapshot.path below the run's name.
+    """Return the URLs of the run's snapshots: in the run directory, or in snapshot.path below the
+    run's name.
 
     With snapshot.fallback_path a second URL follows.
     """
     name = directory.relative_to(config.run.root).as_posix()
     paths = [config.snapshot.path, config.snapshot.fallback_path]
-    below = [f"{path}{name}" if path.endswith("/") else f"{path}/{name}" for path in paths if path is not None]
+    below = [
+        f"{path}{name}" if path.endswith("/") else f"{path}/{name}"
+        for path in paths
+        if path is not None
+    ]
     return below if config.snapshot.path is not None else [str(directory / "snapshots"), *below]
 
 
-def _log_end(state: TrainState, task: Task, directory: Path, test_metrics: dict[str, float]) -> None:
+def _log_end(
+    state: TrainState, task: Task, directory: Path, test_metrics: dict[str, float]
+) -> None:
     total_s = state.wall_seconds + state.wasted_seconds
     elapsed = timedelta(seconds=round(total_s))
     if total_s >= MIN_GOODPUT_S:
@@ -304,4 +401,6 @@ def _log_end(state: TrainState, task: Task, directory: Path, test_metrics: dict[
     values = f"validation {task.describe(state.val_metrics)}"
     if test_metrics:
         values += f"; test {task.describe(test_metrics)}"
-    log.info("done: %s after %d steps and %s; the run is in %s", values, state.step, elapsed, directory)
+    log.info(
+        "done: %s after %d steps and %s; the run is in %s", values, state.step, elapsed, directory
+    )

@@ -1,9 +1,12 @@
-"""Decide when a run saves, and measure how long saving stalls its training. All times are in seconds.
+"""Decide when a run saves, and measure how long saving stalls its training.
 
-The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. Training runs for an
-interval, stalls for `cost_s` while a snapshot is taken, and continues. A failure loses all training since the start of
-the last durable snapshot. When a snapshot becomes durable and how long a restart takes do not
-change the best interval: benchmarks/availability.py has the formula.
+All times are in seconds.
+
+The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts.
+Training runs for an interval, stalls for `cost_s` while a snapshot is taken, and continues. A
+failure loses all training since the start of the last durable snapshot. When a snapshot becomes
+durable and how long a restart takes do not change the best interval: benchmarks/availability.py has
+the formula.
 """
 
 import contextlib
@@ -20,7 +23,13 @@ from mingpt_ddp.errors import StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.train_state import Context, TrainState, check_state, restore, snapshot_state
+from mingpt_ddp.training.train_state import (
+    Context,
+    TrainState,
+    check_state,
+    restore,
+    snapshot_state,
+)
 from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -29,25 +38,32 @@ FIRST_S = 30.0  # of training before the first snapshot, which measures the cost
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-    """Return the seconds of training between two snapshots that minimizes the time lost to stalls and failures.
+    """Return the seconds of training between two snapshots that lose the least time.
 
-    Daly's estimate, J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future
-    Generation Computer Systems 22(3), 2006. For rare failures it is sqrt(2 * cost_s * mtbf_s), which is
-    Young's, J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+    Stalls and failures lose time. Daly's estimate, J. T. Daly, "A higher order estimate of the
+    optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006.
+    For rare failures it is sqrt(2 * cost_s * mtbf_s), which is Young's, J. W. Young, "A first order
+    approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
         cost_s: the stall of training for one snapshot, without the asynchronous write.
-        mtbf_s: mean time between failures of the whole run, that of one node divided by the number of nodes.
-        least_s: time until a snapshot is durable; saves do not overlap, so this is the minimum interval.
+        mtbf_s: mean time between failures of the whole run, that of one node divided by the number
+            of nodes.
+        least_s: time until a snapshot is durable; saves do not overlap, so this is the minimum
+            interval.
 
     Returns:
-        The interval without the stall; `least_s` where snapshots are free, infinity where nothing fails.
+        The interval without the stall; `least_s` where snapshots are free, infinity where nothing
+        fails.
 
     Raises:
         ValueError: a time is negative or not a number, or `mtbf_s` is 0.
     """
     if not (mtbf_s > 0 and cost_s >= 0 and least_s >= 0):
-        raise ValueError(f"mtbf_s={mtbf_s} must be above 0, cost_s={cost_s} and least_s={least_s} must not be negative")
+        raise ValueError(
+            f"mtbf_s={mtbf_s} must be above 0, cost_s={cost_s} and least_s={least_s} must "
+            "not be negative"
+        )
     if cost_s == 0:
         return least_s
     if cost_s >= 2 * mtbf_s:
@@ -63,12 +79,18 @@ class SaveSchedule:
     """
 
     def __init__(self, context: Context, manager: SnapshotManager, train_step: TrainStep) -> None:
-        self.context, self.config, self.manager = context, context.config.snapshot, manager
-        self.train_step, self.anomaly = train_step, AnomalyPolicy(context)
+        self.context = context
+        self.config = context.config.snapshot
+        self.manager = manager
+        self.train_step = train_step
+        self.anomaly = AnomalyPolicy(context)
         self._interval_s = FIRST_S  # with every_steps=auto
-        self._since, self._cost_s = time.monotonic(), 0.0  # time of the last snapshot, and stalls since
+        # time of the last snapshot, and stalls since
+        self._since = time.monotonic()
+        self._cost_s = 0.0
         per_epoch = (self.config.every_epochs or 0) * train_step.loader.steps_per_epoch
-        self._every = [n for n in (self.config.every_steps, per_epoch) if isinstance(n, int) and n]  # steps
+        # steps
+        self._every = [n for n in (self.config.every_steps, per_epoch) if isinstance(n, int) and n]
         self._clock = time.perf_counter()
         self._is_due = False
 
@@ -81,7 +103,8 @@ class SaveSchedule:
 
     def is_due(self) -> bool:
         """Return whether a snapshot is due by this rank's clock."""
-        elapsed, minutes = time.monotonic() - self._since, self.config.every_minutes
+        elapsed = time.monotonic() - self._since
+        minutes = self.config.every_minutes
         by_cost = self.config.every_steps == "auto" and elapsed >= self._interval_s
         return by_cost or (minutes is not None and elapsed >= 60 * minutes)
 
@@ -97,7 +120,8 @@ class SaveSchedule:
             is_due: whether one is due by rank zero's clock.
         """
         step = self.context.state.step
-        if self.config.keep_every and step % self.config.keep_every == 0:  # a milestone is of no other step
+        # a milestone is of no other step
+        if self.config.keep_every and step % self.config.keep_every == 0:
             return self.save(last=False)
         self._is_due |= is_due or any(step % every == 0 for every in self._every)
         if not self._is_due:
@@ -122,14 +146,17 @@ class SaveSchedule:
         with self._stall():
             self.manager.wait()
             self.manager.save(*self._capture())
-            while last and self.manager.wait() and self.manager.last_step != self.context.state.step:
+            while (
+                last and self.manager.wait() and self.manager.last_step != self.context.state.step
+            ):
                 self.manager.save(*self._capture())
             if not self.config.background:
                 self.manager.wait()
 
     def save_on_preemption(self) -> None:
         """Save within the grace period if there is time; else wait for the save in progress."""
-        group, step = self.context.runtime.group, self.context.state.step
+        group = self.context.runtime.group
+        step = self.context.state.step
         left = self.config.grace_seconds - max(group.all_gather(self.context.interrupt.elapsed()))
         until = time.monotonic() + left
         self.manager.set_deadline(left / 2)
@@ -144,16 +171,22 @@ class SaveSchedule:
             log.info("preempted at step %d; rerun the same command to resume", step)
         else:
             older = self.manager.last_step
-            last = "there is no snapshot yet" if older is None else f"the last one is of step {older}"
+            last = (
+                "there is no snapshot yet" if older is None else f"the last one is of step {older}"
+            )
             log.warning("preempted at step %d without time for a snapshot: %s", step, last)
 
     def restore_latest(self) -> TrainState | None:
-        """Load the newest snapshot into the model, the optimizer and the scaler; return its TrainState, if any."""
+        """Load the newest snapshot into the model, the optimizer and the scaler.
+
+        Return its TrainState, if any.
+        """
         self.manager.wait()
         found = self.manager.load_latest(partial(check_state, task=self.train_step.task))
         if found is None:
             return None
-        model, optimizer = self.train_step.model, self.train_step.optimizer
+        model = self.train_step.model
+        optimizer = self.train_step.optimizer
         found = self.manager.read_shards(found, model, optimizer)
         return restore(found, model, optimizer, self.context.runtime.scaler, self.context.average)
 
@@ -174,7 +207,9 @@ class SaveSchedule:
             TrainingError: the loss is not finite; such a state is not saved.
         """
         self.context.metrics.tensorboard.flush()
-        state, train_step, meter = self.update_wall_time(), self.train_step, self.context.metrics.meter
+        state = self.update_wall_time()
+        train_step = self.train_step
+        meter = self.context.metrics.meter
         sums, state.loss_steps = meter.state()
         state.loss_sum = sums.pop("loss")
         state.loss_part_sums = sums
@@ -182,10 +217,16 @@ class SaveSchedule:
         self._is_due = False
         if self.config.every_steps == "auto":
             if self.manager.durable_s is not None:
-                self._interval_s = best_interval(self._cost_s, 3600 * self.config.mtbf_hours, self.manager.durable_s)
-            log.info("the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True})
-        self._since, self._cost_s = time.monotonic(), 0.0
-        model, optimizer = train_step.model, train_step.optimizer
+                self._interval_s = best_interval(
+                    self._cost_s, 3600 * self.config.mtbf_hours, self.manager.durable_s
+                )
+            log.info(
+                "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
+            )
+        self._since = time.monotonic()
+        self._cost_s = 0.0
+        model = train_step.model
+        optimizer = train_step.optimizer
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         tensors |= self.context.average.state()
         values = snapshot_state(self.context, train_step.task, train_step.plan.micro_batch_size)

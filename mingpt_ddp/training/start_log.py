@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 LR_TOLERANCE = 0.01  # relative
 
 
-def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, steps: range) -> None:
+def log_start(
+    runtime: Runtime, task: Task, model: nn.Module, directory: Path, steps: range
+) -> None:
     """Log the data, the model, the device and the limits.
 
     Args:
@@ -37,19 +39,33 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
     log.info("run %s", directory)
     log.info("%s", task.describe_data())
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
-    log.info("%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices)
+    log.info(
+        "%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices
+    )
     by_key = {"lr": config.optimizer.lr, **_further_rates(config.optimizer)}
-    log.info("optimizer %s: %s", config.optimizer.name, ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()))
+    log.info(
+        "optimizer %s: %s",
+        config.optimizer.name,
+        ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()),
+    )
     if end := early_end(config, steps.stop):
         log.info(end)
     if config.optimizer.lr_scaling != "none":
         rates = (scale_lr(config.optimizer, config.trainer.batch_size).lr, config.optimizer.lr)
         batches = (config.trainer.batch_size, config.optimizer.reference_batch_size)
-        log.info("the learning rate is %.2e instead of %.2e, for a batch of %d instead of %d", *rates, *batches)
+        log.info(
+            "the learning rate is %.2e instead of %.2e, for a batch of %d instead of %d",
+            *rates,
+            *batches,
+        )
     if steps and (warmup := long_warmup(config, steps.stop)):
         log.warning(warmup)
     if steps.start > steps.stop:
-        log.info("complete: the snapshot of step %d is beyond the limit of %d steps", steps.start, steps.stop)
+        log.info(
+            "complete: the snapshot of step %d is beyond the limit of %d steps",
+            steps.start,
+            steps.stop,
+        )
     elif not steps:
         log.info("complete: the snapshot of step %d is of the last step", steps.stop)
     elif steps.start:
@@ -57,41 +73,70 @@ def log_start(runtime: Runtime, task: Task, model: nn.Module, directory: Path, s
 
 
 def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
-    """Return the learning rates of parameters that an optimizer treats apart, by key: Muon's `lr` is of matrices."""
-    return {field.name: getattr(optimizer, field.name) for field in fields(optimizer) if field.name.endswith("_lr")}
+    """Return the learning rates of parameters that an optimizer treats apart, by key: Muon's `lr`
+    is of matrices.
+    """
+    return {
+        field.name: getattr(optimizer, field.name)
+        for field in fields(optimizer)
+        if field.name.endswith("_lr")
+    }
 
 
 def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_epoch: int) -> None:
-    """Log what differs from the snapshot's attempt: the environment, and the length of the learning-rate schedule."""
-    old, new = snapshot.state.get("environment"), runtime.environment()
+    """Log what differs from the snapshot's attempt: the environment, and the length of the
+    learning-rate schedule.
+    """
+    old = snapshot.state.get("environment")
+    new = runtime.environment()
     if isinstance(old, dict):
-        changes = [f"{k}: {str(old[k])[:100]} -> {value}" for k, value in new.items() if old.get(k, value) != value]
+        changes = [
+            f"{k}: {str(old[k])[:100]} -> {value}"
+            for k, value in new.items()
+            if old.get(k, value) != value
+        ]
         if changes:
-            log.info("results may differ in the last bits from now on, because of %s", "; ".join(changes))
+            log.info(
+                "results may differ in the last bits from now on, because of %s", "; ".join(changes)
+            )
     recorded = snapshot.state["config"]
     limits = {key: recorded["trainer"][key] for key in LIMITS}
     optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
     before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
-    totals = [each.optimizer.schedule_steps or count_steps(each, steps_per_epoch) for each in (before, config)]
+    totals = [
+        each.optimizer.schedule_steps or count_steps(each, steps_per_epoch)
+        for each in (before, config)
+    ]
     step = snapshot.step + 1
     scaled = scale_lr(config.optimizer, config.trainer.batch_size)
     old_lr, new_lr = (get_lr(step, replace(scaled, schedule_steps=n), n) for n in totals)
     if not math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
         change = f"the learning rate of step {step} is {new_lr:.2e} instead of {old_lr:.2e}"
         cause = f"its schedule has {totals[1]} steps instead of {totals[0]}"
-        log.info("%s, because %s; optimizer.schedule_steps=%d keeps the old one", change, cause, totals[0])
+        log.info(
+            "%s, because %s; optimizer.schedule_steps=%d keeps the old one",
+            change,
+            cause,
+            totals[0],
+        )
 
 
 def warn_of_lost_snapshots(directory: Path) -> None:
     """Warn if a run has trained before but has no snapshot."""
     with contextlib.suppress(OSError, DataError, IndexError):
         step = read_history(directory / METRICS).rows[-1]["step"]
-        log.warning("%s is at step %d, but there is no snapshot: training starts at step 1", METRICS, step)
+        log.warning(
+            "%s is at step %d, but there is no snapshot: training starts at step 1", METRICS, step
+        )
 
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
-    """Warn of settings that differ from the last start of a complete run, since they have no effect."""
-    new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}  # which trains nothing else
-    old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}  # with the values of newer keys
+    """Warn of settings that differ from the last start of a complete run, since they have no
+    effect.
+    """
+    # which trains nothing else
+    new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
+    # with the values of newer keys
+    old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}
     if changes := difference(old, new):
         log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

@@ -1,4 +1,6 @@
-"""The train state of a run, its form in a snapshot, and the check that a run can resume from a snapshot."""
+"""The train state of a run, its form in a snapshot, and the check that a run can resume from a
+snapshot.
+"""
 
 import contextlib
 import logging
@@ -11,7 +13,14 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, NotRegisteredError, flatten, from_mapping, numeric_keys
+from mingpt_ddp.config.config import (
+    CODE_LOCATION_KEYS,
+    Config,
+    NotRegisteredError,
+    flatten,
+    from_mapping,
+    numeric_keys,
+)
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
@@ -28,7 +37,8 @@ from mingpt_ddp.training.weight_average import WeightAverage
 log = logging.getLogger(__name__)
 
 NOT_IN_IDENTITY = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model
-DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")  # its content counts, wherever it comes from
+# its content counts, wherever it comes from
+DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "data.path (the content's SHA-256)"
 
 
@@ -46,7 +56,8 @@ class TrainState:
     world_size: int = 1  # of the last attempt that trained
     wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
     loss_sum: float = 0.0  # of the current log interval
-    loss_part_sums: dict[str, float] = field(default_factory=dict)  # of the task's several losses, if it has some
+    # of the task's several losses, if it has some
+    loss_part_sums: dict[str, float] = field(default_factory=dict)
     loss_steps: int = 0
     stall_seconds: float = 0.0  # of wall_seconds, stalled by snapshots
     wasted_seconds: float = 0.0  # startup and lost work, of all attempts
@@ -61,24 +72,37 @@ class TrainState:
     @property
     def goodput(self) -> float:
         """The fraction of the time of all attempts that is kept progress, 0 to 1."""
-        share = (self.wall_seconds - self.stall_seconds) / max(self.wall_seconds + self.wasted_seconds, 1e-9)
+        share = (self.wall_seconds - self.stall_seconds) / max(
+            self.wall_seconds + self.wasted_seconds, 1e-9
+        )
         return min(1.0, max(0.0, share))  # lost work is measured with the clocks of two attempts
 
 
 def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: float) -> bool:
-    """Record the metrics of an evaluation of this step; return whether its loss is the lowest so far."""
-    state.val_loss, state.val_metrics, state.val_step = metrics["loss"], metrics, state.step
+    """Record the metrics of an evaluation of this step.
+
+    Return whether its loss is the lowest so far.
+    """
+    state.val_loss = metrics["loss"]
+    state.val_metrics = metrics
+    state.val_step = state.step
     improved = state.best_val_loss is None or state.val_loss < state.best_val_loss
     if improved:
-        state.best_val_loss, state.best_step = state.val_loss, state.step
+        state.best_val_loss = state.val_loss
+        state.best_step = state.step
     count_patience(state, min_delta)
     return improved
 
 
-def record_last_evaluation(state: TrainState, config: Config, steps: int, directory: Path, group: ProcessGroup) -> None:
-    """Record the evaluation of this step from metrics.jsonl if the run ended after it. A collective.
+def record_last_evaluation(
+    state: TrainState, config: Config, steps: int, directory: Path, group: ProcessGroup
+) -> None:
+    """Record the evaluation of this step from metrics.jsonl if the run ended after it.
 
-    The last snapshot lacks it if a signal came between that step and its evaluation, which the next start then made.
+    A collective.
+
+    The last snapshot lacks it if a signal came between that step and its evaluation, which the next
+    start then made.
 
     Args:
         steps: the limit of the run.
@@ -89,11 +113,20 @@ def record_last_evaluation(state: TrainState, config: Config, steps: int, direct
             history = read_history(directory / METRICS)
             if history.is_complete and history.rows and history.rows[-1]["step"] == state.step:
                 metrics = to_metrics(history.by_step()[state.step])
-                return {tag.removeprefix("val/"): value for tag, value in metrics.items() if tag.startswith("val/")}
+                return {
+                    tag.removeprefix("val/"): value
+                    for tag, value in metrics.items()
+                    if tag.startswith("val/")
+                }
         return {}
 
     is_due = state.step % (config.trainer.eval_every or steps) == 0 or state.step == steps
-    if state.step and is_due and state.val_step != state.step and "loss" in (metrics := group.run_on_rank_zero(read)):
+    if (
+        state.step
+        and is_due
+        and state.val_step != state.step
+        and "loss" in (metrics := group.run_on_rank_zero(read))
+    ):
         record_evaluation(state, metrics, config.trainer.min_delta)
 
 
@@ -101,14 +134,19 @@ def count_patience(state: TrainState, min_delta: float) -> None:
     """Count the evaluation that `state` has just recorded, for trainer.patience."""
     assert state.val_loss is not None
     if state.patience_loss is None or state.val_loss < state.patience_loss - min_delta:
-        state.patience_loss, state.evaluations_above = state.val_loss, 0
+        state.patience_loss = state.val_loss
+        state.evaluations_above = 0
     else:
         state.evaluations_above += 1
 
 
 def has_stopped_early(state: TrainState, patience: int | None) -> bool:
     """Return whether a run with this trainer.patience ends at this step."""
-    return patience is not None and state.evaluations_above >= patience and state.step == state.val_step
+    return (
+        patience is not None
+        and state.evaluations_above >= patience
+        and state.step == state.val_step
+    )
 
 
 @dataclass
@@ -147,7 +185,9 @@ def restore(
     """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
     if average is not None and average.decay is not None:
         if not snapshot.ema:
-            log.info("the snapshot has no average of the weights: trainer.ema starts from its weights")
+            log.info(
+                "the snapshot has no average of the weights: trainer.ema starts from its weights"
+            )
         load_model_state(model, snapshot.ema or snapshot.model)
         average.restart()
     load_model_state(model, snapshot.model)
@@ -159,7 +199,11 @@ def restore(
 
 def _train_state(state: Any) -> TrainState:
     """Return the train state in a state.json, without fields added by later versions."""
-    known = {key: value for key, value in state["train_state"].items() if key in TrainState.__dataclass_fields__}
+    known = {
+        key: value
+        for key, value in state["train_state"].items()
+        if key in TrainState.__dataclass_fields__
+    }
     return build(TrainState, known, "train_state")
 
 
@@ -174,17 +218,37 @@ def check_state(step: int, state: Any, task: Task) -> None:
     """
     config = task.config
     try:
-        recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}  # ddp may differ, even in its keys
-        with contextlib.suppress(NotRegisteredError):  # of another model or optimizer: compared below
+        # ddp may differ, even in its keys
+        recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
+        # of another model or optimizer: compared below
+        with contextlib.suppress(NotRegisteredError):
             recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
-        if _train_state(state).step != step or recorded["trainer"]["batch_size"] % state["micro_batch_size"]:
-            raise ValueError(f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}")
+        if (
+            _train_state(state).step != step
+            or recorded["trainer"]["batch_size"] % state["micro_batch_size"]
+        ):
+            raise ValueError(
+                f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}"
+            )
         old = flatten(recorded) | {DATA_SHA256: recorded_sha256(state)[:16]}
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError) as error:
-        raise SnapshotError(f"the snapshot of step {step} has an invalid state: {str(error)[:300]}") from error
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        ConfigError,
+    ) as error:
+        raise SnapshotError(
+            f"the snapshot of step {step} has an invalid state: {str(error)[:300]}"
+        ) from error
     new = flatten(config.to_dict()) | {DATA_SHA256: task.sha256[:16]}
     keys = [*identity_keys(config.to_dict()), DATA_SHA256]
-    differences = [f"{k} ({str(old.get(k))[:100]} there, {new.get(k)} now)" for k in keys if old.get(k) != new.get(k)]
+    differences = [
+        f"{k} ({str(old.get(k))[:100]} there, {new.get(k)} now)"
+        for k in keys
+        if old.get(k) != new.get(k)
+    ]
     if differences:
         advice = "or choose another run.name, or run.resume=never"
         if config.run.source is not None:  # it would continue the training of another run
@@ -198,5 +262,9 @@ def check_state(step: int, state: Any, task: Task) -> None:
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
-    keys += [key for key in numeric_keys(config) if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS]
+    keys += [
+        key
+        for key in numeric_keys(config)
+        if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS
+    ]
     return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]

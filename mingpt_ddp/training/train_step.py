@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward on this rank's micro-batches, clipping, the update.
 
-The task turns a model and a micro-batch into a mean loss. The strategy (distributed/strategies) averages the gradients
-over the ranks.
+The task turns a model and a micro-batch into a mean loss. The strategy (distributed/strategies)
+averages the gradients over the ranks.
 """
 
 import logging
@@ -31,7 +31,10 @@ log = logging.getLogger(__name__)
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:
     """Return the optimizer steps of the whole run: the smaller of its two limits."""
-    limits = [config.trainer.max_steps, config.trainer.max_epochs and config.trainer.max_epochs * steps_per_epoch]
+    limits = [
+        config.trainer.max_steps,
+        config.trainer.max_epochs and config.trainer.max_epochs * steps_per_epoch,
+    ]
     return min(limit for limit in limits if limit is not None)
 
 
@@ -44,7 +47,8 @@ def build_model_and_optimizer(
     """Build both, with weights drawn from the seed.
 
     Args:
-        strategy: prepares the model for training on all ranks, a collective; None: this rank uses the model alone.
+        strategy: prepares the model for training on all ranks, a collective; None: this rank uses
+            the model alone.
         initialize: replaces weights of the new model.
     """
     config = task.config
@@ -62,10 +66,15 @@ def build_model_and_optimizer(
 
 
 def sample(runtime: Runtime, task: Task, model: nn.Module, step: int) -> str | None:
-    """Return a text that a prepared model generates, if the task has one; None on ranks without it. A collective."""
+    """Return a text that a prepared model generates, if the task has one; None on ranks without it.
+
+    A collective.
+    """
     if type(task).sample is Task.sample:
         return None
-    return runtime.strategy.on_whole_model(model, task.build_model, lambda whole: task.sample(whole, step))
+    return runtime.strategy.on_whole_model(
+        model, task.build_model, lambda whole: task.sample(whole, step)
+    )
 
 
 class TrainStep:
@@ -80,16 +89,27 @@ class TrainStep:
         model: nn.Module,
         optimizer: Optimizer,
     ) -> None:
-        self.config, self.runtime, self.task, self.loader, self.plan = task.config, runtime, task, loader, plan
-        self.model, self.optimizer = model, optimizer
+        self.config = task.config
+        self.runtime = runtime
+        self.task = task
+        self.loader = loader
+        self.plan = plan
+        self.model = model
+        self.optimizer = optimizer
         self.steps = count_steps(self.config, loader.steps_per_epoch)
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         if isinstance(optimizer, Muon) and not runtime.strategy.is_sharded:
-            optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
-        self._weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]  # of the configuration
+            optimizer.rank = runtime.group.rank
+            optimizer.world_size = runtime.group.world_size
+        # of the configuration
+        self._weight_decays = [group.get("weight_decay") for group in optimizer.param_groups]
         self.parameters = list(model.parameters())
         self.parallel_model = runtime.strategy.wrap(model)
-        waits = runtime.strategy.shards_model or self.config.ddp.tensor_parallel > 1 or self.config.ddp.sync_batchnorm
+        waits = (
+            runtime.strategy.shards_model
+            or self.config.ddp.tensor_parallel > 1
+            or self.config.ddp.sync_batchnorm
+        )
         runtime.strategy.clock.attach(model, is_split=waits)
         self.data_time_s = 0.0  # seconds to fetch the last batch
 
@@ -105,7 +125,10 @@ class TrainStep:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
     def forward_backward(self, step: int) -> dict[str, Tensor]:
-        """Accumulate the gradients of the step's mean `loss`; return this rank's share of it and of its parts."""
+        """Accumulate the gradients of the step's mean `loss`.
+
+        Return this rank's share of it and of its parts.
+        """
         self.runtime.strategy.begin_step()
         self.runtime.strategy.clock.start()
         losses: dict[str, Tensor] = {}
@@ -120,12 +143,17 @@ class TrainStep:
 
     @torch.profiler.record_function(FETCH)
     def _fetch(self, step: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches; as many as any rank's if each forward pass is a collective."""
+        """Return this rank's micro-batches.
+
+        As many as any rank's if each forward pass is a collective.
+        """
         self.runtime.group.set_activity(f"fetching the batch of step {step}")
         begin = time.perf_counter()
         batch = self.loader.get_batch(step, self.plan, self.runtime.group.data_rank)
         self.data_time_s = time.perf_counter() - begin
-        if self.runtime.strategy.shards_model and len(batch) < -(-self.plan.n_micro // self.plan.world_size):
+        if self.runtime.strategy.shards_model and len(batch) < -(
+            -self.plan.n_micro // self.plan.world_size
+        ):
             batch = [*batch, replace(batch[-1], weight=0.0)]
         return batch
 
@@ -135,37 +163,50 @@ class TrainStep:
         Args:
             syncs: this backward pass reduces the gradients over the ranks.
         """
-        gathers = self.runtime.strategy.shards_model  # in both passes, which then wait for all ranks
+        # in both passes, which then wait for all ranks
+        gathers = self.runtime.strategy.shards_model
         self.runtime.group.set_activity(f"in the forward pass of step {step}", waiting=gathers)
         seed_everything("dropout", self.config.run.seed, step, micro.index)
-        n_micro, group = self.plan.n_micro, self.runtime.group
+        n_micro = self.plan.n_micro
+        group = self.runtime.group
         with self.runtime.strategy.maybe_no_sync(self.parallel_model, last=syncs):
             losses = self._losses(micro)
-            self.runtime.group.set_activity(f"in the backward pass of step {step}", waiting=syncs or gathers)
+            self.runtime.group.set_activity(
+                f"in the backward pass of step {step}", waiting=syncs or gathers
+            )
             # DDP averages over the ranks; the step averages over the micro-batches.
-            self.runtime.scaler.scale(losses["loss"] * (micro.weight * group.data_size / n_micro)).backward()
-        shares = n_micro * group.tensor_size  # the ranks of a copy of the model compute the same loss
+            self.runtime.scaler.scale(
+                losses["loss"] * (micro.weight * group.data_size / n_micro)
+            ).backward()
+        # the ranks of a copy of the model compute the same loss
+        shares = n_micro * group.tensor_size
         return {name: loss.detach() / shares for name, loss in losses.items()}
 
     def _losses(self, micro: MicroBatch) -> dict[str, Tensor]:
         with self.runtime.autocast():
-            return named_losses(self.task.loss(self.parallel_model, self.runtime.to_device(micro.batch)))
+            return named_losses(
+                self.task.loss(self.parallel_model, self.runtime.to_device(micro.batch))
+            )
 
     def clip_grad_norm(self) -> Tensor:
         """Clip the gradients; return their norm before clipping."""
         self.runtime.scaler.unscale_(self.optimizer)
-        norm = self.runtime.strategy.clip_grad_norm(self.parameters, self.config.trainer.grad_norm_clip)
+        norm = self.runtime.strategy.clip_grad_norm(
+            self.parameters, self.config.trainer.grad_norm_clip
+        )
         return norm.to(self.runtime.device)  # without gradients torch returns a CPU zero
 
     def optimizer_step(self, step: int) -> float:
         """Update the weights; return the learning rate."""
         lr = get_lr(step, self.lr_config, self.steps)
         factor = weight_decay_factor(step, self.lr_config, self.steps)
-        for group, decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):  # new after a rollback
+        # new after a rollback
+        for group, decay in zip(self.optimizer.param_groups, self._weight_decays, strict=True):
             group["lr"] = lr * group.get("lr_ratio", 1.0)
             if decay is not None:
                 group["weight_decay"] = decay * factor
-        seed_everything("update", self.config.run.seed, step)  # for optimizers that draw random numbers
+        # for optimizers that draw random numbers
+        seed_everything("update", self.config.run.seed, step)
         self.runtime.strategy.update(self.optimizer, self.runtime.scaler)
         self.clear()
         self.runtime.strategy.broadcast_buffers(self.model)
@@ -181,17 +222,29 @@ class TrainStep:
 
         A collective; call it after `clear`.
         """
-        found, batch, strategy = "", self._fetch(step), self.runtime.strategy
+        found = ""
+        batch = self._fetch(step)
+        strategy = self.runtime.strategy
         where = " (of any rank)" if strategy.shards_model else ""  # they are reduced in every pass
         for micro in batch:
             loss = self._forward_backward(step, micro, syncs=False)["loss"]
             own = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-            gradients = {f"the gradient of {name}{where} in": strategy.local(grad) for name, grad in own.items()}
+            gradients = {
+                f"the gradient of {name}{where} in": strategy.local(grad)
+                for name, grad in own.items()
+            }
             tensors = {"the loss of": loss, **gradients}
             wrong = next((k for k, t in tensors.items() if not torch.isfinite(t).all()), "")
             found = found or (wrong and f"{wrong} micro-batch {micro.index}")
             if self.runtime.group.any_in_copy(bool(found)) and not strategy.shards_model:
                 break
         self.optimizer.zero_grad(set_to_none=True)
-        culprits = [f"rank {rank}: {what}" for rank, what in enumerate(self.runtime.group.all_gather(found)) if what]
-        return "; ".join(culprits[:3]) or "not reproducible when the step is repeated: suspect the hardware"
+        culprits = [
+            f"rank {rank}: {what}"
+            for rank, what in enumerate(self.runtime.group.all_gather(found))
+            if what
+        ]
+        return (
+            "; ".join(culprits[:3])
+            or "not reproducible when the step is repeated: suspect the hardware"
+        )

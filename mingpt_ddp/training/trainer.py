@@ -17,7 +17,12 @@ from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.evaluate import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.train_state import Context, TrainState, has_stopped_early, record_evaluation
+from mingpt_ddp.training.train_state import (
+    Context,
+    TrainState,
+    has_stopped_early,
+    record_evaluation,
+)
 from mingpt_ddp.training.train_step import sample
 
 log = logging.getLogger(__name__)
@@ -39,16 +44,27 @@ class StepFlags:
 class Trainer:
     """Train a run from its current step to its last one."""
 
-    def __init__(self, context: Context, saves: SaveSchedule, evaluator: Evaluator, hooks: Hooks) -> None:
-        self.context, self.saves, self.evaluator, self.hooks = context, saves, evaluator, hooks
-        self.train_step, self.anomaly, self.steps = saves.train_step, saves.anomaly, saves.train_step.steps
-        self.config, self.metrics = context.config.trainer, context.metrics
+    def __init__(
+        self, context: Context, saves: SaveSchedule, evaluator: Evaluator, hooks: Hooks
+    ) -> None:
+        self.context = context
+        self.saves = saves
+        self.evaluator = evaluator
+        self.hooks = hooks
+        self.train_step = saves.train_step
+        self.anomaly = saves.anomaly
+        self.steps = saves.train_step.steps
+        self.config = context.config.trainer
+        self.metrics = context.metrics
         self._load_meter()
         self.test_metrics: dict[str, float] = {}
         self._ended: RunStatus | None = None  # before the last step
         self._lr = 0.0
-        steps, model, optimizer = range(self.state.step, self.steps), self.train_step.model, self.train_step.optimizer
-        runtime, pause = context.runtime, context.metrics.meter.pause
+        steps = range(self.state.step, self.steps)
+        model = self.train_step.model
+        optimizer = self.train_step.optimizer
+        runtime = context.runtime
+        pause = context.metrics.meter.pause
         self.profiler = Profiler(context.config, runtime, model, optimizer, steps, pause)
 
     @property
@@ -56,7 +72,9 @@ class Trainer:
         return self.context.state
 
     def fit(self) -> RunStatus:
-        """Train to the last step, or until a signal or the pruner ends the run; the last snapshot is then committed.
+        """Train to the last step, or until a signal or the pruner ends the run.
+
+        The last snapshot is then committed.
 
         Meanwhile signals are deferred to the end of a step, and a watchdog detects ranks that hang.
         """
@@ -129,14 +147,22 @@ class Trainer:
         return flags
 
     def _exchange_flags(self, loss: Tensor) -> Callable[[], Tensor]:
-        """Start an all_gather of the flags; return the function that waits for the table of all ranks."""
-        interrupted, saving = self.context.interrupt.signal_name is not None, self.saves.manager.save_in_progress
+        """Start an all_gather of the flags.
+
+        Return the function that waits for the table of all ranks.
+        """
+        interrupted = self.context.interrupt.signal_name is not None
+        saving = self.saves.manager.save_in_progress
         loss_sent = float(loss) if self.anomaly.checks_every_step else 0.0
-        row = torch.tensor([interrupted, saving, self.saves.is_due(), loss_sent], dtype=torch.float64)
+        row = torch.tensor(
+            [interrupted, saving, self.saves.is_due(), loss_sent], dtype=torch.float64
+        )
         return self.context.runtime.group.all_gather_async(row)
 
     def _skip(self, step: int, anomaly: str) -> bool:
-        """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether the step is skipped.
+        """Skip the step, roll back or stop, by trainer.on_nonfinite.
+
+        Return whether the step is skipped.
 
         Raises:
             TrainingError: the run stops.
@@ -147,7 +173,11 @@ class Trainer:
         policy = self.config.on_nonfinite
         if policy == "stop" or self.state.consecutive_skips > MAX_CONSECUTIVE_SKIPS:
             self.saves.manager.wait()
-            again = "" if policy == "stop" else f", as did the {self.state.consecutive_skips - 1} before it"
+            again = (
+                ""
+                if policy == "stop"
+                else f", as did the {self.state.consecutive_skips - 1} before it"
+            )
             raise self.anomaly.make_error(f"{message}{again}")
         if policy == "rollback" and self._rollback(step, message):
             return False
@@ -155,16 +185,25 @@ class Trainer:
         return True
 
     def _rollback(self, step: int, message: str) -> bool:
-        """Restore the newest snapshot and mark the step to be skipped; return False if there is no snapshot."""
+        """Restore the newest snapshot and mark the step to be skipped.
+
+        Return False if there is no snapshot.
+        """
         restored = self.saves.restore_latest()
         if restored is None:
             return False
         left = self.saves.update_wall_time()
         restored.skipped_steps = sorted({*restored.skipped_steps, *left.skipped_steps, step})
-        restored.consecutive_skips, restored.world_size = left.consecutive_skips, left.world_size
+        restored.consecutive_skips = left.consecutive_skips
+        restored.world_size = left.world_size
         restored.run_id = left.run_id
         restored.wasted_seconds = left.wasted_seconds + left.wall_seconds - restored.wall_seconds
-        log.warning("%s: rolled back to the snapshot of step %d, to skip step %d", message, restored.step, step)
+        log.warning(
+            "%s: rolled back to the snapshot of step %d, to skip step %d",
+            message,
+            restored.step,
+            step,
+        )
         self.context.state = restored
         self._load_meter()
         self.metrics.rollback(restored.step)
@@ -172,20 +211,25 @@ class Trainer:
 
     def _load_meter(self) -> None:
         state = self.state
-        self.metrics.meter.load_state({"loss": state.loss_sum, **state.loss_part_sums}, state.loss_steps)
+        self.metrics.meter.load_state(
+            {"loss": state.loss_sum, **state.loss_part_sums}, state.loss_steps
+        )
 
     def _is_due(self, every: int | None) -> bool:
         step = self.state.step
         return step == self.steps or (every is not None and step % every == 0)
 
     def _resume_pending_evaluation(self) -> None:
-        """Run the evaluation that a signal interrupted, and the pruning, stopping and saving after it."""
+        """Run the evaluation that a signal interrupted, and the pruning, stopping and saving after
+        it.
+        """
         improved = self.state.step > 0 and self._maybe_evaluate()
         self._maybe_prune()
         self._maybe_stop_early()
         is_last = self.state.step == self.steps
         has_ended = (is_last or self._ended is not None) and self._ended is not RunStatus.PREEMPTED
-        if improved or has_ended:  # of a step that is saved already, this applies the retention alone
+        # of a step that is saved already, this applies the retention alone
+        if improved or has_ended:
             self.saves.save(last=has_ended)
         if is_last:
             self._log_sample()
@@ -202,7 +246,8 @@ class Trainer:
             return False
         if not math.isfinite(loss := metrics["loss"]):
             raise TrainingError(
-                f"the validation loss of step {state.step} is {loss}; start again with a lower optimizer.lr"
+                f"the validation loss of step {state.step} is {loss}; start again with a "
+                "lower optimizer.lr"
             )
         improved = record_evaluation(state, metrics, self.config.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)
@@ -216,10 +261,14 @@ class Trainer:
             self.metrics.log_evaluation(self.state.step, "test", self.test_metrics)
 
     def _run_evaluator(self, split: str) -> dict[str, float] | None:
-        """Return the metrics of a split; None if a signal interrupted it, which preempts the run."""
+        """Return the metrics of a split; None if a signal interrupted it, which preempts the
+        run.
+        """
         interrupt = self.context.interrupt
         with self._averaged_weights():
-            metrics = self.evaluator.run(self.train_step.model, split, stop=lambda: interrupt.signal_name is not None)
+            metrics = self.evaluator.run(
+                self.train_step.model, split, stop=lambda: interrupt.signal_name is not None
+            )
         if metrics is None:
             self._ended = RunStatus.PREEMPTED
         return metrics
@@ -233,31 +282,44 @@ class Trainer:
     def _maybe_prune(self) -> None:
         """End the job of a sweep if the pruner says so after an evaluation."""
         state = self.state
-        if self._ended or state.best_val_loss is None or state.step == self.steps or state.val_step != state.step:
+        if (
+            self._ended
+            or state.best_val_loss is None
+            or state.step == self.steps
+            or state.val_step != state.step
+        ):
             return
         if self.context.pruner.should_prune(state.step, state.best_val_loss):
             self._ended = RunStatus.PRUNED
 
     def _maybe_stop_early(self) -> None:
         """End the run after an evaluation if trainer.patience is at its end."""
-        state, patience = self.state, self.config.patience
+        state = self.state
+        patience = self.config.patience
         if self._ended is None and has_stopped_early(state, patience) and state.step < self.steps:
             self._ended = RunStatus.COMPLETE
             values = (state.step, patience, state.patience_loss)
             log.info(
-                "stopped early at step %d: trainer.patience=%d evaluations in a row have no loss below %.4f", *values
+                (
+                    "stopped early at step %d: trainer.patience=%d evaluations in a row have no "
+                    "loss below %.4f"
+                ),
+                *values,
             )
 
     def _log_sample(self) -> None:
         self.context.runtime.group.set_activity("sampling")
-        step, train_step = self.state.step, self.train_step
+        step = self.state.step
+        train_step = self.train_step
         with self._averaged_weights():
             text = sample(self.context.runtime, train_step.task, train_step.model, step)
         self.metrics.log_sample(step, text)
 
     def _log(self) -> None:
         state = self.saves.update_wall_time()
-        metrics = self.metrics.log_train(state.step, self.train_step.parallel_model, self._lr, state.goodput)
+        metrics = self.metrics.log_train(
+            state.step, self.train_step.parallel_model, self._lr, state.goodput
+        )
         if metrics:
             state.train_loss = metrics["train/loss"]
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])

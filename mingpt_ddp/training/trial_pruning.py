@@ -25,8 +25,8 @@ MIN_JOBS = 5  # for a median
 class MedianPruner:
     """End a job whose lowest validation loss is above the median of earlier jobs at the same step.
 
-    Where the units of their losses differ, bits per byte take their place. Only jobs that started earlier count, so
-    that pruning does not depend on where a sweep was interrupted.
+    Where the units of their losses differ, bits per byte take their place. Only jobs that started
+    earlier count, so that pruning does not depend on where a sweep was interrupted.
     """
 
     def __init__(self, config: Config, runtime: Runtime, directory: Path) -> None:
@@ -36,8 +36,11 @@ class MedianPruner:
         """
         in_sweep = "/" in config.run_name()  # else its parent holds unrelated runs
         self.enabled = config.trainer.prune == "median" and in_sweep
-        self.after, self.runtime, self.directory = config.trainer.prune_after, runtime, directory
-        self._histories: dict[Path, tuple[tuple[int, int], MetricsHistory]] = {}  # by file, with its size and time
+        self.after = config.trainer.prune_after
+        self.runtime = runtime
+        self.directory = directory
+        # by file, with its size and time
+        self._histories: dict[Path, tuple[tuple[int, int], MetricsHistory]] = {}
         self._units: dict[Path, Hashable] = {}  # by directory, once recorded
 
     def should_prune(self, step: int, best_val_loss: float) -> bool:
@@ -51,7 +54,9 @@ class MedianPruner:
         return True
 
     def _reason(self, step: int, best_val_loss: float) -> str | None:
-        """Return why to end the job, that its lowest value is above the median; None if it goes on."""
+        """Return why to end the job, that its lowest value is above the median; None if it goes
+        on.
+        """
         own = self._history(self.directory)
         if own is None:
             return None
@@ -91,5 +96,7 @@ class MedianPruner:
 
 
 def _lowest(values: list[tuple[int, float]], step: int) -> float:
-    """Return the lowest value up to a step; minus infinity if there is none, which is above no median."""
+    """Return the lowest value up to a step; minus infinity if there is none, which is above no
+    median.
+    """
     return min((value for at, value in values if at <= step), default=-math.inf)

@@ -1,6 +1,8 @@
-"""Start a run from other weights (`run.init_from`): which ones, with which sizes, and how the model takes them.
+"""Start a run from other weights (`run.init_from`): which ones, with which sizes, and how the model
+takes them.
 
-Only the first start reads them. A resume takes everything from the run's own snapshot: they may be gone.
+Only the first start reads them. A resume takes everything from the run's own snapshot: they may be
+gone.
 """
 
 import contextlib
@@ -27,12 +29,15 @@ from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model: may differ from those of the weights
+# of model: may differ from those of the weights
+FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a run takes from the weights that it starts from, or from its own snapshot if it resumes."""
+    """What a run takes from the weights that it starts from, or from its own snapshot if it
+    resumes.
+    """
 
     config: Config
     state: dict[str, Any]  # for Task.extend
@@ -43,7 +48,8 @@ class WarmStart:
         """Refuse weights that the model cannot take."""
         if not self.tensors:  # a resume
             return
-        is_own = is_user_defined("model", self.config.model.architecture)  # it may not know the meta device
+        # it may not know the meta device
+        is_own = is_user_defined("model", self.config.model.architecture)
         with contextlib.nullcontext() if is_own else torch.device("meta"):
             model = task.build_model()
         check_initial_weights(model, self.tensors, {*zip(self.sizes, task.shape, strict=True)})
@@ -55,7 +61,9 @@ class WarmStart:
         self.tensors.clear()
 
 
-def warm_start(config: Config, recorded: Any, typed: Container[str], group: ProcessGroup) -> WarmStart | None:
+def warm_start(
+    config: Config, recorded: Any, typed: Container[str], group: ProcessGroup
+) -> WarmStart | None:
     """Find what the run starts from; None if it starts from random weights. A collective.
 
     Args:
@@ -77,11 +85,18 @@ def warm_start(config: Config, recorded: Any, typed: Container[str], group: Proc
             tensors.update(weights.tensors)
             sha256 = weights.sha256()
         else:
-            weights, before = of_state(recorded), recorded["config"]["run"]
+            weights = of_state(recorded)
+            before = recorded["config"]["run"]
             sha256 = before.get("init_sha256")
             if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
-                raise SnapshotError(f"the run has not started from run.init_from={url}; choose another run.name")
-        return {**asdict(replace(weights, tensors={})), "sha256": sha256, "is_first": recorded is None}
+                raise SnapshotError(
+                    f"the run has not started from run.init_from={url}; choose another run.name"
+                )
+        return {
+            **asdict(replace(weights, tensors={})),
+            "sha256": sha256,
+            "is_first": recorded is None,
+        }
 
     found = group.run_on_rank_zero(find)
     config = _with_sizes(config, found, typed)
@@ -89,11 +104,16 @@ def warm_start(config: Config, recorded: Any, typed: Container[str], group: Proc
 
 
 def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) -> Config:
-    """Return the configuration with the sizes of the weights and their SHA-256; the run keeps its name."""
-    run, own = config.run, config.to_dict()["model"]
+    """Return the configuration with the sizes of the weights and their SHA-256.
+
+    The run keeps its name.
+    """
+    run = config.run
+    own = config.to_dict()["model"]
     if run.init_sha256 not in (None, found["sha256"]):
         raise ConfigError(
-            f"run.init_from={run.init_from} has SHA-256 {found['sha256']}, not run.init_sha256={run.init_sha256}; "
+            f"run.init_from={run.init_from} has SHA-256 {found['sha256']}, not "
+            f"run.init_sha256={run.init_sha256}; "
             "set that to null to use it"
         )
     code = {key: own.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
@@ -111,7 +131,8 @@ def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) ->
             config = replace(config, data=replace(config.data, **{key: value}))
         elif found["is_first"] and key == "block_size" and own > value:
             raise ConfigError(
-                f"data.block_size={own} is more than the {value} of the weights of run.init_from={run.init_from}; "
+                f"data.block_size={own} is more than the {value} of the weights of "
+                f"run.init_from={run.init_from}; "
                 "lower it, or leave it out"
             )
         elif found["is_first"] and key != "block_size" and own != value:
@@ -120,4 +141,6 @@ def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) ->
 
 
 def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
-    return ConfigError(f"{key}={value} is {other} in the weights of run.init_from={url}; leave {key} out")
+    return ConfigError(
+        f"{key}={value} is {other} in the weights of run.init_from={url}; leave {key} out"
+    )

@@ -1,7 +1,8 @@
-"""The exponential moving average of the weights (EMA), which evaluation, sampling and exports use instead of them.
+"""The exponential moving average of the weights (EMA), which evaluation, sampling and exports use
+instead of them.
 
-Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; the warm-up of the decay is
-that of TensorFlow's ExponentialMovingAverage.
+Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; the
+warm-up of the decay is that of TensorFlow's ExponentialMovingAverage.
 """
 
 import contextlib
@@ -16,7 +17,10 @@ from mingpt_ddp.torch_internals import for_each
 
 
 class WeightAverage:
-    """The average of each parameter that this rank holds, or of its part of one. Without a decay it does nothing."""
+    """The average of each parameter that this rank holds, or of its part of one.
+
+    Without a decay it does nothing.
+    """
 
     def __init__(self, model: nn.Module, decay: float | None) -> None:
         """
@@ -24,7 +28,8 @@ class WeightAverage:
             model: prepared by the strategy, not wrapped; the average starts from its weights.
             decay: of the average per step, trainer.ema.
         """
-        self.model, self.decay = model, decay
+        self.model = model
+        self.decay = decay
         self._parameters = list(model.parameters()) if decay is not None else []
         self._averages = [parameter.detach().clone() for parameter in self._parameters]
 
@@ -36,15 +41,23 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Add the weights after an optimizer step; the first steps are averaged over a shorter time."""
+        """Add the weights after an optimizer step.
+
+        The first steps are averaged over a shorter time.
+        """
         if self.decay is not None:
             decay = min(self.decay, (1 + step) / (10 + step))
-            averages, parameters = (list(map(local_tensor, own)) for own in (self._averages, self._parameters))
+            averages, parameters = (
+                list(map(local_tensor, own)) for own in (self._averages, self._parameters)
+            )
             for_each("lerp_", averages, parameters, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Let the model have the averages as its weights; nothing else may read or change them meanwhile."""
+        """Let the model have the averages as its weights.
+
+        Nothing else may read or change them meanwhile.
+        """
         self._swap()
         try:
             yield
@@ -59,9 +72,17 @@ class WeightAverage:
             average.copy_(weights)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the model's state with the averages for its weights, under the kind that a snapshot gives it."""
+        """Return the model's state with the averages for its weights, under the kind that a
+        snapshot gives it.
+        """
         if self.decay is None:
             return {}
         averages: dict[Tensor, Tensor] = dict(zip(self._parameters, self._averages, strict=True))
-        named = {name: averages.get(value) for name, value in self.model.state_dict(keep_vars=True).items()}
-        return {"ema": model_state(self.model) | {name: value for name, value in named.items() if value is not None}}
+        named = {
+            name: averages.get(value)
+            for name, value in self.model.state_dict(keep_vars=True).items()
+        }
+        return {
+            "ema": model_state(self.model)
+            | {name: value for name, value in named.items() if value is not None}
+        }

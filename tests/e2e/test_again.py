@@ -17,6 +17,10 @@ def test_again(tmp_path):
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("python -m mingpt_ddp ")
     first, second = (recorded_config(tmp_path / "outputs" / name) for name in ("first", "second"))
-    first["optimizer"]["lr"], first["run"]["name"], first["run"]["root"] = 1e-2, "second", str(tmp_path / "outputs")
+    first["optimizer"]["lr"], first["run"]["name"], first["run"]["root"] = (
+        1e-2,
+        "second",
+        str(tmp_path / "outputs"),
+    )
     assert second == first
     assert read_result(tmp_path / "outputs" / "second")["step"] == 12

@@ -1,4 +1,6 @@
-"""Training from Python: from a script without a guard, from the page of the docs, interrupted, and killed."""
+"""Training from Python: from a script without a guard, from the page of the docs, interrupted, and
+killed.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,31 @@ else:
 
 def cells() -> list[str]:
     """Return the code of the notebook, which is that of the page."""
-    found = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    found = [
+        cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"
+    ]
     return ["".join(cell["source"]) for cell in found]
 
 
 def test_the_notebook_is_the_page():
     page = PAGE.read_text()
     assert NOTEBOOK.read_text() == notebook(page), "run python scripts/notebook.py"
-    assert "\n\n".join(cells()) == "\n\n".join(re.findall(r"```python\n(.*?)\n```", page, re.DOTALL))
+    assert "\n\n".join(cells()) == "\n\n".join(
+        re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    )
 
 
 def test_the_page_as_a_script(tmp_path):
     (tmp_path / "page.py").write_text("\n".join(cells()))
-    done = call([sys.executable, "page.py"], tmp_path, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    done = call(
+        [sys.executable, "page.py"], tmp_path, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""
+    )
     assert done.returncode == 0, done.stdout
     assert f"{tmp_path}/outputs/python complete " in done.stdout
-    assert "config error: trainer.max_step is not a key; did you mean trainer.max_steps?" in done.stdout
+    assert (
+        "config error: trainer.max_step is not a key; did you mean trainer.max_steps?"
+        in done.stdout
+    )
     assert re.search(r"torch.Size\(\[1, 9, \d+\]\) \d+ \d0\n", done.stdout)
     [rows] = [line for line in done.stdout.splitlines() if line.startswith("[(10, ")]
     assert re.findall(r"\((\d+), ", rows) == ["10", "20", "30"]
@@ -67,8 +78,12 @@ def test_the_page_as_a_notebook(tmp_path, monkeypatch):
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     book = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(output.get("text", "") for cell in book.cells for output in cell.get("outputs", []))
+    nbclient.NotebookClient(
+        book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    printed = "".join(
+        output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
+    )
     assert f"{tmp_path}/outputs/python complete " in printed
 
 

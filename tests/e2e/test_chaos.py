@@ -20,7 +20,9 @@ def bucket(seaweed):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [(2,), (1, 2, 3)], ids=["two ranks", "another world size at every start"])
+@pytest.mark.parametrize(
+    "ranks", [(2,), (1, 2, 3)], ids=["two ranks", "another world size at every start"]
+)
 def test_chaos(ranks, seaweed, bucket, tmp_path, monkeypatch):
     chaos = Chaos(tmp_path, seaweed, bucket, seed=1, ranks=ranks)
     report = chaos.go(SECONDS)
@@ -35,5 +37,9 @@ def test_chaos(ranks, seaweed, bucket, tmp_path, monkeypatch):
             monkeypatch.setenv(name, value)
         model = f"step_{report.steps:08d}/model.safetensors"
         assert open_storage(chaos.url).read(model) == (reference / "snapshots" / model).read_bytes()
-    losses = [json.loads((run / "result.json").read_text())["val_loss"] for run in (chaos.run, reference)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4), where_they_differ(chaos.run, reference, 1e-5)
+    losses = [
+        json.loads((run / "result.json").read_text())["val_loss"] for run in (chaos.run, reference)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4), where_they_differ(
+        chaos.run, reference, 1e-5
+    )

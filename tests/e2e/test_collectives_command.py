@@ -43,15 +43,30 @@ def test_every_operation_is_checked_and_reported(tmp_path):
     assert done.returncode == 0, done.stdout
     about, header, *rows, last = done.stdout.splitlines()
     assert about == "ranks 3, hosts 1, backend gloo, device cpu"
-    assert header.split() == ["operation", "bytes", "latency", "(us)", "algbw", "(GB/s)", "busbw", "(GB/s)"]
+    assert header.split() == [
+        "operation",
+        "bytes",
+        "latency",
+        "(us)",
+        "algbw",
+        "(GB/s)",
+        "busbw",
+        "(GB/s)",
+    ]
     assert last == "every result is correct"
-    sizes = [(name, size) for name in OPERATIONS for size in ((0,) if name == "barrier" else (12, 60, 504))]
+    sizes = [
+        (name, size)
+        for name in OPERATIONS
+        for size in ((0,) if name == "barrier" else (12, 60, 504))
+    ]
     assert [(name, int(size)) for name, size, *_ in map(str.split, rows)] == sizes
     assert all(re.fullmatch(r"\w+ +\d+ +\d+\.\d +\d+\.\d{3} +\d+\.\d{3}", row) for row in rows)
     numbers = json.loads((tmp_path / "out" / "numbers.json").read_text())
     assert (numbers["ranks"], numbers["backend"]) == (3, "gloo")
     assert [(row["operation"], row["bytes"]) for row in numbers["results"]] == sizes
-    [row] = [row for row in numbers["results"] if (row["operation"], row["bytes"]) == ("all_reduce", 504)]
+    [row] = [
+        row for row in numbers["results"] if (row["operation"], row["bytes"]) == ("all_reduce", 504)
+    ]
     assert row["algbw"] == pytest.approx(504 / row["latency_s"])
     assert row["busbw"] == pytest.approx(row["algbw"] * 4 / 3)
     page = (tmp_path / "page.html").read_text()
@@ -65,9 +80,13 @@ def test_a_wrong_value_and_a_missing_operation(tmp_path):
     done = collectives(tmp_path, "all_to_all", "all_reduce", *SMALL, path=str(tmp_path))
     assert done.returncode == 1, done.stdout
     lines = done.stdout.splitlines()
-    assert [line.split(None, 2)[2] for line in lines if line.startswith("all_to_all")] == ["not supported by gloo"]
+    assert [line.split(None, 2)[2] for line in lines if line.startswith("all_to_all")] == [
+        "not supported by gloo"
+    ]
     errors = [line for line in lines if line.startswith("error: ")]
-    assert errors == ["error: all_reduce of 60 bytes is wrong on rank 1: position 2 is 10 and not 9"]
+    assert errors == [
+        "error: all_reduce of 60 bytes is wrong on rank 1: position 2 is 10 and not 9"
+    ]
     assert "every result" not in done.stdout
 
 
@@ -86,12 +105,26 @@ def test_an_error_of_all_ranks_is_one_line(argument, error, tmp_path):
 
 def test_local_processes_and_sizes_that_are_rounded_to_the_same(tmp_path):
     """One command starts the processes. An operation that is named twice is measured once."""
-    command = [sys.executable, "-m", "mingpt_ddp.collectives", "barrier", "barrier", "broadcast", "nproc_per_node=2"]
-    done = call([*command, "min_bytes=1", "max_bytes=20", "factor=2"], tmp_path, PYTHONPATH=str(ROOT))
+    command = [
+        sys.executable,
+        "-m",
+        "mingpt_ddp.collectives",
+        "barrier",
+        "barrier",
+        "broadcast",
+        "nproc_per_node=2",
+    ]
+    done = call(
+        [*command, "min_bytes=1", "max_bytes=20", "factor=2"], tmp_path, PYTHONPATH=str(ROOT)
+    )
     assert done.returncode == 0, done.stdout
     about, _, *rows, last = done.stdout.splitlines()
     assert about == "ranks 2, hosts 1, backend gloo, device cpu"
-    assert [tuple(row.split()[:2]) for row in rows] == [("barrier", "0"), ("broadcast", "8"), ("broadcast", "16")]
+    assert [tuple(row.split()[:2]) for row in rows] == [
+        ("barrier", "0"),
+        ("broadcast", "8"),
+        ("broadcast", "16"),
+    ]
     assert last == "every result is correct"
 
 
@@ -99,5 +132,9 @@ def test_messages_larger_than_the_memory_are_refused(tmp_path):
     done = collectives(tmp_path, f"max_bytes={1 << 50}")
     assert done.returncode != 0
     lines = [line for line in done.stdout.splitlines() if "error: " in line]
-    assert [line for line in lines if line.startswith("config error: max_bytes=1125899906842624 does not fit")]
+    assert [
+        line
+        for line in lines
+        if line.startswith("config error: max_bytes=1125899906842624 does not fit")
+    ]
     assert "Traceback" not in done.stdout.partition("torch/distributed")[0]

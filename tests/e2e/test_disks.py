@@ -21,13 +21,19 @@ ROOM = 3 * SIZE  # for two snapshots and the directories
 
 @pytest.fixture
 def disk(tmp_path):
-    """Return a function that mounts, or remounts, a tmpfs below tmp_path, by name, size in KiB and options."""
+    """Return a function that mounts, or remounts, a tmpfs below tmp_path, by name, size in KiB and
+    options.
+    """
     mounted: list[Path] = []
 
     def mount(name: str, size: int, *options: str) -> Path:
         path = tmp_path / name
         path.mkdir(exist_ok=True)
-        args = ["mount", *("-o", ",".join([f"size={size}k", *options])), *("-t", "tmpfs", "tmpfs", str(path))]
+        args = [
+            "mount",
+            *("-o", ",".join([f"size={size}k", *options])),
+            *("-t", "tmpfs", "tmpfs", str(path)),
+        ]
         if shutil.which("mount") is None:
             pytest.skip("there is no mount command")
         done = subprocess.run(args, capture_output=True, text=True)
@@ -61,12 +67,15 @@ KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.backgro
 @pytest.mark.parametrize("max_failures", [0, 2])
 def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path, disk):
     full = disk("full", ROOM)
-    done = train(tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={max_failures}", *KEEP_ALL)
+    done = train(
+        tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={max_failures}", *KEEP_ALL
+    )
     assert done.returncode == 2, done.stdout
     steps = verified_steps(full / "a")
     assert steps and steps == list(range(1, len(steps) + 1))
     warnings = re.findall(
-        r"cannot write the snapshot of step \d+: .*; training continues \(failure (\d) of", done.stdout
+        r"cannot write the snapshot of step \d+: .*; training continues \(failure (\d) of",
+        done.stdout,
     )
     assert warnings == [str(i + 1) for i in range(max_failures)]
     errors = [line for line in done.stdout.splitlines() if re.match("[a-z]+ error: ", line)]
@@ -87,7 +96,9 @@ def test_a_full_disk_is_no_reason_to_restart(tmp_path, disk):
     paths = [f"snapshot.path={full}", "snapshot.max_failures=0", *KEEP_ALL]
     done = train(tmp_path, *paths, "ddp.nproc_per_node=2", "trainer.micro_batch_size=6")
     assert done.returncode == 2, done.stdout
-    assert done.stdout.splitlines()[-1].startswith("storage error: cannot write the snapshot of step ")
+    assert done.stdout.splitlines()[-1].startswith(
+        "storage error: cannot write the snapshot of step "
+    )
     assert "restart 1" not in done.stdout
     rows = (tmp_path / "outputs" / "a" / "metrics.jsonl").read_text()
     assert rows.count('"start"') == 1
@@ -120,7 +131,11 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
 
 def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
     directory, fallback = disk("filling", 4 * SIZE), tmp_path / "spare"
-    args = [f"snapshot.path={directory}", f"snapshot.fallback_path={fallback}", "trainer.max_steps=1000000"]
+    args = [
+        f"snapshot.path={directory}",
+        f"snapshot.fallback_path={fallback}",
+        "trainer.max_steps=1000000",
+    ]
     job = Job([*python_main(), *TINY, "run.name=a", *args, "trainer.eval_every=null"], tmp_path)
     try:
         wait_for(lambda: list(directory.glob("a/step_*/manifest.json")), what="a snapshot")
@@ -133,7 +148,8 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
         (directory / "other").unlink()
         wait_for(
             lambda: (
-                max(steps_in(directory), default=0) > min(steps_in(fallback), default=1 << 30) or not steps_in(fallback)
+                max(steps_in(directory), default=0) > min(steps_in(fallback), default=1 << 30)
+                or not steps_in(fallback)
             )
         )
         job.process.send_signal(signal.SIGTERM)
@@ -172,7 +188,9 @@ def test_a_second_run_of_the_same_name_is_refused(tmp_path):
 
 
 def test_modification_times_are_ignored(tmp_path):
-    """After a restore from a backup, or with a clock that was set back, older files may look newer."""
+    """After a restore from a backup, or with a clock that was set back, older files may look
+    newer.
+    """
     assert train(tmp_path, "snapshot.keep_last=9", "trainer.max_steps=8").returncode == 0
     run = tmp_path / "outputs" / "a"
     steps = committed(run)
@@ -187,8 +205,19 @@ def test_modification_times_are_ignored(tmp_path):
 
 
 def test_a_run_directory_that_is_deleted_meanwhile(tmp_path):
-    """The lock is gone with it: the run must not go on beside a second one, nor end as if all were well."""
-    job = Job([*python_main(), *TINY, "run.name=a", "trainer.max_steps=100000", "trainer.eval_every=null"], tmp_path)
+    """The lock is gone with it: the run must not go on beside a second one, nor end as if all were
+    well.
+    """
+    job = Job(
+        [
+            *python_main(),
+            *TINY,
+            "run.name=a",
+            "trainer.max_steps=100000",
+            "trainer.eval_every=null",
+        ],
+        tmp_path,
+    )
     run = tmp_path / "outputs" / "a"
     try:
         wait_for(lambda: committed(run), what="a snapshot")
@@ -199,5 +228,9 @@ def test_a_run_directory_that_is_deleted_meanwhile(tmp_path):
     finally:
         if job.process.poll() is None:
             job.kill_tree()
-    assert job.text().splitlines()[-1].startswith("run error: outputs/a was deleted or moved during the run")
+    assert (
+        job.text()
+        .splitlines()[-1]
+        .startswith("run error: outputs/a was deleted or moved during the run")
+    )
     assert committed(run) == [4, 8]

@@ -18,8 +18,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run
 
 STEPS = 32
-# A rounding difference grows from step to step, with the learning rate: at three times this rate, it is 1e-4 after the
-# last step, although as small after the first.
+# A rounding difference grows from step to step, with the learning rate: at three times this rate,
+# it is 1e-4 after the last step, although as small after the first.
 SETTINGS = [
     *TINY,
     "model.dropout=0.1",
@@ -45,7 +45,10 @@ def train_all(configs: list[dict[str, Any]]) -> list[float | None]:
 def train(ranks: int, steps: int, root: Path) -> list[list[float | None]]:
     """Train with every micro-batch size in turn; return the losses by rank."""
     options = [f"trainer.max_steps={steps}", f"run.root={root}"]
-    configs = [configure(*SETTINGS, *options, f"trainer.micro_batch_size={n}", f"run.name=micro{n}") for n in SIZES]
+    configs = [
+        configure(*SETTINGS, *options, f"trainer.micro_batch_size={n}", f"run.name=micro{n}")
+        for n in SIZES
+    ]
     return run_ranks(ranks, train_all, root / f"ranks{ranks}-{steps}", configs=configs)
 
 
@@ -79,5 +82,10 @@ def test_another_number_of_ranks_at_every_resume(size, elastic, uninterrupted):
         assert f"resuming from the snapshot of step {step}" in log
     assert result(one)["val_loss"] == pytest.approx(result(other)["val_loss"], abs=1e-5)
     assert result(one)["val_loss"] < 4.3, "nothing was trained"  # at the start it is 4.63
-    weights = [safetensors.torch.load_file(r / f"snapshots/step_{STEPS:08d}/model.safetensors") for r in (one, other)]
-    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-5
+    weights = [
+        safetensors.torch.load_file(r / f"snapshots/step_{STEPS:08d}/model.safetensors")
+        for r in (one, other)
+    ]
+    assert (
+        max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) < 1e-5
+    )

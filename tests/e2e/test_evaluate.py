@@ -28,7 +28,14 @@ METRICS = ("loss", "accuracy", "bits_per_byte", "bits_per_char")
 def trained(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("trained")
     done = call(
-        [*python_main(), *TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1", "run.name=a"],
+        [
+            *python_main(),
+            *TINY,
+            "trainer.precision=fp32",
+            "data.train_split=0.8",
+            "data.test_split=0.1",
+            "run.name=a",
+        ],
         cwd,
     )
     assert done.returncode == 0, done.stdout
@@ -56,7 +63,10 @@ def test_the_metrics_are_those_of_the_run(split, ranks, trained):
 
 
 def test_an_ensemble(trained):
-    """It is better than the mean of its runs; with one of another context length the metrics of each are listed."""
+    """It is better than the mean of its runs.
+
+    With one of another context length the metrics of each are listed.
+    """
     settings = [*TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1"]
     for name, key in (("b", "run.seed=2"), ("c", "data.block_size=8")):
         done = call([*python_main(), *settings, f"run.name={name}", key], trained)
@@ -66,14 +76,20 @@ def test_an_ensemble(trained):
     metrics, runs = json.loads(done.stdout), ["outputs/a", "outputs/b"]
     losses = [read_result(trained / run)["val_loss"] for run in runs]
     assert metrics["runs"] == [
-        {"snapshot": run, "loss": pytest.approx(loss, abs=1e-5)} for run, loss in zip(runs, losses, strict=True)
+        {"snapshot": run, "loss": pytest.approx(loss, abs=1e-5)}
+        for run, loss in zip(runs, losses, strict=True)
     ]
     assert metrics["loss"] < sum(losses) / 2 - 1e-3
-    assert listed(trained, "outputs/c") == "outputs/c cannot be averaged with outputs/a: it has another block_size"
+    assert (
+        listed(trained, "outputs/c")
+        == "outputs/c cannot be averaged with outputs/a: it has another block_size"
+    )
 
 
 def test_runs_of_two_tokenizers_are_listed(trained):
-    """Each with the metrics that its training has recorded, of the same text: its bits per byte compare."""
+    """Each with the metrics that its training has recorded, of the same text: its bits per byte
+    compare.
+    """
     settings = [*TINY, "trainer.precision=fp32", "data.train_split=0.8", "data.test_split=0.1"]
     done = call([*python_main(), *settings, "run.name=byte", "data.tokenizer=byte"], trained)
     assert done.returncode == 0, done.stdout
@@ -83,10 +99,13 @@ def test_runs_of_two_tokenizers_are_listed(trained):
     other = evaluate(trained, "outputs/byte", "data.path=other.txt")
     assert other.returncode == 0, other.stderr
     alone = [
-        json.loads(evaluate(trained, "data.path=other.txt", run=f"outputs/{name}").stdout) for name in ("a", "byte")
+        json.loads(evaluate(trained, "data.path=other.txt", run=f"outputs/{name}").stdout)
+        for name in ("a", "byte")
     ]
     each = json.loads(other.stdout)["runs"]
-    assert [run["bits_per_byte"] for run in each] == [pytest.approx(one["bits_per_byte"], abs=1e-6) for one in alone]
+    assert [run["bits_per_byte"] for run in each] == [
+        pytest.approx(one["bits_per_byte"], abs=1e-6) for one in alone
+    ]
 
 
 def listed(cwd: Path, other: str) -> str:
@@ -106,7 +125,9 @@ def listed(cwd: Path, other: str) -> str:
     return metrics["not_averaged"]
 
 
-@pytest.mark.parametrize(("text", "split"), [("no", "val"), ("the rest is silence", "val"), ("zyx" * 30, "test")])
+@pytest.mark.parametrize(
+    ("text", "split"), [("no", "val"), ("the rest is silence", "val"), ("zyx" * 30, "test")]
+)
 def test_another_text_is_measured_as_a_whole(text, split, trained):
     """Also one that is shorter than a window of training; whichever split is named."""
     (trained / "other.txt").write_text(text)
@@ -120,8 +141,12 @@ def test_another_text_is_measured_as_a_whole(text, split, trained):
         x, y = tokens[:, first : first + length], tokens[:, first + 1 : first + 1 + length]
         with torch.no_grad():
             logits = model(x[:, : y.shape[1]])
-        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none"))
-    assert json.loads(done.stdout)["loss"] == pytest.approx(float(torch.cat(losses).mean()), abs=1e-5)
+        losses.append(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        )
+    assert json.loads(done.stdout)["loss"] == pytest.approx(
+        float(torch.cat(losses).mean()), abs=1e-5
+    )
 
 
 def change_state(trained: Path, target: Path, change: Callable[[dict], None]) -> Path:
@@ -145,9 +170,18 @@ def change_state(trained: Path, target: Path, change: Callable[[dict], None]) ->
         (lambda state: state.pop("text"), "has an invalid state"),
         (lambda state: state.pop("vocabulary"), "has an invalid state"),
         (lambda state: state.update(data=7, text=None), "has an invalid state"),
-        (lambda state: state["config"]["model"].update(n_embd=24_000), "the snapshot's weights do not fit the model"),
-        (lambda state: state["config"]["model"].update(n_layer=1_000), "are not those of 1000 layers"),
-        (lambda state: state["config"]["data"].update(path="a::b"), "a chain of URLs is not followed"),
+        (
+            lambda state: state["config"]["model"].update(n_embd=24_000),
+            "the snapshot's weights do not fit the model",
+        ),
+        (
+            lambda state: state["config"]["model"].update(n_layer=1_000),
+            "are not those of 1000 layers",
+        ),
+        (
+            lambda state: state["config"]["data"].update(path="a::b"),
+            "a chain of URLs is not followed",
+        ),
     ],
 )
 def test_a_hostile_state_is_refused_in_one_line(change, message, trained, tmp_path):
@@ -161,12 +195,21 @@ def test_a_hostile_state_is_refused_in_one_line(change, message, trained, tmp_pa
 def test_data_that_has_moved(tmp_path):
     """The four files of MNIST; a toy data set has no path."""
     for part, n in (("train", 40), ("t10k", 10)):
-        for name, shape in ((f"{part}-images-idx3-ubyte", (n, 8, 8)), (f"{part}-labels-idx1-ubyte", (n,))):
+        for name, shape in (
+            (f"{part}-images-idx3-ubyte", (n, 8, 8)),
+            (f"{part}-labels-idx1-ubyte", (n,)),
+        ):
             values = (np.arange(np.prod(shape)) % 10).astype(np.uint8)
             content = struct.pack(f">HBB{len(shape)}I", 0, 8, len(shape), *shape) + values.tobytes()
             (tmp_path / "before").mkdir(exist_ok=True)
             (tmp_path / "before" / name).write_bytes(content)
-    settings = ["experiment=digits_convnet", "data=mnist", "data.path=before", "trainer.max_steps=2", "run.name=a"]
+    settings = [
+        "experiment=digits_convnet",
+        "data=mnist",
+        "data.path=before",
+        "trainer.max_steps=2",
+        "run.name=a",
+    ]
     done = call([*python_main(), *settings, "trainer.batch_size=8"], tmp_path)
     assert done.returncode == 0, done.stdout
     (tmp_path / "before").rename(tmp_path / "after")
@@ -174,7 +217,12 @@ def test_data_that_has_moved(tmp_path):
     done = evaluate(tmp_path, "split=test", "data.path=after")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] <= 1
-    assert call([*python_main(), "experiment=toy", "trainer.max_epochs=1", "run.name=toy"], tmp_path).returncode == 0
+    assert (
+        call(
+            [*python_main(), "experiment=toy", "trainer.max_epochs=1", "run.name=toy"], tmp_path
+        ).returncode
+        == 0
+    )
     done = evaluate(tmp_path, "data.path=after", run="outputs/toy")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "its data has no path; leave data.path out" in done.stderr

@@ -1,4 +1,6 @@
-"""Random faults on runs that end early, load augmented samples, divide a model, or lose the process that forks them."""
+"""Random faults on runs that end early, load augmented samples, divide a model, or lose the process
+that forks them.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,43 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 SEEDS = os.environ.get("FAULT_SEEDS", "1").split(",")  # several: other moments and victims
 FAULTS = 10
 TWO = "ddp.nproc_per_node=2"
-SETTINGS = [*TINY, "trainer.device=cpu", "trainer.ema=0.9", "snapshot.keep_last=1", "ddp.max_restarts=2"]
-TEXT = [*SETTINGS, "trainer.max_steps=100", "trainer.eval_every=20", "model.n_embd=48", "data.block_size=64"]
+SETTINGS = [
+    *TINY,
+    "trainer.device=cpu",
+    "trainer.ema=0.9",
+    "snapshot.keep_last=1",
+    "ddp.max_restarts=2",
+]
+TEXT = [
+    *SETTINGS,
+    "trainer.max_steps=100",
+    "trainer.eval_every=20",
+    "model.n_embd=48",
+    "data.block_size=64",
+]
 TEXT += ["data.truncate=0.2", "trainer.batch_size=24"]
 # No evaluation is lower by a whole nat than the first one.
 EARLY = [*TEXT, "model.dropout=0.1", "trainer.patience=3", "trainer.min_delta=1"]
-DIGITS = ["experiment=digits_convnet", "data.num_workers=1", "data.shift=2", "trainer.max_epochs=null"]
-DIGITS += ["trainer.max_steps=100", "trainer.eval_every=20", "trainer.log_every=1", "snapshot.every_steps=7"]
+DIGITS = [
+    "experiment=digits_convnet",
+    "data.num_workers=1",
+    "data.shift=2",
+    "trainer.max_epochs=null",
+]
+DIGITS += [
+    "trainer.max_steps=100",
+    "trainer.eval_every=20",
+    "trainer.log_every=1",
+    "snapshot.every_steps=7",
+]
 DIGITS += [*SETTINGS[-4:], "trainer.precision=fp32", TWO]
-TENSOR_PARALLEL = [*TEXT, "trainer.max_steps=60", "model.n_head=4", "ddp.tensor_parallel=2", "ddp.nproc_per_node=4"]
+TENSOR_PARALLEL = [
+    *TEXT,
+    "trainer.max_steps=60",
+    "model.n_head=4",
+    "ddp.tensor_parallel=2",
+    "ddp.nproc_per_node=4",
+]
 CASES = {
     "early stopping": ([*EARLY, TWO], VICTIMS, ENDS, Job),
     "augmented digits": (DIGITS, VICTIMS, ENDS, Job),
@@ -49,7 +79,8 @@ CASES = {
 def test_random_faults(case, seed):
     settings, victims, ends, start_job = CASES[case]
     generator = random.Random(f"{case} {seed}")
-    with tempfile.TemporaryDirectory(prefix="faults-") as root:  # short: sockets in TMPDIR have long names
+    # short: sockets in TMPDIR have long names
+    with tempfile.TemporaryDirectory(prefix="faults-") as root:
         undisturbed = FaultyRun(Path(root, "undisturbed"), [*python_main(), *settings], generator)
         assert undisturbed.start().wait() == 0, undisturbed.jobs[-1].text()
         last = result(undisturbed.run)["step"]
@@ -88,16 +119,29 @@ POINTS = [
 
 
 def test_killed_wherever_a_run_stops_early():
-    """Before and after its last evaluation, after its last snapshot, and before its result is written."""
+    """Before and after its last evaluation, after its last snapshot, and before its result is
+    written.
+    """
     settings = [*PAUSES, *EARLY]
     with tempfile.TemporaryDirectory(prefix="faults-") as root:
-        undisturbed, faulty = (FaultyRun(Path(root, name), [*python_main(), *settings]) for name in ("a", "b"))
+        undisturbed, faulty = (
+            FaultyRun(Path(root, name), [*python_main(), *settings]) for name in ("a", "b")
+        )
         assert undisturbed.start().wait() == 0, undisturbed.jobs[-1].text()
-        assert (result(undisturbed.run)["step"], result(undisturbed.run)["stopped_early"]) == (80, True)
+        assert (result(undisturbed.run)["step"], result(undisturbed.run)["stopped_early"]) == (
+            80,
+            True,
+        )
         for module, owner, method, condition in POINTS:
             text = patches(PAUSE, module=module, owner=owner, method=method, condition=condition)
             paused = PausedJob(
-                python_main(), faulty.cwd, text, *EARLY, "run.name=run", COMMAND, TMPDIR=str(faulty.tmpdir)
+                python_main(),
+                faulty.cwd,
+                text,
+                *EARLY,
+                "run.name=run",
+                COMMAND,
+                TMPDIR=str(faulty.tmpdir),
             )
             paused.wait_until(method)
             paused.job.kill_tree()
@@ -118,6 +162,7 @@ def check(faulty: FaultyRun, undisturbed: FaultyRun) -> None:
     assert names(run) == names(reference)
     assert {name for name in names(faulty.tmpdir) if not name.startswith("torchinductor_")} == set()
     ends = faulty.cwd / "ends.txt"
-    if ends.exists() or faulty.jobs[-1].process.returncode == 0:  # not killed between its result and the command
+    # not killed between its result and the command
+    if ends.exists() or faulty.jobs[-1].process.returncode == 0:
         assert ends.read_text() == "complete\n"
     assert [job.text() for job in faulty.jobs if "Traceback" in job.text()] == []

@@ -28,7 +28,10 @@ from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 
 
 def weights(run: Path) -> bytes:
@@ -39,11 +42,17 @@ def weights(run: Path) -> bytes:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_in_two_parts_equals_the_whole(precision: str, compiled: str, tmp_path: Path) -> None:
     options = [*TINY, "model.dropout=0.1", "trainer.device=cuda", "trainer.deterministic=true"]
-    options += [f"trainer.precision={precision}", "optimizer.schedule_steps=12", f"trainer.compile={compiled}"]
+    options += [
+        f"trainer.precision={precision}",
+        "optimizer.schedule_steps=12",
+        f"trainer.compile={compiled}",
+    ]
     whole = call([*python_main(), *options, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
     for steps in (8, 12):
-        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        done = call(
+            [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
+        )
         assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
@@ -56,7 +65,10 @@ def test_compiled_and_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
-    """Without dropout, whose random numbers compiled code draws in another order; with evaluation and samples."""
+    """Without dropout, whose random numbers compiled code draws in another order.
+
+    With evaluation and samples.
+    """
     losses = {}
     for compiled in ("false", "true", "cuda_graphs"):
         options = [
@@ -70,7 +82,9 @@ def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
         done = call([*python_main(), *options], tmp_path, timeout=280)
         assert done.returncode == 0, done.stdout
         assert ("compiled in" in done.stdout) == (compiled != "false")
-        losses[compiled] = read_history(tmp_path / "outputs" / compiled / METRICS).series("train_loss")
+        losses[compiled] = read_history(tmp_path / "outputs" / compiled / METRICS).series(
+            "train_loss"
+        )
     assert len(losses["false"]) == 12
     for compiled in ("true", "cuda_graphs"):
         for (step, loss), (_, eager) in zip(losses[compiled], losses["false"], strict=True):
@@ -80,7 +94,12 @@ def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recomputed", ["false", "true"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) -> None:
-    options = ["trainer.device=cuda", f"trainer.precision={precision}", "trainer.compile=false", "model=gpt_nano"]
+    options = [
+        "trainer.device=cuda",
+        f"trainer.precision={precision}",
+        "trainer.compile=false",
+        "model=gpt_nano",
+    ]
     options += ["model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
     config = from_mapping(configure(*options, f"trainer.activation_checkpointing={recomputed}"))
     runtime = Runtime(config, DistEnv())
@@ -89,7 +108,9 @@ def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) ->
         apply_activation_checkpointing(model)
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
     optimizer = build_optimizer(model, config.optimizer)
-    train_step = TrainStep(runtime, text_task(config), loader, plan_batches(config, 1), model, optimizer)
+    train_step = TrainStep(
+        runtime, text_task(config), loader, plan_batches(config, 1), model, optimizer
+    )
     meter = Meter(runtime, 64, "tokens")
 
     def step(number: int) -> None:
@@ -121,7 +142,14 @@ def some_gpt(device: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
         GPTConfig(
-            name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=32, dropout=0.0, bias=True, activation="gelu"
+            name="test",
+            architecture="gpt",
+            n_layer=2,
+            n_head=2,
+            n_embd=32,
+            dropout=0.0,
+            bias=True,
+            activation="gelu",
         ),
         17,
         12,
@@ -136,7 +164,9 @@ def test_decoding_with_a_cuda_graph_writes_the_text_of_the_cpu(length: int) -> N
     """Across several windows, and for a batch of several texts."""
     tokens = torch.arange(3 * length).view(3, length) % 17
     texts = [
-        torch.stack(list(generate(some_gpt(device), tokens.to(device), 40, SamplingParams(temperature=0)))).cpu()
+        torch.stack(
+            list(generate(some_gpt(device), tokens.to(device), 40, SamplingParams(temperature=0)))
+        ).cpu()
         for device in ("cpu", "cuda")
     ]
     assert torch.equal(*texts)
@@ -156,8 +186,16 @@ def test_sampling_in_bf16_is_reproducible() -> None:
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_sample_on_a_gpu(precision: str, tmp_path: Path) -> None:
-    assert call([*python_main(), *TINY, "trainer.device=cuda", "run.name=a"], tmp_path).returncode == 0
-    command = [sys.executable, str(ROOT / "sample.py"), "snapshot=outputs/a", "device=cuda", f"precision={precision}"]
+    assert (
+        call([*python_main(), *TINY, "trainer.device=cuda", "run.name=a"], tmp_path).returncode == 0
+    )
+    command = [
+        sys.executable,
+        str(ROOT / "sample.py"),
+        "snapshot=outputs/a",
+        "device=cuda",
+        f"precision={precision}",
+    ]
     done = call([*command, "max_new_tokens=100"], tmp_path)
     assert done.returncode == 0, done.stdout
     assert len(done.stdout) >= 100
@@ -165,9 +203,13 @@ def test_sample_on_a_gpu(precision: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32"])
-def test_batches_on_the_gpu_equal_those_on_the_cpu(dtype: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_on_the_gpu_equal_those_on_the_cpu(
+    dtype: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mingpt_ddp.data.dataloader.MAX_RESIDENT_FRACTION", share)
-    tokens = np.linspace(0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000).astype(dtype)
+    tokens = np.linspace(
+        0, np.iinfo(dtype).max >> 1 if dtype == "uint32" else np.iinfo(dtype).max, 5000
+    ).astype(dtype)
     plan = BatchPlan(12, 3, 2)
     on_cpu, on_gpu = (TokenLoader(tokens, 16, None, 12, 1, device) for device in ("cpu", "cuda"))
     torch.cuda.set_sync_debug_mode("error")
@@ -193,14 +235,20 @@ def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_pa
     ]
     assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
     for steps in (8, 12):
-        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        done = call(
+            [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
+        )
         assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
 
 def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[float], bytes]:
-    """Return the losses and norms of some steps on the devices of one rank, and the last snapshot's tensors."""
-    config = from_mapping(configure("trainer.device=cuda", "model=gpt_nano", "trainer.batch_size=4", *options))
+    """Return the losses and norms of some steps on the devices of one rank, and the last snapshot's
+    tensors.
+    """
+    config = from_mapping(
+        configure("trainer.device=cuda", "model=gpt_nano", "trainer.batch_size=4", *options)
+    )
     runtime = Runtime(config, DistEnv())
     runtime.devices = devices
     task = text_task(config, vocab_size=65)
@@ -209,7 +257,10 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
     train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), model, optimizer)
     numbers = []
     for step in range(1, 6):
-        numbers += [float(train_step.forward_backward(step)["loss"]), float(train_step.clip_grad_norm())]
+        numbers += [
+            float(train_step.forward_backward(step)["loss"]),
+            float(train_step.clip_grad_norm()),
+        ]
         train_step.optimizer_step(step)
     tensors = {**model_state(model), **optimizer_state(model, optimizer)}
     save = AsyncSave(runtime, [], {}, 5, {"model.safetensors": tensors}, print)
@@ -224,7 +275,12 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_model_on_a_gpu_and_the_cpu_learns_alike(preset: str, optimizer: str) -> None:
     """Two real devices where there is one GPU."""
-    options = [f"model={preset}", f"optimizer={optimizer}", "model.dropout=0.0", "trainer.precision=fp32"]
+    options = [
+        f"model={preset}",
+        f"optimizer={optimizer}",
+        "model.dropout=0.0",
+        "trainer.precision=fp32",
+    ]
     gpu = torch.device("cuda", 0)
     one, two = (train_on(devices, options) for devices in ([gpu], [gpu, torch.device("cpu")]))
     assert two[0] == pytest.approx(one[0], rel=1e-3)
@@ -252,7 +308,9 @@ def test_a_run_on_two_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
     options += ["model.dropout=0.1", "optimizer.schedule_steps=12", "model.devices=2"]
     assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
     for steps in (8, 12):
-        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        done = call(
+            [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
+        )
         assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
@@ -261,7 +319,9 @@ def test_a_run_on_two_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
 def test_two_ranks_with_two_gpus_each_train_alike(tmp_path: Path) -> None:
     options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "ddp.nproc_per_node=2"]
     for name, devices in (("one", 1), ("two", 2)):
-        done = call([*python_main(), *options, f"run.name={name}", f"model.devices={devices}"], tmp_path)
+        done = call(
+            [*python_main(), *options, f"run.name={name}", f"model.devices={devices}"], tmp_path
+        )
         assert done.returncode == 0, done.stdout
     one, two = (decode(weights(tmp_path / "outputs" / name)) for name in ("one", "two"))
     for name in one:

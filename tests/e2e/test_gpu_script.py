@@ -22,14 +22,24 @@ ROWS = {
 
 @pytest.mark.parametrize("part", ROWS)
 def test_a_part_on_a_cpu(part, tmp_path):
-    script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), f"--part={part}", "--dry-run", "--out=out"]
+    script = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        f"--part={part}",
+        "--dry-run",
+        "--out=out",
+    ]
     done = call(script, tmp_path, timeout=240, MINGPT_SHAKESPEARE="", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout
     result = json.loads((tmp_path / "out" / f"gpu_{part}.json").read_text())
     assert result["failures"] == []
     assert result["figures"]
     assert result["readme"] == []
-    table = [line.split(" | ")[0].removeprefix("| ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    table = [
+        line.split(" | ")[0].removeprefix("| ")
+        for line in done.stdout.splitlines()
+        if line.startswith("| ")
+    ]
     assert set(ROWS[part]) <= set(table), done.stdout
     if part == 2:
         assert result["figures"]["identical"] == {"modern": True}

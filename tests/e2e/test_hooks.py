@@ -41,7 +41,9 @@ def end(result):
     write("end", result["step"], result["val_loss"])
     result["status"] = "mine"
 """
-COMMAND = """sh -c 'echo "$MINGPT_DDP_STATUS $MINGPT_DDP_RUN_DIR $MINGPT_DDP_VAL_LOSS" >> ends.txt'"""
+COMMAND = (
+    """sh -c 'echo "$MINGPT_DDP_STATUS $MINGPT_DDP_RUN_DIR $MINGPT_DDP_VAL_LOSS" >> ends.txt'"""
+)
 
 
 def train(cwd: Path, *overrides: str):
@@ -54,7 +56,11 @@ def test_hooks_and_a_command_see_a_run_and_do_not_change_it(ranks, tmp_path):
     with_hooks, ranked = tmp_path / "hooks", [f"ddp.nproc_per_node={ranks}"]
     (with_hooks / "mine").mkdir(parents=True)
     (with_hooks / "mine" / "hooks.py").write_text(HOOKS)
-    added = ["--config-dir=mine", "+task.code=hooks.py", f'run.on_end="{COMMAND.replace(chr(34), chr(92) + chr(34))}"']
+    added = [
+        "--config-dir=mine",
+        "+task.code=hooks.py",
+        f'run.on_end="{COMMAND.replace(chr(34), chr(92) + chr(34))}"',
+    ]
     done = train(with_hooks, *ranked, *added, "trainer.log_every=3")
     assert done.returncode == 0, done.stdout
     assert "hooks.py:21: KeyError: 'no such thing'" in done.stdout

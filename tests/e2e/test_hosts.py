@@ -1,4 +1,6 @@
-"""Two hosts, three ranks, real torchrun: a fault in mid-run, and the final weights of an uninterrupted run."""
+"""Two hosts, three ranks, real torchrun: a fault in mid-run, and the final weights of an
+uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,20 @@ from netns_hosts import HostsUnavailable, TwoHosts
 
 RANKS = (2, 1)  # on the first host, on the second
 STEPS = 80
-SETTINGS = [*TINY, "model.dropout=0.1", "model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "run.name=run"]
-SETTINGS += ["trainer.micro_batch_size=4", "trainer.eval_every=25", "snapshot.every_steps=8", "ddp.timeout_s=10"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    "model.n_embd=48",
+    "data.block_size=64",
+    "data.truncate=0.2",
+    "run.name=run",
+]
+SETTINGS += [
+    "trainer.micro_batch_size=4",
+    "trainer.eval_every=25",
+    "snapshot.every_steps=8",
+    "ddp.timeout_s=10",
+]
 USUAL = [*SETTINGS, "trainer.batch_size=24", f"trainer.max_steps={STEPS}"]
 # A host takes seconds to come back, and the others must still be training then.
 LONG = [*SETTINGS, "trainer.batch_size=96", "trainer.max_steps=90"]
@@ -27,8 +41,21 @@ REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or no new agent can
 class Cluster:
     """The same command on both hosts, and its run directory."""
 
-    def __init__(self, hosts: TwoHosts, cwd: Path, settings: list[str] = USUAL, nodes: str = "2", **extra: str) -> None:
-        self.hosts, self.cwd, self.settings, self.nodes, self.extra = hosts, cwd, settings, nodes, extra
+    def __init__(
+        self,
+        hosts: TwoHosts,
+        cwd: Path,
+        settings: list[str] = USUAL,
+        nodes: str = "2",
+        **extra: str,
+    ) -> None:
+        self.hosts, self.cwd, self.settings, self.nodes, self.extra = (
+            hosts,
+            cwd,
+            settings,
+            nodes,
+            extra,
+        )
         self.run = cwd / "outputs" / "run"
         self.jobs: dict[int, Job] = {}
         self.start(1)  # waits for the other host, which hosts the rendezvous
@@ -36,8 +63,16 @@ class Cluster:
 
     def start(self, host: int) -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
-        torchrun += [f"--nproc_per_node={RANKS[host]}", "--rdzv_backend=c10d", f"--rdzv_conf={QUICK}"]
-        torchrun += [f"--rdzv_endpoint={self.hosts.names[0]}:29500", "--rdzv_id=run", "--max_restarts=3"]
+        torchrun += [
+            f"--nproc_per_node={RANKS[host]}",
+            "--rdzv_backend=c10d",
+            f"--rdzv_conf={QUICK}",
+        ]
+        torchrun += [
+            f"--rdzv_endpoint={self.hosts.names[0]}:29500",
+            "--rdzv_id=run",
+            "--max_restarts=3",
+        ]
         command = [*torchrun, str(ROOT / "main.py"), *self.settings]
         self.jobs[host] = self.hosts.start(host, command, self.cwd, **self.extra)
 
@@ -57,7 +92,9 @@ class Cluster:
             assert self.jobs[host].wait() == 0, self.text()
 
     def text(self) -> str:
-        return "\n".join(f"--- host {host + 1}\n{job.text()}" for host, job in sorted(self.jobs.items()))
+        return "\n".join(
+            f"--- host {host + 1}\n{job.text()}" for host, job in sorted(self.jobs.items())
+        )
 
     def log(self) -> str:
         path = self.run / "main.rank0.log"
@@ -116,7 +153,8 @@ def test_worker_then_link_then_rendezvous_fail(hosts, tmp_path, uninterrupted):
     cluster.reach(55)
     assert cluster.world_sizes() == [3, 3, 3]
     cluster.kill_agent(0)
-    assert cluster.jobs[1].wait() == 1, cluster.text()  # without the rendezvous, the other agent fails
+    # without the rendezvous, the other agent fails
+    assert cluster.jobs[1].wait() == 1, cluster.text()
     cluster.start(0)
     cluster.start(1)
     cluster.wait()

@@ -1,11 +1,12 @@
-"""Install the extras as a user does, without constraints.txt, into an empty environment, and use them.
+"""Install the extras as a user does, without constraints.txt, into an empty environment, and use
+them.
 
-This proves that the bounds in setup.cfg are enough: what the index serves today for the extras in USES, which are
-installed into one environment, and for Ray, are final releases, and those of USES work. It does not prove that the
-lower bounds hold; `make lowest` does.
+This proves that the bounds in setup.cfg are enough: what the index serves today for the extras in
+USES, which are installed into one environment, and for Ray, are final releases, and those of USES
+work. It does not prove that the lower bounds hold; `make lowest` does.
 
-torch alone is not installed (200 MB, or gigabytes with CUDA) but linked from the running environment, at its version.
-pip resolves what torch requires with all others.
+torch alone is not installed (200 MB, or gigabytes with CUDA) but linked from the running
+environment, at its version. pip resolves what torch requires with all others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from packaging.version import Version
 
 TRAIN = ["-m", "mingpt_ddp", *TINY, "trainer.max_steps=1", "data.truncate=0.01"]
 USES = {
-    "digits": ["-m", "mingpt_ddp", "experiment=digits_convnet", "trainer.max_steps=1", "run.name=digits"],
+    "digits": [
+        "-m",
+        "mingpt_ddp",
+        "experiment=digits_convnet",
+        "trainer.max_steps=1",
+        "run.name=digits",
+    ],
     "report": ["-c", "from mingpt_ddp.sweeps.page import get_plotlyjs; get_plotlyjs()"],
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
@@ -46,7 +53,10 @@ NOT_INSTALLED = {
     "dev": "the tools of make check, nothing that a user runs",
 }
 # Ray requires them, and they have only beta releases.
-WITHOUT_A_FINAL_RELEASE = {"opentelemetry-exporter-prometheus", "opentelemetry-semantic-conventions"}
+WITHOUT_A_FINAL_RELEASE = {
+    "opentelemetry-exporter-prometheus",
+    "opentelemetry-semantic-conventions",
+}
 
 
 def pip(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -56,11 +66,21 @@ def pip(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build the package's wheel in a copy of the checkout; skip where no index answers or torch cannot be linked."""
+    """Build the package's wheel in a copy of the checkout; skip where no index answers or torch
+    cannot be linked.
+    """
     if torch.version.cuda is not None:
         pytest.skip("torch here is a CUDA build, whose libraries in other packages are not linked")
     work = tmp_path_factory.mktemp("wheel")
-    probe = pip("download", "--no-deps", "--no-cache-dir", "--retries=0", "--timeout=10", "hydra-core", cwd=work)
+    probe = pip(
+        "download",
+        "--no-deps",
+        "--no-cache-dir",
+        "--retries=0",
+        "--timeout=10",
+        "hydra-core",
+        cwd=work,
+    )
     if probe.returncode:
         pytest.skip(f"no package index answers: {probe.stdout.splitlines()[-1]}")
     source = work / "source"
@@ -73,7 +93,8 @@ def wheel(tmp_path_factory) -> Path:
 def make_environment(path: Path) -> Path:
     """Make a virtual environment with torch only; return its site-packages.
 
-    Of torch's metadata it gets METADATA but not RECORD, so pip counts torch as installed and cannot remove it.
+    Of torch's metadata it gets METADATA but not RECORD, so pip counts torch as installed and cannot
+    remove it.
     """
     venv.create(path, symlinks=True)
     site = next(path.glob("lib/python*/site-packages"))
@@ -87,10 +108,21 @@ def make_environment(path: Path) -> Path:
 
 
 def install(extras: str, wheel: Path, work: Path, *options: object) -> Path:
-    """Install the package with extras into a new environment in `work`; return its site-packages."""
+    """Install the package with extras into a new environment in `work`.
+
+    Return its site-packages.
+    """
     site = make_environment(work / "env")
     (work / "torch.txt").write_text(f"torch=={torch.__version__}\n")
-    args = ["install", "--quiet", "--no-compile", *options, "-c", work / "torch.txt", f"{wheel}[{extras}]"]
+    args = [
+        "install",
+        "--quiet",
+        "--no-compile",
+        *options,
+        "-c",
+        work / "torch.txt",
+        f"{wheel}[{extras}]",
+    ]
     done = pip("--python", work / "env" / "bin" / "python", *args, cwd=work)
     assert done.returncode == 0, done.stdout
     return site
@@ -107,7 +139,9 @@ def test_every_extra_is_used_or_has_a_reason():
 
 
 def test_no_bound_admits_a_prerelease():
-    """A plugin says `hydra-core>=1.1.0.dev7`, by which pip takes pre-releases of Hydra unless setup.cfg has a bound."""
+    """A plugin says `hydra-core>=1.1.0.dev7`, by which pip takes pre-releases of Hydra unless
+    setup.cfg has a bound.
+    """
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     fields = [setup["options"]["install_requires"], *setup["options.extras_require"].values()]
@@ -115,14 +149,18 @@ def test_no_bound_admits_a_prerelease():
     assert [str(one) for one in found if one.specifier.prereleases] == []
     of_hydra = [one for one in found if one.name.startswith("hydra-")]
     assert {"hydra-core", "hydra-optuna-sweeper"} <= {one.name for one in of_hydra}
-    assert [str(one) for one in of_hydra if one.specifier.contains("1.4.0rc3", prereleases=True)] == []
+    assert [
+        str(one) for one in of_hydra if one.specifier.contains("1.4.0rc3", prereleases=True)
+    ] == []
 
 
 @pytest.mark.slow
 def test_ray_resolves_to_final_releases(wheel, tmp_path):
     """Ray is not installed (1.9 GB): pip only reports what it would install."""
     install("ray", wheel, tmp_path, "--dry-run", "--report", tmp_path / "report.json")
-    chosen = [found["metadata"] for found in json.loads((tmp_path / "report.json").read_text())["install"]]
+    chosen = [
+        found["metadata"] for found in json.loads((tmp_path / "report.json").read_text())["install"]
+    ]
     versions = {found["name"]: found["version"] for found in chosen}
     assert {"hydra-core", "ray"} <= {*versions}
     assert {*prereleases(versions)} <= WITHOUT_A_FINAL_RELEASE
@@ -131,7 +169,9 @@ def test_ray_resolves_to_final_releases(wheel, tmp_path):
 @pytest.mark.slow
 def test_the_extras_work_without_constraints(wheel, tmp_path):
     site = install(",".join(USES), wheel, tmp_path)
-    versions = {found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])}
+    versions = {
+        found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])
+    }
     assert prereleases(versions) == {}
     for extra, args in USES.items():
         used = call([str(tmp_path / "env" / "bin" / "python"), *args], tmp_path, PYTHONPATH="")

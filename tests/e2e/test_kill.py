@@ -1,4 +1,6 @@
-"""SIGKILL any process and start again: the weights are those of the uninterrupted run, byte for byte."""
+"""SIGKILL any process and start again: the weights are those of the uninterrupted run, byte for
+byte.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 STEPS = 60
-SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=25",
+    "snapshot.every_steps=8",
+]
 SETTINGS += [
     "tracker=[tensorboard,csv]",
     "trainer.ema=0.9",
@@ -28,7 +36,12 @@ PATHS = {
 }
 for strategy in ("zero1", "fsdp"):
     PATHS[strategy] = [*PATHS["plain"], f"ddp.strategy={strategy}"]
-PATHS["tensor_parallel"] = [*PATHS["plain"], "ddp.tensor_parallel=2", "model.n_head=4", "model.dropout=0.0"]
+PATHS["tensor_parallel"] = [
+    *PATHS["plain"],
+    "ddp.tensor_parallel=2",
+    "model.n_head=4",
+    "model.dropout=0.0",
+]
 
 
 def start(path: str, ranks: int, cwd: Path) -> Job:
@@ -100,7 +113,9 @@ def test_killed_in_every_way(path, ranks, tmp_path):
     assert weights(run) == weights(tmp_path / "uninterrupted" / "outputs" / "run")
     assert (run / "main.rank0.log").read_text().count("resuming from the snapshot") == 4
     for rank in range(ranks):
-        assert logged_steps(run, rank) == list(range(1, STEPS + 1)), "a point is duplicated or missing"
+        assert logged_steps(run, rank) == list(range(1, STEPS + 1)), (
+            "a point is duplicated or missing"
+        )
     with open(run / "metrics.csv", newline="") as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == list(range(1, STEPS + 1))
     history = read_history(run / METRICS)
@@ -110,5 +125,7 @@ def test_killed_in_every_way(path, ranks, tmp_path):
 
 def logged_steps(run: Path, rank: int) -> list[int]:
     """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
-    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(
+        str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}
+    ).Reload()
     return [event.step for event in events.Scalars("train/loss")]

@@ -1,7 +1,8 @@
-"""The Kubernetes manifest agrees with the program, and the exit codes of its pods separate errors from preemption.
+"""The Kubernetes manifest agrees with the program, and the exit codes of its pods separate errors
+from preemption.
 
-Two processes stand in for the pods, with the variables that the operator of Kubeflow sets; docs/kubernetes.md says how
-the manifest handles their exit codes.
+Two processes stand in for the pods, with the variables that the operator of Kubeflow sets;
+docs/kubernetes.md says how the manifest handles their exit codes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ TRAINER = JOB["spec"]["trainer"]
 
 def validation_errors(document: dict[str, Any]) -> list[str]:
     """Return what the published models reject, or drop as unknown."""
-    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed"
+    )
     model = getattr(models, f"TrainerV1alpha1{document['kind']}")
     try:
         parsed = model.from_dict(copy.deepcopy(document)).to_dict()
@@ -46,7 +49,11 @@ def scalars(value: Any, path: str = "") -> set[str]:
     if isinstance(value, dict) and value:
         return {scalar for key, each in value.items() for scalar in scalars(each, f"{path}.{key}")}
     if isinstance(value, list) and value:
-        return {scalar for index, each in enumerate(value) for scalar in scalars(each, f"{path}[{index}]")}
+        return {
+            scalar
+            for index, each in enumerate(value)
+            for scalar in scalars(each, f"{path}[{index}]")
+        }
     return {f"{path}={value!r}"}
 
 
@@ -64,7 +71,11 @@ def test_the_manifest_is_valid_for_the_operator_and_kubernetes(document):
         ("spec.trainer.numNodes", "2", "numNodes"),
         ("spec.trainer.args", {}, "args"),
         ("spec.runtimeRef", {"kind": "TrainingRuntime"}, "name"),
-        ("spec.trainer.resourcesPerNode.limit", {"memory": "1Gi"}, ".spec.trainer.resourcesPerNode.limit.memory='1Gi'"),
+        (
+            "spec.trainer.resourcesPerNode.limit",
+            {"memory": "1Gi"},
+            ".spec.trainer.resourcesPerNode.limit.memory='1Gi'",
+        ),
     ],
 )
 def test_an_invalid_manifest_is_detected(path, value, expected):
@@ -88,7 +99,9 @@ def test_the_command_of_the_manifest_is_a_valid_configuration():
     ranks = TRAINER["numProcPerNode"]
     assert config.ddp.nproc_per_node == ranks
     assert TRAINER["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == str(ranks)
-    assert config.trainer.batch_size // config.trainer.micro_batch_size >= ranks * TRAINER["numNodes"]
+    assert (
+        config.trainer.batch_size // config.trainer.micro_batch_size >= ranks * TRAINER["numNodes"]
+    )
     assert config.run.name == JOB["metadata"]["name"]
     assert config.snapshot.path.startswith("s3://")
     assert TRAINER["command"] == ["python", "main.py"]
@@ -98,8 +111,16 @@ def test_the_command_of_the_manifest_is_a_valid_configuration():
 
 def test_the_exit_codes_of_the_manifest_are_those_of_the_program():
     rules = PODS["template"]["spec"]["podFailurePolicy"]["rules"]
-    by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
-    assert by_code == {configuration().ddp.preempted_exit_code: "Ignore", 1: "FailJob", 2: "FailJob"}
+    by_code = {
+        code: rule["action"]
+        for rule in rules
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert by_code == {
+        configuration().ddp.preempted_exit_code: "Ignore",
+        1: "FailJob",
+        2: "FailJob",
+    }
     assert POD["restartPolicy"] == "Never"
 
 
@@ -125,8 +146,15 @@ def pod(cwd: Path, index: int, pods: int, port: int, *overrides: str) -> Job:
         "PET_MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    options = ["ddp.nproc_per_node=1", "ddp.preempted_exit_code=143", "run.name=pods", "trainer.eval_every=null"]
-    return Job([sys.executable, str(ROOT / "main.py"), *TINY, *options, *overrides], cwd, **variables)
+    options = [
+        "ddp.nproc_per_node=1",
+        "ddp.preempted_exit_code=143",
+        "run.name=pods",
+        "trainer.eval_every=null",
+    ]
+    return Job(
+        [sys.executable, str(ROOT / "main.py"), *TINY, *options, *overrides], cwd, **variables
+    )
 
 
 @pytest.mark.parametrize("evicted", [0, pytest.param(1, marks=pytest.mark.slow)])

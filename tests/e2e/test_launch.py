@@ -63,7 +63,11 @@ def test_run_directory(pair):
     newest = run / "snapshots" / "step_00000012"
     files = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
     assert {p.name for p in newest.iterdir()} == files
-    assert {p.name for p in (run / ".hydra").iterdir()} == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert {p.name for p in (run / ".hydra").iterdir()} == {
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    }
 
 
 def test_result(pair):
@@ -86,7 +90,13 @@ def test_the_log_names_epochs_and_the_time(pair):
 
 def test_communication_overlaps_the_backward_pass(tmp_path):
     """The exposed part of the all-reduce is at most all of it, and some of it is hidden."""
-    settings = [*TINY, "trainer.max_steps=40", "trainer.log_every=10", "ddp.bucket_cap_mb=0.01", "run.name=run"]
+    settings = [
+        *TINY,
+        "trainer.max_steps=40",
+        "trainer.log_every=10",
+        "ddp.bucket_cap_mb=0.01",
+        "run.name=run",
+    ]
     settings += ["ddp.backend=gloo", "ddp.nproc_per_node=2", "model.n_embd=96", "data.truncate=0.2"]
     done = call([*python_main(), *settings], tmp_path)
     assert done.returncode == 0, done.stdout
@@ -99,7 +109,9 @@ def test_communication_overlaps_the_backward_pass(tmp_path):
 
 
 def test_rank_zero_logs_the_time_of_the_first_step(pair):
-    (seconds,) = re.findall(r"^the first step was done after ([0-9.]+) s$", pair[1], flags=re.MULTILINE)
+    (seconds,) = re.findall(
+        r"^the first step was done after ([0-9.]+) s$", pair[1], flags=re.MULTILINE
+    )
     assert 0.5 < float(seconds) < 100
 
 
@@ -114,7 +126,9 @@ def test_same_command_again_is_complete(pair):
 
 
 def test_unnamed_run_of_one_process_is_found_again(tmp_path):
-    """Without a name, the directory is derived from the configuration; larger limits continue the run."""
+    """Without a name, the directory is derived from the configuration; larger limits continue the
+    run.
+    """
     first = call([*python_main(), *TINY], tmp_path)
     assert first.returncode == 0, first.stdout
     [run] = (tmp_path / "outputs").iterdir()
@@ -130,7 +144,10 @@ def test_unnamed_run_of_one_process_is_found_again(tmp_path):
 
 def test_resume_never_starts_a_new_run(tmp_path):
     for expected in ("a", "a-2", "a-3"):
-        done = call([*python_main(), *TINY, "run.name=a", "run.resume=never", "trainer.max_steps=4"], tmp_path)
+        done = call(
+            [*python_main(), *TINY, "run.name=a", "run.resume=never", "trainer.max_steps=4"],
+            tmp_path,
+        )
         assert done.returncode == 0, done.stdout
         assert result(tmp_path / "outputs" / expected)["step"] == 4
 
@@ -144,10 +161,21 @@ def test_resume_from_another_run(tmp_path):
 
 
 def test_damaged_newest_snapshot_is_reported_and_skipped(tmp_path):
-    """One line names it, the run resumes from the one before, and its weights are those of an uninterrupted run."""
+    """One line names it, the run resumes from the one before, and its weights are those of an
+    uninterrupted run.
+    """
     whole = call([*python_main(), *TINY, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
-    cut = call([*python_main(), *TINY, "run.name=hurt", "trainer.max_steps=8", "optimizer.schedule_steps=12"], tmp_path)
+    cut = call(
+        [
+            *python_main(),
+            *TINY,
+            "run.name=hurt",
+            "trainer.max_steps=8",
+            "optimizer.schedule_steps=12",
+        ],
+        tmp_path,
+    )
     assert cut.returncode == 0, cut.stdout
     damaged = tmp_path / "outputs/hurt/snapshots/step_00000008/optimizer.safetensors"
     content = bytearray(damaged.read_bytes())
@@ -165,7 +193,10 @@ def test_damaged_newest_snapshot_is_reported_and_skipped(tmp_path):
 def test_resume_with_another_model_or_text_is_refused(pair):
     cwd, _ = pair
     before = weights(cwd / "outputs" / "pair")
-    for override, key in (("model.n_layer=3", "model.n_layer"), ("data.block_size=8", "data.block_size")):
+    for override, key in (
+        ("model.n_layer=3", "model.n_layer"),
+        ("data.block_size=8", "data.block_size"),
+    ):
         done = call([*python_main(), *TINY, "run.name=pair", override], cwd)
         assert done.returncode == 2
         [line] = done.stdout.splitlines()
@@ -173,14 +204,26 @@ def test_resume_with_another_model_or_text_is_refused(pair):
         assert key in line
     text = cwd / "other.txt"
     text.write_text("another text, with other characters " * 400)
-    done = call([*python_main(), *TINY, "run.name=pair", "data=text_file", f"data.path={text}", "data.truncate=1"], cwd)
+    done = call(
+        [
+            *python_main(),
+            *TINY,
+            "run.name=pair",
+            "data=text_file",
+            f"data.path={text}",
+            "data.truncate=1",
+        ],
+        cwd,
+    )
     assert done.returncode == 2
     assert "data.path (the content's SHA-256)" in done.stdout
     assert weights(cwd / "outputs" / "pair") == before
 
 
 def test_changed_learning_rate_is_logged_and_applied(tmp_path):
-    assert call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=4"], tmp_path).returncode == 0
+    assert (
+        call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=4"], tmp_path).returncode == 0
+    )
     options = ["optimizer.lr=0.5", "optimizer.schedule=constant", "run.name=a"]
     done = call([*python_main(), *TINY, *options], tmp_path)
     assert done.returncode == 0, done.stdout
@@ -203,7 +246,9 @@ def test_second_run_of_the_same_directory_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_failing_rank_is_named_last(tmp_path):
-    """The disk of rank 1 fails in step 5: the last line of every rank says so, and the traceback is logged."""
+    """The disk of rank 1 fails in step 5: the last line of every rank says so, and the traceback is
+    logged.
+    """
     script = tmp_path / "failing.py"
     script.write_text(
         "from mingpt_ddp.cli.train import main\n"
@@ -224,13 +269,24 @@ def test_the_failing_rank_is_named_last(tmp_path):
     assert errors
     assert all(line.endswith(root_cause) for line in errors)
     for rank in (0, 2):
-        assert (tmp_path / f"outputs/a/main.rank{rank}.log").read_text().splitlines()[-1].endswith(root_cause)
+        assert (
+            (tmp_path / f"outputs/a/main.rank{rank}.log")
+            .read_text()
+            .splitlines()[-1]
+            .endswith(root_cause)
+        )
     assert "Traceback" in (tmp_path / "outputs/a/main.rank1.log").read_text()
 
 
 def test_a_user_error_is_not_restarted(tmp_path):
     """A text that is too short is reported once, although three restarts are allowed."""
-    command = [*python_main(), *TINY, "ddp.nproc_per_node=2", "data.block_size=9999", "ddp.max_restarts=3"]
+    command = [
+        *python_main(),
+        *TINY,
+        "ddp.nproc_per_node=2",
+        "data.block_size=9999",
+        "ddp.max_restarts=3",
+    ]
     done = call(command, tmp_path)
     assert done.returncode == 2
     assert done.stdout.startswith("data error: ")
@@ -250,9 +306,13 @@ def test_a_nonfinite_loss_stops_the_run_before_a_snapshot(tmp_path):
 
 def test_snapshots_on_another_filesystem(tmp_path):
     """memory:// lives as long as the process: enough to show that no code assumes a local path."""
-    done = call([*python_main(), *TINY, "run.name=a", "snapshot.path=memory://bucket/runs"], tmp_path)
+    done = call(
+        [*python_main(), *TINY, "run.name=a", "snapshot.path=memory://bucket/runs"], tmp_path
+    )
     assert done.returncode == 0, done.stdout
-    assert "committed to memory://bucket/runs/a" in (tmp_path / "outputs/a/main.rank0.log").read_text()
+    assert (
+        "committed to memory://bucket/runs/a" in (tmp_path / "outputs/a/main.rank0.log").read_text()
+    )
     assert not (tmp_path / "outputs/a/snapshots").exists()
 
 
@@ -262,7 +322,9 @@ def test_reduced_precision_resumes_exactly(precision, tmp_path):
     options = [*TINY, f"trainer.precision={precision}", "optimizer.schedule_steps=12"]
     assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
     for steps in (8, 12):
-        done = call([*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path)
+        done = call(
+            [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
+        )
         assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
     state = json.loads((tmp_path / "outputs/parts/snapshots/step_00000012/state.json").read_text())
@@ -277,7 +339,9 @@ def test_four_ranks_under_plain_torchrun_killed_and_run_again(tmp_path):
     command += [f"run.root={tmp_path}/outputs", f"data.cache_dir={tmp_path}/cache"]
     runs = tmp_path / "outputs"
     job = Job(command, clone := make_clone(tmp_path))
-    wait_for(lambda: any(last_step(run) >= 7 and committed(run) for run in runs.glob("*")), what="step 7")
+    wait_for(
+        lambda: any(last_step(run) >= 7 and committed(run) for run in runs.glob("*")), what="step 7"
+    )
     job.kill_tree()
     again = Job(command, clone)
     wait_for(lambda: "resuming from the snapshot of step" in again.text(), what="the resumption")
@@ -300,7 +364,17 @@ def test_installed_wheel_contains_its_configuration(tmp_path):
     """`pip install .`, then `torchrun -m mingpt_ddp` in any directory."""
     source, site = tmp_path / "source", tmp_path / "site"
     copy_source(source)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(source)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(source),
+    ]
     subprocess.run(pip, check=True, env=environment(tmp_path))
     assert (site / "mingpt_ddp" / "conf" / "experiment" / "demo.yaml").exists()
     shutil.rmtree(source)
@@ -311,18 +385,35 @@ def test_installed_wheel_contains_its_configuration(tmp_path):
     console = [sys.executable, str(site / "bin" / "mingpt-ddp")]
     again = call([*console, "train", *TINY, "run.name=wheel"], tmp_path, PYTHONPATH=str(site))
     assert again.returncode == 0 and "the run is in outputs/wheel" in again.stdout, again.stdout
-    listed = call([*console, "snapshots", "list", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
+    listed = call(
+        [*console, "snapshots", "list", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)
+    ).stdout
     assert listed.splitlines()[-1].split()[:2] == ["12", "whole"]
     report = call([*console, "report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
     assert report.endswith(
-        "python -m mingpt_ddp " + " ".join([*TINY, "run.name=wheel"]) + "\nthe page is outputs/wheel/report.html\n"
+        "python -m mingpt_ddp "
+        + " ".join([*TINY, "run.name=wheel"])
+        + "\nthe page is outputs/wheel/report.html\n"
     )
 
 
 def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
-    """The store of the agent is unreachable: an orphaned worker must not train, not even as the only rank."""
-    orphan = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    done = call([*python_main(), *TINY, "ddp.timeout_s=2"], tmp_path, TORCHELASTIC_USE_AGENT_STORE="True", **orphan)
+    """The store of the agent is unreachable: an orphaned worker must not train, not even as the
+    only rank.
+    """
+    orphan = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "9",
+    }
+    done = call(
+        [*python_main(), *TINY, "ddp.timeout_s=2"],
+        tmp_path,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        **orphan,
+    )
     assert done.returncode == 2
     assert "cannot reach MASTER_ADDR:MASTER_PORT" in done.stdout
     assert not (tmp_path / "outputs").exists()
@@ -330,9 +421,14 @@ def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
 
 def test_ranks_of_different_configuration_are_refused(tmp_path):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    jobs = [Job([*python_main(), *TINY, f"optimizer.lr={lr}"], tmp_path, RANK=r, **shared) for r, lr in ("01", "12")]
+    jobs = [
+        Job([*python_main(), *TINY, f"optimizer.lr={lr}"], tmp_path, RANK=r, **shared)
+        for r, lr in ("01", "12")
+    ]
     assert [job.wait() for job in jobs] == [2, 2]
-    expected = "config error: rank 1 has another configuration than rank 0: optimizer.lr: 1.0 -> 2.0"
+    expected = (
+        "config error: rank 1 has another configuration than rank 0: optimizer.lr: 1.0 -> 2.0"
+    )
     assert expected in jobs[0].text()
     assert not (tmp_path / "outputs").exists()
 
@@ -353,7 +449,13 @@ def test_a_closed_console_does_not_stop_training(tmp_path):
     command = " ".join([*python_main(), *TINY, "run.name=a"])
     for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
         shutil.rmtree(tmp_path / "outputs", ignore_errors=True)
-        subprocess.run(["bash", "-c", shell], cwd=tmp_path, env=environment(tmp_path), timeout=60, capture_output=True)
+        subprocess.run(
+            ["bash", "-c", shell],
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            timeout=60,
+            capture_output=True,
+        )
         assert result(tmp_path / "outputs" / "a")["step"] == 12
 
 
@@ -364,7 +466,9 @@ def test_a_full_disk_is_one_line_and_keeps_the_older_snapshots(tmp_path):
     limited = " ".join(["ulimit -f 40;", "exec", *python_main(), *TINY, "run.name=a"])
     done = call(["bash", "-c", f"trap '' XFSZ; {limited}"], tmp_path)
     assert done.returncode == 2, done.stdout
-    assert done.stdout.splitlines()[-1].startswith("storage error: cannot write the snapshot of step 12")
+    assert done.stdout.splitlines()[-1].startswith(
+        "storage error: cannot write the snapshot of step 12"
+    )
     again = call([*python_main(), *TINY, "run.name=a"], tmp_path)
     assert again.returncode == 0, again.stdout
     assert "resuming from the snapshot of step 8 of 12" in again.stdout

@@ -32,7 +32,13 @@ from pause_points import train, weights
 from ports import free_port
 
 STEPS = 24
-SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.device=cpu", "trainer.precision=fp32"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.device=cpu",
+    "trainer.precision=fp32",
+]
 SETTINGS += ["trainer.eval_every=12", "run.name=run"]
 # Slow enough to be killed in mid-run.
 SLOW = [*SETTINGS, "trainer.max_steps=2000", "optimizer.schedule=constant"]
@@ -63,13 +69,24 @@ ONE_MACHINE = {
     "torchrun": torchrun(2),
     "forkserver": [*python_main(), TWO],
     "spawn": [*python_main(), TWO, "ddp.launcher=spawn"],
-    "launch": [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2", MAIN],
+    "launch": [
+        sys.executable,
+        "-m",
+        "torch.distributed.launch",
+        "--standalone",
+        "--nproc_per_node=2",
+        MAIN,
+    ],
 }
 
 
 @pytest.mark.parametrize(
     "launcher",
-    ["torchrun", "forkserver", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "launch"))],
+    [
+        "torchrun",
+        "forkserver",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "launch")),
+    ],
 )
 def test_one_machine(launcher, tmp_path, uninterrupted):
     if launcher == "launch" and importlib.util.find_spec("torch.distributed.launch") is None:
@@ -79,11 +96,15 @@ def test_one_machine(launcher, tmp_path, uninterrupted):
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
     if "ddp.launcher=spawn" in ONE_MACHINE[launcher]:
         assert done.stdout.startswith("run outputs/run")
-        assert "done: validation loss" in done.stdout.splitlines()[-1], "something is printed after the last line"
+        assert "done: validation loss" in done.stdout.splitlines()[-1], (
+            "something is printed after the last line"
+        )
 
 
 def test_one_process_per_rank(tmp_path, uninterrupted):
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by a script, and the ranks start in any order."""
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by a script, and the ranks start in any
+    order.
+    """
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [Job([*python_main(), *SETTINGS], tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
     assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
@@ -91,7 +112,9 @@ def test_one_process_per_rank(tmp_path, uninterrupted):
 
 
 def test_two_machines_under_torchrun(tmp_path, uninterrupted):
-    """Two ranks and one rank share a directory, with a log per global rank; test_hosts.py covers rdzv_backend=c10d."""
+    """Two ranks and one rank share a directory, with a log per global rank; test_hosts.py covers
+    rdzv_backend=c10d.
+    """
     base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1"]
     base += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     jobs = []
@@ -100,17 +123,25 @@ def test_two_machines_under_torchrun(tmp_path, uninterrupted):
         jobs.append(Job([*base, *args, MAIN, *SETTINGS], tmp_path, GLOO_SOCKET_IFNAME="lo"))
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].text() + jobs[1].text()
     run = tmp_path / "outputs" / "run"
-    assert sorted(p.name for p in run.glob("main.rank*.log")) == [f"main.rank{rank}.log" for rank in range(3)]
+    assert sorted(p.name for p in run.glob("main.rank*.log")) == [
+        f"main.rank{rank}.log" for rank in range(3)
+    ]
     assert result(run)["world_size"] == 3
     assert weights(run, STEPS) == uninterrupted(3)
 
 
 class Machines:
-    """Two machines without torchrun, of one and two ranks: RANK is the first global rank of each."""
+    """Two machines without torchrun, of one and two ranks: RANK is the first global rank of
+    each.
+    """
 
     def __init__(self, cwd: Path, *overrides: str) -> None:
         self.cwd, self.overrides, self.run = cwd, overrides, cwd / "outputs" / "run"
-        self.shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        self.shared = {
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
         self.jobs: dict[int, Job] = {}
 
     def start(self, machine: int) -> None:
@@ -118,22 +149,33 @@ class Machines:
         self.jobs[machine] = Job(command, self.cwd, RANK=str(machine), **self.shared)
 
     def text(self) -> str:
-        return "\n".join(f"--- machine {machine}\n{job.text()}" for machine, job in sorted(self.jobs.items()))
+        return "\n".join(
+            f"--- machine {machine}\n{job.text()}" for machine, job in sorted(self.jobs.items())
+        )
 
     def reach(self, attempt: int) -> None:
-        """Wait until this attempt has taken a step, and another one has a snapshot to resume from."""
+        """Wait until this attempt has taken a step, and another one has a snapshot to resume
+        from.
+        """
 
         def is_reached() -> bool:
             log = self.run / "main.rank0.log"
             attempts = log.read_text().split("parameters, on 3 x cpu")[1:] if log.exists() else []
-            return len(attempts) == attempt and " INFO step " in attempts[-1] and bool(committed(self.run))
+            return (
+                len(attempts) == attempt
+                and " INFO step " in attempts[-1]
+                and bool(committed(self.run))
+            )
 
         wait_for(is_reached, what=f"attempt {attempt}")
 
 
 @pytest.mark.slow
 def test_two_machines_by_hand(tmp_path, uninterrupted):
-    """The second machine waits for the first. A worker is killed, then the parent that hosts the store."""
+    """The second machine waits for the first.
+
+    A worker is killed, then the parent that hosts the store.
+    """
     machines = Machines(tmp_path, *SETTINGS, "snapshot.every_steps=1", "snapshot.keep_last=1")
     machines.start(1)
     machines.start(0)
@@ -157,19 +199,27 @@ def test_a_user_error_on_two_machines_is_reported_once_on_each(tmp_path):
     assert [machines.jobs[machine].wait() for machine in (0, 1)] == [2, 2]
     for machine, job in machines.jobs.items():
         *before, line = job.text().splitlines()
-        assert [text.split(" local workers;")[0] for text in before] == (["starting 2"] if machine else [])
+        assert [text.split(" local workers;")[0] for text in before] == (
+            ["starting 2"] if machine else []
+        )
         assert "data error: the training text has" in line
     assert not (tmp_path / "outputs").exists()
 
 
 def test_killed_restarted_and_interrupted(tmp_path):
-    """run.resume=never creates one new directory, not one per restart. Ctrl-C reaches all processes of the terminal."""
+    """run.resume=never creates one new directory, not one per restart.
+
+    Ctrl-C reaches all processes of the terminal.
+    """
     runs = tmp_path / "outputs"
     (runs / "run").mkdir(parents=True)
     job = Job([*ONE_MACHINE["forkserver"], *SLOW, "run.resume=never"], tmp_path)
     wait_for(lambda: committed(runs / "run-2"), what="a snapshot")
     job.kill_worker(-1)
-    wait_for(lambda: "\nstep " in job.text().partition("resuming from the snapshot")[2], what="the resumption")
+    wait_for(
+        lambda: "\nstep " in job.text().partition("resuming from the snapshot")[2],
+        what="the resumption",
+    )
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait() == 0, job.text()
     assert "rank 1 was killed by SIGKILL" in job.text()
@@ -186,7 +236,9 @@ def process_tree(pid: int) -> list[int]:
 
 @pytest.fixture
 def slow_run(tmp_path):
-    """A run of two forked workers, with its own directory for temporary files, whose path is short."""
+    """A run of two forked workers, with its own directory for temporary files, whose path is
+    short.
+    """
     with tempfile.TemporaryDirectory(prefix="slow-run-") as directory:
         job = UnforkedJob([*ONE_MACHINE["forkserver"], *SLOW], tmp_path, TMPDIR=directory)
         job.tmpdir = Path(directory)
@@ -199,7 +251,10 @@ def test_the_server_that_forks_the_workers_is_killed(slow_run):
     workers = slow_run.workers()
     os.kill(server_of(slow_run), signal.SIGKILL)
     wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")
-    wait_for(lambda: "\nstep " in slow_run.text().partition("resuming from the snapshot")[2], what="the resumption")
+    wait_for(
+        lambda: "\nstep " in slow_run.text().partition("resuming from the snapshot")[2],
+        what="the resumption",
+    )
     assert "\nerror: the fork server of the workers was killed\nrestart 1 of " in slow_run.text()
     slow_run.process.send_signal(signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
@@ -221,7 +276,9 @@ def test_the_server_is_killed_before_it_forks(tmp_path):
 
 
 def server_of(job: Job) -> int | None:
-    """Return the process id of a fork server that is about to import or has imported what it preloads."""
+    """Return the process id of a fork server that is about to import or has imported what it
+    preloads.
+    """
     pids = children(job.process.pid)
     return next((pid for pid in pids if "forkserver import main" in read(pid, "cmdline")), None)
 
@@ -232,22 +289,38 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
         os.kill(pid, signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
     assert result(tmp_path / "outputs" / "run")["status"] == "preempted"
-    assert not [path for path in slow_run.tmpdir.iterdir() if path.name.startswith(("pymp", "torchelastic"))]
+    assert not [
+        path for path in slow_run.tmpdir.iterdir() if path.name.startswith(("pymp", "torchelastic"))
+    ]
 
 
 @pytest.mark.slow
 def test_odd_values_in_the_environment(tmp_path):
-    """The address of a socket in TMPDIR has at most 107 bytes; OpenMP ignores a number of threads below 1."""
+    """The address of a socket in TMPDIR has at most 107 bytes; OpenMP ignores a number of threads
+    below 1.
+    """
     directory = tmp_path / ("t" * 100)
     directory.mkdir()
-    job = UnforkedJob([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path, TMPDIR=str(directory), OMP_NUM_THREADS="0")
+    job = UnforkedJob(
+        [*ONE_MACHINE["forkserver"], *SETTINGS],
+        tmp_path,
+        TMPDIR=str(directory),
+        OMP_NUM_THREADS="0",
+    )
     assert job.wait() == 0, job.text()
     assert result(tmp_path / "outputs" / "run")["step"] == STEPS
 
 
 def test_without_shared_memory(tmp_path):
     """In a container, /dev/shm may be read-only: no semaphores, and gloo between the ranks."""
-    read_only = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o ro none /dev/shm && exec "$@"', "sh"]
+    read_only = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o ro none /dev/shm && exec "$@"',
+        "sh",
+    ]
     if subprocess.run([*read_only, "true"], capture_output=True).returncode != 0:
         pytest.skip("only root can mount")
     done = call([*read_only, *ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
@@ -257,8 +330,14 @@ def test_without_shared_memory(tmp_path):
 
 def test_mpirun(tmp_path, uninterrupted):
     """The variables of Open MPI's mpirun, which starts one process per rank."""
-    shared = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
-    ranks = [{**shared, "OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_LOCAL_RANK": r} for r in ("1", "0")]
+    shared = {
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(free_port()),
+    }
+    ranks = [
+        {**shared, "OMPI_COMM_WORLD_RANK": r, "OMPI_COMM_WORLD_LOCAL_RANK": r} for r in ("1", "0")
+    ]
     jobs = [Job([*python_main(), *SETTINGS], tmp_path, **variables) for variables in ranks]
     assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
@@ -273,14 +352,26 @@ def test_more_ranks_than_micro_batches_of_the_snapshot(tmp_path):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     done = call([*settings[:-1], "trainer.max_steps=8", "ddp.nproc_per_node=4"], tmp_path)
     assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
-    assert done.stdout.startswith("config error: trainer.batch_size=8 makes 2 micro-batches of 4 for 4 ranks")
+    assert done.stdout.startswith(
+        "config error: trainer.batch_size=8 makes 2 micro-batches of 4 for 4 ranks"
+    )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
 def test_a_batch_size_per_rank(tmp_path):
-    """Two ranks train with twice the batch; the snapshot keeps it when other numbers of ranks continue the run."""
-    settings = [word for word in SETTINGS if "batch_size" not in word and not word.startswith("run.name")]
-    per_rank = [*python_main(), *settings, "trainer.batch_size_per_rank=6", "trainer.micro_batch_size=2"]
+    """Two ranks train with twice the batch.
+
+    The snapshot keeps it when other numbers of ranks continue the run.
+    """
+    settings = [
+        word for word in SETTINGS if "batch_size" not in word and not word.startswith("run.name")
+    ]
+    per_rank = [
+        *python_main(),
+        *settings,
+        "trainer.batch_size_per_rank=6",
+        "trainer.micro_batch_size=2",
+    ]
     done = call([*per_rank, TWO, "trainer.max_steps=4"], tmp_path)
     assert done.returncode == 0, done.stdout
     (run,) = (tmp_path / "outputs").iterdir()
@@ -288,7 +379,9 @@ def test_a_batch_size_per_rank(tmp_path):
     again = call([*per_rank, TWO], tmp_path)
     assert "resuming from the snapshot of step 4" in again.stdout and result(run)["step"] == STEPS
     for ranks, steps in ((3, STEPS + 2), (1, STEPS + 4)):
-        done = call([*per_rank, f"ddp.nproc_per_node={ranks}", f"trainer.max_steps={steps}"], tmp_path)
+        done = call(
+            [*per_rank, f"ddp.nproc_per_node={ranks}", f"trainer.max_steps={steps}"], tmp_path
+        )
         assert done.returncode == 0, done.stdout
         assert result(run)["tokens"] == steps * 12 * 16
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == [run.name]

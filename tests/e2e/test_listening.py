@@ -1,4 +1,6 @@
-"""Local workers listen on loopback only: access to their store is enough to stop or change the run."""
+"""Local workers listen on loopback only: access to their store is enough to stop or change the
+run.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,20 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.rendezvous import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-LONG = [*TINY, "trainer.device=cpu", "trainer.max_steps=100000", "snapshot.every_steps=100", "run.name=run"]
+LONG = [
+    *TINY,
+    "trainer.device=cpu",
+    "trainer.max_steps=100000",
+    "snapshot.every_steps=100",
+    "run.name=run",
+]
 LISTEN = "0A"  # of <net/tcp_states.h>
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return a process id and those of its descendants, including the children of threads other than the main one."""
+    """Return a process id and those of its descendants, including the children of threads other
+    than the main one.
+    """
     pids = [pid]
     for parent in pids:
         for path in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -35,7 +45,11 @@ def listening(pid: int) -> set[tuple[int, str, int]]:
     """Return process id, address and port of every listening TCP socket in a process tree."""
     found = set()
     for process in process_tree(pid):
-        inodes = {inode for link in open_files(process) for inode in re.findall(r"^socket:\[(\d+)\]$", link)}
+        inodes = {
+            inode
+            for link in open_files(process)
+            for inode in re.findall(r"^socket:\[(\d+)\]$", link)
+        }
         for table in ("tcp", "tcp6"):
             for line in read(process, f"net/{table}").splitlines()[1:]:
                 fields = line.split()
@@ -48,7 +62,9 @@ def listening(pid: int) -> set[tuple[int, str, int]]:
 def decode(address: str) -> str:
     """Decode an address of /proc/net/tcp: 32-bit words in native byte order."""
     groups = [bytes.fromhex(address[start : start + 8]) for start in range(0, len(address), 8)]
-    ip = ipaddress.ip_address(b"".join(group[::-1] if sys.byteorder == "little" else group for group in groups))
+    ip = ipaddress.ip_address(
+        b"".join(group[::-1] if sys.byteorder == "little" else group for group in groups)
+    )
     return str(getattr(ip, "ipv4_mapped", None) or ip)
 
 
@@ -57,7 +73,9 @@ def beyond_loopback(sockets: set[tuple[int, str, int]]) -> set[tuple[int, str, i
 
 
 def watch(job: Job, cwd: Path) -> None:
-    """Record the listening sockets from the start until some steps are logged, then stop the job."""
+    """Record the listening sockets from the start until some steps are logged, then stop the
+    job.
+    """
     seen: set[tuple[int, str, int]] = set()
 
     def is_training() -> bool:
@@ -72,12 +90,17 @@ def watch(job: Job, cwd: Path) -> None:
     store = {port for pid, _, port in seen if pid == job.process.pid}
     assert store, "the store was not listening"
     # Between fork and exec, every child also holds the descriptor of the store.
-    assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, "gloo was not listening"
+    assert len(workers & {pid for pid, _, port in seen if port not in store}) == 2, (
+        "gloo was not listening"
+    )
 
 
 @pytest.mark.parametrize("launcher", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_local_workers(launcher, tmp_path):
-    watch(Job([*python_main(), "ddp.nproc_per_node=2", f"ddp.launcher={launcher}", *LONG], tmp_path), tmp_path)
+    watch(
+        Job([*python_main(), "ddp.nproc_per_node=2", f"ddp.launcher={launcher}", *LONG], tmp_path),
+        tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +115,9 @@ def test_local_workers_where_the_host_name_is_an_address(tmp_path):
 
 
 def test_a_rank_started_by_hand_can_be_reached_from_other_machines():
-    """A scheduler may set MASTER_ADDR=localhost on the first machine, and its name on the others."""
+    """A scheduler may set MASTER_ADDR=localhost on the first machine, and its name on the
+    others.
+    """
     port = free_port()
     connect(DistEnv(world_size=2, master_address=("localhost", port)), 0, 30)
     assert beyond_loopback({socket for socket in listening(os.getpid()) if socket[2] == port})

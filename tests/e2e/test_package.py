@@ -1,4 +1,6 @@
-"""The distributions that a package index would serve: their files and metadata, and the types that they promise."""
+"""The distributions that a package index would serve: their files and metadata, and the types that
+they promise.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ run = mingpt_ddp.load(result["run"], step="best")
 logits: Tensor = run.model(Tensor([run.tokenizer.encode("The")]).long())
 print(complete(run, "The "), logits.shape, run.config["model"], run.step + 1)
 losses: list[float] = [row["val_loss"] for row in mingpt_ddp.history(result["run"]) if "val_loss" in row]
-"""
+"""  # noqa: E501
 WRONG = {
     "mingpt_ddp.train(5)": "arg-type",
     "mingpt_ddp.load('run', step='last')": "arg-type",
@@ -81,7 +83,9 @@ WRONG = {
 def build(kind: str, source: Path, directory: Path) -> Path:
     """Build a distribution with the installed setuptools, so that no index is needed."""
     pytest.importorskip("setuptools", "77")
-    done = subprocess.run([sys.executable, "-c", BUILD, kind, str(directory)], cwd=source, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, kind, str(directory)], cwd=source, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()
     return directory / done.stdout.decode().split("\n")[-2]
 
@@ -91,7 +95,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return the sdist and the wheel of the checkout."""
     work = tmp_path_factory.mktemp("package")
     copy_source(work / "source")
-    return build("sdist", work / "source", work / "dist"), build("wheel", work / "source", work / "dist")
+    return build("sdist", work / "source", work / "dist"), build(
+        "wheel", work / "source", work / "dist"
+    )
 
 
 def contents(wheel: Path) -> dict[str, int]:
@@ -102,7 +108,10 @@ def contents(wheel: Path) -> dict[str, int]:
 
 def test_an_index_takes_both(built):
     pytest.importorskip("twine")
-    done = call([sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)], built[0].parent)
+    done = call(
+        [sys.executable, "-m", "twine", "--no-color", "check", "--strict", *map(str, built)],
+        built[0].parent,
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("PASSED") == 2
 
@@ -111,7 +120,9 @@ def test_the_wheel_has_presets_and_types(built):
     files = {*contents(built[1])}
     assert "mingpt_ddp/py.typed" in files
     presets = {f"mingpt_ddp/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
-    package = {str(path.relative_to(ROOT)) for path in (ROOT / "mingpt_ddp").rglob("*") if path.is_file()}
+    package = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "mingpt_ddp").rglob("*") if path.is_file()
+    }
     missing = {name for name in presets | package if "__pycache__" not in name} - files
     assert not missing
 
@@ -125,7 +136,9 @@ def test_the_links_of_the_description_name_files_of_the_repository(built):
     setup.read(ROOT / "setup.cfg")
     repository = setup["metadata"]["url"]
     assert metadata["Home-page"] == repository
-    assert all(field.split(", ")[1].startswith(repository) for field in metadata.get_all("Project-URL"))
+    assert all(
+        field.split(", ")[1].startswith(repository) for field in metadata.get_all("Project-URL")
+    )
     assert "Typing :: Typed" in metadata.get_all("Classifier")
     description = metadata.get_payload()
     links = re.findall(r"(!?)\[[^]]*\]\(([^)]*)\)", description)
@@ -143,7 +156,10 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
 
 
 def test_mypy_checks_a_users_script(built, tmp_path):
-    """It finds nothing in a typed script, and what is wrong in wrong calls; without py.typed it would find neither."""
+    """It finds nothing in a typed script, and what is wrong in wrong calls.
+
+    Without py.typed it would find neither.
+    """
     pytest.importorskip("mypy")
     venv.create(tmp_path / "env", symlinks=True)
     site = next(tmp_path.glob("env/lib/python*/site-packages"))
@@ -152,8 +168,15 @@ def test_mypy_checks_a_users_script(built, tmp_path):
     (site / "others.pth").write_text(sysconfig.get_path("purelib"))
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text("\n".join(["import mingpt_ddp", *WRONG]) + "\n")
-    options = ["--strict", "--no-error-summary", "--python-executable", str(tmp_path / "env" / "bin" / "python")]
-    checked = call([sys.executable, "-m", "mypy", *options, "script.py", "wrong.py"], tmp_path, timeout=500)
+    options = [
+        "--strict",
+        "--no-error-summary",
+        "--python-executable",
+        str(tmp_path / "env" / "bin" / "python"),
+    ]
+    checked = call(
+        [sys.executable, "-m", "mypy", *options, "script.py", "wrong.py"], tmp_path, timeout=500
+    )
     found = re.findall(r"^(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", checked.stdout, re.MULTILINE)
     expected = [("wrong.py", str(line), code) for line, code in enumerate(WRONG.values(), 2)]
     assert found == expected, checked.stdout

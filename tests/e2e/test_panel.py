@@ -33,7 +33,13 @@ def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
     main, side = pty.openpty()
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     before = termios.tcgetattr(main)
-    command = [*python_main(), *TINY, "trainer.max_steps=100000", "trainer.log_every=5", "run.name=shown"]
+    command = [
+        *python_main(),
+        *TINY,
+        "trainer.max_steps=100000",
+        "trainer.log_every=5",
+        "run.name=shown",
+    ]
     env = environment(tmp_path, TERM="xterm")
     for name in ("CI", "COLUMNS", "LINES"):
         env.pop(name, None)
@@ -48,7 +54,14 @@ def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
     finally:
         process.kill()
         os.close(main)
-    for part in ("outputs/shown", "step 1/100,000 ─", "loss ", "▁", "tokens/s, utilization", "goodput"):
+    for part in (
+        "outputs/shown",
+        "step 1/100,000 ─",
+        "loss ",
+        "▁",
+        "tokens/s, utilization",
+        "goodput",
+    ):
         assert part.encode() in shown, shown.decode()
     assert b"\x1b[?25l" not in shown
     assert b"preempted at step" in shown

@@ -30,5 +30,7 @@ def test_every_row_has_a_command_and_a_test():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_commands_run():
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "parity.py")], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "parity.py")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout

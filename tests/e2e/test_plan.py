@@ -20,19 +20,37 @@ def test_a_plan_as_text_and_json(tmp_path):
     text = plan(tmp_path, *TINY, "ddp.nproc_per_node=2", "trainer.max_epochs=1")
     assert text.returncode == 0, text.stderr
     names = [line.split()[0] for line in text.stdout.splitlines() if line[:1].islower()]
-    assert names == ["run", "data", "model", "length", "batch", "memory", "snapshots", "time", "ranks", "doubtful:"]
+    assert names == [
+        "run",
+        "data",
+        "model",
+        "length",
+        "batch",
+        "memory",
+        "snapshots",
+        "time",
+        "ranks",
+        "doubtful:",
+    ]
     assert "* trainer.max_steps=12 ends the run before trainer.max_epochs=1" in text.stdout
     done = plan(tmp_path, "format=json", *TINY)
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
-    assert (values["length"]["steps"], values["snapshots"]["count"], values["time"]["evaluations"]) == (12, 3, 2)
-    snapshots, times = values["snapshots"], values["time"]  # steps are so short that a machine may doubt these two
+    assert (
+        values["length"]["steps"],
+        values["snapshots"]["count"],
+        values["time"]["evaluations"],
+    ) == (12, 3, 2)
+    # steps are so short that a machine may doubt these two
+    snapshots, times = values["snapshots"], values["time"]
     measured = {
         "a snapshot takes": snapshots["write_s"] > snapshots["every_s"],
         "evaluations take": times["evaluations_s"] > times["training_s"],
     }
     expected = [text for text, is_so in measured.items() if is_so]
-    assert all(doubt.startswith(text) for doubt, text in zip(values["doubts"], expected, strict=True))
+    assert all(
+        doubt.startswith(text) for doubt, text in zip(values["doubts"], expected, strict=True)
+    )
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run directory"
 
 
@@ -54,11 +72,14 @@ def test_errors_are_those_of_training(args, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("preset", "error"), [("trainer: {max_steps: 1", "ParserError"), ("defaults: [7]", "ValueError")]
+    ("preset", "error"),
+    [("trainer: {max_steps: 1", "ParserError"), ("defaults: [7]", "ValueError")],
 )
 def test_a_preset_that_hydra_cannot_read(preset, error, tmp_path):
     (tmp_path / "presets" / "experiment").mkdir(parents=True)
     (tmp_path / "presets" / "experiment" / "mine.yaml").write_text(preset)
     done = plan(tmp_path, "--config-dir=presets", "experiment=mine")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
-    assert done.stderr.startswith(f"config error: cannot read the command line or a configuration file ({error}")
+    assert done.stderr.startswith(
+        f"config error: cannot read the command line or a configuration file ({error}"
+    )

@@ -1,7 +1,8 @@
-"""Preemption by a scheduler's SIGTERM or SIGUSR1 and the user's Ctrl-C: a snapshot of that step, and a resumed run.
+"""Preemption by a scheduler's SIGTERM or SIGUSR1 and the user's Ctrl-C: a snapshot of that step,
+and a resumed run.
 
-The signals are real. A module on PYTHONPATH pauses a process at a named point, so that they arrive at a known moment,
-and reports when a signal has been handled.
+The signals are real. A module on PYTHONPATH pauses a process at a named point, so that they arrive
+at a known moment, and reports when a signal has been handled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def result(run: Path) -> dict[str, Any]:
 
 def points(run: Path, tag: str, rank: int = 0) -> list[tuple[int, float]]:
     """Read a curve as TensorBoard does."""
-    events = EventAccumulator(str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(
+        str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}
+    ).Reload()
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
@@ -76,9 +79,13 @@ def finish(cwd: Path, steps: list[int], reference: Path, ranks: int = 1) -> None
         job = Job([*python_main(), *SETTINGS], cwd)
         assert job.wait(60) == 0, job.text()
     else:  # no signal is sent, so no agent, which is slow, is needed
-        run_ranks(ranks, train, cwd / "ranks", values=configure(*SETTINGS, f"run.root={run.parent}"))
+        run_ranks(
+            ranks, train, cwd / "ranks", values=configure(*SETTINGS, f"run.root={run.parent}")
+        )
     log = (run / "main.rank0.log").read_text()
-    assert re.findall(r"resuming from the snapshot of step (\d+) ", log) == [str(step) for step in steps]
+    assert re.findall(r"resuming from the snapshot of step (\d+) ", log) == [
+        str(step) for step in steps
+    ]
     check_same(run, reference)
 
 
@@ -87,7 +94,9 @@ def check_same(run: Path, reference: Path) -> None:
     assert weights(run) == weights(reference)
     for key in ("step", "train_loss", "val_loss", "best_val_loss"):
         assert result(run)[key] == result(reference)[key], key
-    (steps, losses), (expected_steps, expected) = (zip(*points(r, "val/loss"), strict=True) for r in (run, reference))
+    (steps, losses), (expected_steps, expected) = (
+        zip(*points(r, "val/loss"), strict=True) for r in (run, reference)
+    )
     assert steps == expected_steps
     assert losses == pytest.approx(expected, abs=1e-5)  # batches of another size round differently
     for rank in range(len(list(reference.glob("tensorboard/rank*")))):
@@ -127,7 +136,10 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
 
 
 def test_torchrun(tmp_path, uninterrupted):
-    """A signal to one worker is enough. Signalled itself, torchrun exits with an error, but nothing is lost."""
+    """A signal to one worker is enough.
+
+    Signalled itself, torchrun exits with an error, but nothing is lost.
+    """
     run = tmp_path / "outputs" / "run"
     paused = PausedJob(torchrun(2), tmp_path, patches(PAUSE_AT_STEP, step=7))
     paused.wait_until("step7", 0, 1)
@@ -174,7 +186,9 @@ PATCHES["mingpt_ddp.training.evaluate"] = patch
 """
 
 
-@pytest.mark.parametrize(("evaluation", "step"), [(1, 10), pytest.param(3, STEPS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("evaluation", "step"), [(1, 10), pytest.param(3, STEPS, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_evaluation_runs_again(evaluation, step, tmp_path, uninterrupted):
     run = tmp_path / "outputs" / "run"
     paused = PausedJob(python_main(), tmp_path, patches(PAUSE_IN_EVALUATION, evaluation=evaluation))
@@ -184,7 +198,9 @@ def test_an_interrupted_evaluation_runs_again(evaluation, step, tmp_path, uninte
     paused.resume()
     assert paused.wait() == 0, paused.job.text()
     check_stopped(paused, run, step)
-    assert (paused.site / "batches").read_text().split() == ["0", "1", "2"], "the evaluation was not interrupted"
+    assert (paused.site / "batches").read_text().split() == ["0", "1", "2"], (
+        "the evaluation was not interrupted"
+    )
     if step == STEPS:
         job = Job([*python_main(), *SETTINGS], tmp_path)
         assert job.wait(60) == 0, job.text()
@@ -233,7 +249,9 @@ PATCHES["mingpt_ddp.snapshots.store"] = slow
 def preempt_at_step_8(paused: PausedJob) -> None:
     """Send SIGTERM before step 8, and wait for the exit."""
     paused.wait_until("step8")
-    wait_for(lambda: committed(paused.job.output.parent / "outputs" / "run") == [5], what="the snapshot")
+    wait_for(
+        lambda: committed(paused.job.output.parent / "outputs" / "run") == [5], what="the snapshot"
+    )
     (paused.site / "writing").unlink(missing_ok=True)
     os.kill(paused.job.process.pid, signal.SIGTERM)
     paused.wait_until("signal")
@@ -242,21 +260,30 @@ def preempt_at_step_8(paused: PausedJob) -> None:
 
 
 def test_the_older_snapshot_is_kept_without_time_for_another(tmp_path, uninterrupted):
-    """Another one is started, but its write outlasts the grace period and the timeout of this test."""
+    """Another one is started, but its write outlasts the grace period and the timeout of this
+    test.
+    """
     run = tmp_path / "outputs" / "run"
     slow = patches(PAUSE_AT_STEP + SLOW_WRITES, step=8, first=6, seconds=600)
-    paused = PausedJob(python_main(), tmp_path, slow, "snapshot.every_steps=5", "snapshot.grace_seconds=2")
+    paused = PausedJob(
+        python_main(), tmp_path, slow, "snapshot.every_steps=5", "snapshot.grace_seconds=2"
+    )
     preempt_at_step_8(paused)
     assert (paused.site / "writing").exists()
     assert committed(run) == [5]
     assert result(run)["status"] == "preempted"
-    assert "preempted at step 8 without time for a snapshot: the last one is of step 5" in paused.job.text()
+    assert (
+        "preempted at step 8 without time for a snapshot: the last one is of step 5"
+        in paused.job.text()
+    )
     finish(tmp_path, [5], uninterrupted(1))
 
 
 def test_a_snapshot_longer_than_the_grace_period_is_not_started(tmp_path):
     slow = patches(PAUSE_AT_STEP + SLOW_WRITES, step=8, first=1, seconds=2.5)
-    paused = PausedJob(python_main(), tmp_path, slow, "snapshot.every_steps=5", "snapshot.grace_seconds=2")
+    paused = PausedJob(
+        python_main(), tmp_path, slow, "snapshot.every_steps=5", "snapshot.grace_seconds=2"
+    )
     preempt_at_step_8(paused)
     assert not (paused.site / "writing").exists()
     run = tmp_path / "outputs" / "run"

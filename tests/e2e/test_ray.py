@@ -12,7 +12,9 @@ import pytest
 from launching import TINY, Job, call, committed, python_main, wait_for
 
 pytest.importorskip("ray", reason="Ray is not installed")
-pytest.importorskip("hydra_plugins.hydra_ray_launcher.ray_launcher", reason="hydra-ray-launcher is not installed")
+pytest.importorskip(
+    "hydra_plugins.hydra_ray_launcher.ray_launcher", reason="hydra-ray-launcher is not installed"
+)
 
 pytestmark = pytest.mark.integration
 SWEEP = [*python_main(), "-m", "sweep=ray", "hydra.launcher.ray.init.num_cpus=2", *TINY]
@@ -34,11 +36,19 @@ def trainers() -> list[int]:
 
 def test_a_killed_job_resumes_from_its_snapshot(tmp_path):
     others = set(trainers())
-    overrides = ["run.name=kill", "optimizer.lr=1e-3,3e-4", "trainer.max_steps=400", "trainer.eval_every=null"]
+    overrides = [
+        "run.name=kill",
+        "optimizer.lr=1e-3,3e-4",
+        "trainer.max_steps=400",
+        "trainer.eval_every=null",
+    ]
     job = Job([*SWEEP, *overrides], tmp_path, RAY_DEDUP_LOGS="0")
     sweep = tmp_path / "outputs" / "kill"
     try:
-        wait_for(lambda: sum(len(committed(run)) > 0 for run in sweep.glob("optimizer*")) == 2, what="two snapshots")
+        wait_for(
+            lambda: sum(len(committed(run)) > 0 for run in sweep.glob("optimizer*")) == 2,
+            what="two snapshots",
+        )
         victim = min(set(trainers()) - others)
         os.kill(victim, signal.SIGKILL)
         assert job.wait(120) == 0, job.text()
@@ -51,7 +61,12 @@ def test_a_killed_job_resumes_from_its_snapshot(tmp_path):
 
 def test_a_failed_job_does_not_stop_the_others(tmp_path):
     (tmp_path / "text.txt").write_text("hello world " * 400)
-    overrides = ["run.name=bad", "data=text_file", "data.truncate=1", "data.path=missing.txt,text.txt"]
+    overrides = [
+        "run.name=bad",
+        "data=text_file",
+        "data.truncate=1",
+        "data.path=missing.txt,text.txt",
+    ]
     done = call([*SWEEP, *overrides], tmp_path)
     assert done.returncode == 1, done.stdout
     assert "data error: data.path=missing.txt: there is no such file" in done.stdout

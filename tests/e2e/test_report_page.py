@@ -1,4 +1,6 @@
-"""The page of a report in headless Chromium: it renders, it is interactive, and no data is executed."""
+"""The page of a report in headless Chromium: it renders, it is interactive, and no data is
+executed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
   return boxes.flatMap(([one, _, a], i) => boxes.slice(i + 1).filter(([_, __, b]) => Math.min(a.right, b.right) -
     Math.max(a.left, b.left) > 1 && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3).map(([other]) =>
     `${one} and ${other}`));
-})"""
+})"""  # noqa: E501
 
 # The light of the page, and the least WCAG contrast of texts, of labels and of lines with it.
 CONTRAST = """(() => {
@@ -34,7 +36,7 @@ CONTRAST = """(() => {
   const least = (selector, of) => Math.min(
     ...[...document.querySelectorAll(selector)].map(element => to(getComputedStyle(element)[of])));
   return [page, least("p, td, h1, h2", "color"), least(".plot text", "fill"), least(".js-line", "stroke")];
-})()"""
+})()"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,9 @@ def run(tmp_path_factory):
         logger = TensorBoardLogger(run / "tensorboard" / f"rank{rank}")
         logger.start(0, 3)
         for step in range(10, 101, 10):
-            logger.log(step, {"speed/step_ms": 100.0 + rank * step, "memory/peak_mib": 300.0 + rank})
+            logger.log(
+                step, {"speed/step_ms": 100.0 + rank * step, "memory/peak_mib": 300.0 + rank}
+            )
         logger.log_text(100, "sample", script)
         logger.close()
     (run / "main.rank0.log").write_text(f"2026-01-01 00:00:00,000 WARNING {script}\n")
@@ -74,7 +78,9 @@ def sweep(tmp_path_factory):
         values = {
             "optimizer.lr": 10 ** (-4 + 0.03 * number),
             "optimizer.betas": [0.9, 0.95 + 0.01 * (number % 3)],
-            "model.activation": ["gelu", "<img src=http://127.0.0.1:9/ onerror='stolen = 2'>" * 3][number % 2],
+            "model.activation": ["gelu", "<img src=http://127.0.0.1:9/ onerror='stolen = 2'>" * 3][
+                number % 2
+            ],
             "model.n_layer": 1 + number % 4,
             "optimizer.weight_decay": [0.0, 0.001, 0.002, 0.1][number % 4],
             "trainer.batch_size": [8, 12, 16, 24, 64, 128][number % 6],
@@ -95,13 +101,21 @@ def counted(browser: Browser, selector: str) -> int:
 
 @pytest.fixture
 def narrow(browser):
-    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=390,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=True,
+    )
     yield browser
     browser.call("Emulation.clearDeviceMetricsOverride")
 
 
 def use_scheme(browser: Browser, scheme: str) -> None:
-    browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    browser.call(
+        "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+    )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -117,7 +131,10 @@ def test_everything_is_drawn_and_no_data_is_executed(browser, sweep, scheme):
     assert counted(browser, ".plots .js-line") == 2 * measured
     assert counted(browser, ".wide .js-line") == JOBS
     assert counted(browser, "tbody tr") == JOBS
-    sizes = "[...document.querySelectorAll('.plots .js-line')].map(e => e.getBBox()).map(b => [b.width, b.height])"
+    sizes = (
+        "[...document.querySelectorAll('.plots .js-line')].map(e => e.getBBox()).map(b "
+        "=> [b.width, b.height])"
+    )
     drawn = sum(width > 50 and height > 10 for width, height in browser.evaluate(sizes))
     assert drawn >= 2 * (measured - 1), "a loss far above the others may lie outside the plot"
     assert browser.evaluate(OVERLAPPING) == []
@@ -129,12 +146,14 @@ def test_the_page_fits_a_phone(narrow, sweep):
     assert narrow.errors() == []
     assert narrow.evaluate("document.documentElement.scrollWidth") == 390
     widths = narrow.evaluate(
-        "[...document.querySelectorAll('.plots .main-svg')].map(e => e.getBoundingClientRect().width)"
+        "[...document.querySelectorAll('.plots .main-svg')].map(e => "
+        "e.getBoundingClientRect().width)"
     )
     assert widths and all(300 < width <= 390 for width in widths)
-    assert narrow.evaluate("document.querySelector('.wide .main-svg').getBoundingClientRect().width") > 800, (
-        "a wide plot scrolls instead of shrinking"
-    )
+    assert (
+        narrow.evaluate("document.querySelector('.wide .main-svg').getBoundingClientRect().width")
+        > 800
+    ), "a wide plot scrolls instead of shrinking"
     assert narrow.evaluate(OVERLAPPING) == []
 
 
@@ -154,7 +173,13 @@ def test_light_and_dark_are_readable(browser, sweep):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_page_of_a_run(browser, run, scheme, width):
-    browser.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 800)
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=width < 800,
+    )
     use_scheme(browser, scheme)
     browser.open(run)
     assert browser.errors() == browser.evaluate(OVERLAPPING) == []
@@ -182,16 +207,24 @@ def test_a_point_shows_the_parameters_of_its_job(browser, sweep):
     shown = """(async () => {
       for (let i = 0; i < 1000 && !document.querySelector(".hovertext"); i++) await new Promise(r => setTimeout(r, 10));
       return document.querySelector(".hovertext").textContent;
-    })()"""
+    })()"""  # noqa: E501
     text = browser.evaluate(shown)
-    assert text.startswith("#") and "validation loss" in text and "lr: " in text and "betas: [0.9, " in text
+    assert (
+        text.startswith("#")
+        and "validation loss" in text
+        and "lr: " in text
+        and "betas: [0.9, " in text
+    )
     assert browser.evaluate("typeof stolen") == "undefined"
     assert browser.errors() == []
 
 
 def test_columns_sort_by_value_with_empty_cells_last(browser, sweep):
     browser.open(sweep)
-    click = "[...document.querySelectorAll('th button')].find(b => b.textContent === 'validation loss').click()"
+    click = (
+        "[...document.querySelectorAll('th button')].find(b => b.textContent === "
+        "'validation loss').click()"
+    )
     losses = "[...document.querySelectorAll('tbody tr')].map(row => row.cells[1].textContent)"
     orders = []
     for _ in range(2):
@@ -226,7 +259,10 @@ def test_extreme_numbers_are_drawn(browser, tmp_path):
 
 
 def test_markup_added_to_the_page_is_not_executed(browser, sweep, tmp_path):
-    """The content security policy blocks markup that was not escaped; this also shows that the tests can fail."""
+    """The content security policy blocks markup that was not escaped.
+
+    This also shows that the tests can fail.
+    """
     added = "<script>stolen = 4</script><img src='http://127.0.0.1:9/x.png' onerror='stolen = 5'>"
     page = tmp_path / "page.html"
     page.write_text(sweep.read_text().replace("<h1>", f"{added}<h1>"))

@@ -1,4 +1,6 @@
-"""A real S3 server behind a faulty network: files are written atomically, and every call returns."""
+"""A real S3 server behind a faulty network: files are written atomically, and every call
+returns.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,10 @@ def test_a_large_file_in_parts(url, proxy, seaweed, bucket, monkeypatch):
 
 
 def test_parts_are_not_compared_with_the_checksum_of_the_whole(url):
-    """Some servers send it with each part; a client that compares them cannot read objects of several parts."""
+    """Some servers send it with each part.
+
+    A client that compares them cannot read objects of several parts.
+    """
     storage = open_storage(url)
     storage.write("file", LARGE[: 6 * MIB])
     assert storage.read("file") == LARGE[: 6 * MIB]
@@ -118,7 +123,9 @@ def test_parts_are_not_compared_with_the_checksum_of_the_whole(url):
 
 def test_of_many_put_if_absent_one_succeeds(url):
     with ThreadPoolExecutor(6) as pool:
-        made = list(pool.map(lambda i: open_storage(url).put_if_absent("file", b"%d" % i), range(6)))
+        made = list(
+            pool.map(lambda i: open_storage(url).put_if_absent("file", b"%d" % i), range(6))
+        )
     assert made.count(True) == 1
     assert open_storage(url).read("file") == b"%d" % made.index(True)
 
@@ -160,7 +167,11 @@ ALL = {
     ("match", "fault"),
     [
         *((match, fault) for match in (PUT, PART) for fault in ONCE),
-        *((match, fault) for match in (START, COMPLETE) for fault in ("503", "reset instead of the answer")),
+        *(
+            (match, fault)
+            for match in (START, COMPLETE)
+            for fault in ("503", "reset instead of the answer")
+        ),
     ],
     ids=lambda value: NAMES.get(value, value),
 )
@@ -176,7 +187,9 @@ def test_a_write_survives(fault, match, url, proxy, seaweed, bucket):
 
 
 @pytest.mark.parametrize("match", [PUT, PART], ids=["put", "part"])
-@pytest.mark.parametrize("fault", [Fault.STALL, Fault.STALL_SENDING], ids=["at once", "while sending"])
+@pytest.mark.parametrize(
+    "fault", [Fault.STALL, Fault.STALL_SENDING], ids=["at once", "while sending"]
+)
 def test_a_write_survives_a_stall(fault, match, url, proxy, monkeypatch):
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
     content = LARGE[:50_000] if match == PUT else LARGE
@@ -225,7 +238,10 @@ def test_many_random_faults(url, proxy):
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        *((LARGE[:50_000], fault) for fault in ("500", "503", "reset before", "reset while sending", "stall")),
+        *(
+            (LARGE[:50_000], fault)
+            for fault in ("500", "503", "reset before", "reset while sending", "stall")
+        ),
         *((LARGE, fault) for fault in ("503", "reset instead of the answer", "stall")),
     ],
     ids=lambda value: {50_000: "small", len(LARGE): "large"}.get(len(value), value),
@@ -234,11 +250,14 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
     storage = open_storage(url)
     storage.write("file", b"old")
     proxy.rules = [Rule(PART if content is LARGE else PUT, times=ALWAYS, **ALL[fault])]
-    with monkeypatch.context() as limits:  # on a loaded machine, the writes that succeed may take longer
+    # on a loaded machine, the writes that succeed may take longer
+    with monkeypatch.context() as limits:
         limits.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
         limits.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
         start = time.monotonic()
-        with pytest.raises(StorageError, match=rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"):
+        with pytest.raises(
+            StorageError, match=rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"
+        ):
             storage.write("file", content)
         assert time.monotonic() - start < 15  # seconds; the default deadline is a minute
     proxy.heal()
@@ -253,8 +272,17 @@ def test_a_store_that_is_down(url, proxy, monkeypatch):
     storage.write("file", b"old")
     proxy.down = True
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.4)
-    calls = [lambda: storage.write("file", b"new"), lambda: storage.read("file"), lambda: storage.size("file")]
-    for call in [*calls, storage.list, lambda: storage.put_if_absent("x", b"x"), lambda: storage.delete("file")]:
+    calls = [
+        lambda: storage.write("file", b"new"),
+        lambda: storage.read("file"),
+        lambda: storage.size("file"),
+    ]
+    for call in [
+        *calls,
+        storage.list,
+        lambda: storage.put_if_absent("x", b"x"),
+        lambda: storage.delete("file"),
+    ]:
         with pytest.raises(StorageError, match=r"^cannot [^\n]*$"):
             call()
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 30.0)
@@ -269,13 +297,16 @@ def black_hole(request):
     with socket.socket() as listening, socket.socket() as one, socket.socket() as other:
         listening.bind(("127.0.0.1", 0))
         listening.listen(0 if request.param == "does not accept" else 50)
-        for waiting in (one, other) if request.param == "does not accept" else ():  # they fill its backlog
+        # they fill its backlog
+        for waiting in (one, other) if request.param == "does not accept" else ():
             waiting.setblocking(False)
             waiting.connect_ex(listening.getsockname())
         yield listening.getsockname()[1]
 
 
-@pytest.mark.parametrize("call", ["write", "write a large file", "read", "chunks", "size", "list", "delete", "create"])
+@pytest.mark.parametrize(
+    "call", ["write", "write a large file", "read", "chunks", "size", "list", "delete", "create"]
+)
 def test_a_black_hole_times_out_at_the_deadline(call, url, seaweed, black_hole, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.environment(black_hole)["AWS_ENDPOINT_URL"])
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.4)
@@ -294,11 +325,14 @@ def test_a_black_hole_times_out_at_the_deadline(call, url, seaweed, black_hole, 
     start = time.monotonic()
     with pytest.raises(StorageError, match=rf"^cannot [a-z ]+ {url}\S*: [^\n]*$"):
         calls[call]()
-    assert time.monotonic() - start < 40  # seconds: the client's own timeouts are 15 s or more, with five attempts
+    # seconds: the client's own timeouts are 15 s or more, with five attempts
+    assert time.monotonic() - start < 40
 
 
 def test_a_grace_period_retries_a_stalled_request_sooner(url, proxy, monkeypatch):
-    """A request that was sent before a preemption, and would not time out before the process is killed."""
+    """A request that was sent before a preemption, and would not time out before the process is
+    killed.
+    """
     monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 60.0)
     storage = open_storage(url)
     storage.write("other", b"connected")
@@ -315,7 +349,9 @@ def test_a_grace_period_retries_a_stalled_request_sooner(url, proxy, monkeypatch
 def test_access_denied_is_reported_at_once(url, proxy):
     proxy.rules = [Rule("", Fault.STATUS, times=ALWAYS, status=403)]
     storage = open_storage(url)
-    with pytest.raises(StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"):
+    with pytest.raises(
+        StorageError, match=rf"^cannot write {url}/file: AccessDenied: injected 403$"
+    ):
         storage.write("file", b"x")
     assert len(proxy.seen) == 1
 
@@ -328,7 +364,8 @@ def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch
     start = time.monotonic()
     for call in (lambda: storage.write("file", b"x"), storage.list, lambda: storage.read("file")):
         with pytest.raises(
-            StorageError, match=r"^cannot [^\n]*(InvalidAccessKeyId|SignatureDoesNotMatch|403)[^\n]*$"
+            StorageError,
+            match=r"^cannot [^\n]*(InvalidAccessKeyId|SignatureDoesNotMatch|403)[^\n]*$",
         ) as error:
             call()
         shown = str(error.value) + caplog.text
@@ -339,8 +376,16 @@ def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch
 
 def test_a_missing_bucket_is_not_created(url, seaweed):
     storage = open_storage("s3://no-such-bucket/run")
-    calls = [lambda: storage.write("file", LARGE), lambda: storage.write("file", b"x"), lambda: storage.read("file")]
-    calls += [storage.list, lambda: storage.put_if_absent("file", b"x"), lambda: storage.size("file")]
+    calls = [
+        lambda: storage.write("file", LARGE),
+        lambda: storage.write("file", b"x"),
+        lambda: storage.read("file"),
+    ]
+    calls += [
+        storage.list,
+        lambda: storage.put_if_absent("file", b"x"),
+        lambda: storage.size("file"),
+    ]
     for call in [*calls, lambda: storage.delete("file")]:
         with pytest.raises(StorageError, match="NoSuchBucket"):
             call()
@@ -373,7 +418,9 @@ def test_the_endpoint_is_read_where_aws_tools_read_it(source, url, seaweed, monk
         profile, section = ("default", "default") if source == "files" else ("lab", "profile lab")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
             monkeypatch.delenv(name)
-        (tmp_path / "config").write_text(f"[{section}]\nregion = us-east-1\nendpoint_url = {endpoint}\n")
+        (tmp_path / "config").write_text(
+            f"[{section}]\nregion = us-east-1\nendpoint_url = {endpoint}\n"
+        )
         key = f"aws_access_key_id = {seaweed.key}\naws_secret_access_key = {seaweed.secret}\n"
         (tmp_path / "credentials").write_text(f"[{profile}]\n{key}")
         if source == "profile":
@@ -387,7 +434,9 @@ def test_the_endpoint_is_read_where_aws_tools_read_it(source, url, seaweed, monk
 
 
 def test_acknowledged_writes_survive_the_server(url, seaweed, bucket, monkeypatch):
-    """SIGKILL during writes: those that returned are whole, and the current one survives the restart."""
+    """SIGKILL during writes: those that returned are whole, and the current one survives the
+    restart.
+    """
     monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 60.0)
     contents = [LARGE if i % 4 == 1 else os.urandom(200_000) for i in range(8)]
     done: list[int] = []

@@ -33,7 +33,9 @@ def test_prune_lists_the_remaining_snapshots(tool, seaweed):
     for step in (1, 2, 3, 4):
         commit(store, small_snapshot(step))
     done = tool("prune", url, "keep_last=1", "keep_best=false")
-    assert done.returncode == 0 and done.stdout.endswith(f"{url}/snapshots: 3 deleted, 1 kept\n"), done.stdout
+    assert done.returncode == 0 and done.stdout.endswith(f"{url}/snapshots: 3 deleted, 1 kept\n"), (
+        done.stdout
+    )
     assert store.steps() == [4]
     listed = tool("list", url).stdout.splitlines()
     assert [line.split()[:2] for line in listed[2:]] == [["4", "whole"]]

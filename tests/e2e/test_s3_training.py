@@ -1,4 +1,6 @@
-"""Runs with their snapshots on a real S3 server: killed, disconnected, started twice, and resumed."""
+"""Runs with their snapshots on a real S3 server: killed, disconnected, started twice, and
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,31 @@ from mingpt_ddp.snapshots.format import CorruptSnapshotError
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 STEPS = 60
-SETTINGS = [*TINY, "model.dropout=0.1", f"trainer.max_steps={STEPS}", "trainer.eval_every=25", "snapshot.every_steps=8"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=25",
+    "snapshot.every_steps=8",
+]
 # Slow enough to be killed in mid-run: a step takes 10 ms or more.
-SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24", "run.name=run"]
-ENDLESS = [*TINY, "trainer.max_steps=10000000", "trainer.eval_every=null", "snapshot.every_steps=20", "run.name=run"]
+SETTINGS += [
+    "model.n_embd=48",
+    "data.block_size=64",
+    "data.truncate=0.2",
+    "trainer.batch_size=24",
+    "run.name=run",
+]
+ENDLESS = [
+    *TINY,
+    "trainer.max_steps=10000000",
+    "trainer.eval_every=null",
+    "snapshot.every_steps=20",
+    "run.name=run",
+]
 TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
-SHORT = {"REQUEST_TIMEOUT_S": 2.0, "OPERATION_DEADLINE_S": 5.0, "INITIAL_BACKOFF_S": 0.05}  # the defaults are 30, 60
+# the defaults are 30, 60
+SHORT = {"REQUEST_TIMEOUT_S": 2.0, "OPERATION_DEADLINE_S": 5.0, "INITIAL_BACKOFF_S": 0.05}
 ALWAYS = float("inf")
 
 
@@ -88,7 +109,11 @@ def log_of(cwd: Path, root: str = "outputs") -> str:
 
 def committed(cwd: Path, root: str = "outputs") -> list[tuple[int, str]]:
     """Return the step and directory of each snapshot that the log reports, in order."""
-    found = re.findall(r"snapshot of step (\d+) committed to (\S+?),?(?: |$)", log_of(cwd, root), flags=re.MULTILINE)
+    found = re.findall(
+        r"snapshot of step (\d+) committed to (\S+?),?(?: |$)",
+        log_of(cwd, root),
+        flags=re.MULTILINE,
+    )
     return [(int(step), directory) for step, directory in found]
 
 
@@ -107,7 +132,9 @@ def verified_steps(path: str) -> list[int]:
 def test_killed_run_resumes_and_leaks_no_credentials(aws, seaweed, path, tmp_path, local_weights):
     command = [*TWO_RANKS, *SETTINGS, f"snapshot.path={path}"]
     job = Job(command, tmp_path)
-    wait_for(lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20")
+    wait_for(
+        lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20"
+    )
     job.kill_tree()
     assert last_step(tmp_path / "outputs/run") < STEPS
     done = call(command, tmp_path)
@@ -117,7 +144,11 @@ def test_killed_run_resumes_and_leaks_no_credentials(aws, seaweed, path, tmp_pat
     assert remote_weights(path) == local_weights
     assert not (tmp_path / "outputs/run/snapshots").exists()
     objects = SnapshotStore(f"{path}/run").storage
-    names = [f"{step}/{name}" for step in objects.list() for name in SnapshotStore(f"{path}/run/{step}").storage.list()]
+    names = [
+        f"{step}/{name}"
+        for step in objects.list()
+        for name in SnapshotStore(f"{path}/run/{step}").storage.list()
+    ]
     contents = {name: objects.read(name) for name in names}
     contents |= {str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     assert len(contents) > 10
@@ -148,7 +179,9 @@ def test_faulty_network(proxy, path, tmp_path, local_weights):
 
 @pytest.mark.slow
 def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
-    """Training does not wait for the store, and a partially written snapshot is never taken for a whole one."""
+    """Training does not wait for the store, and a partially written snapshot is never taken for a
+    whole one.
+    """
     job = Job(
         [*TWO_RANKS, *ENDLESS, f"snapshot.path={path}", "snapshot.max_failures=1000"],
         tmp_path,
@@ -157,16 +190,25 @@ def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
     try:
         wait_for(lambda: len(committed(tmp_path)) >= 3, what="three snapshots")
         seaweed.kill()
-        wait_for(lambda: "training continues (failure 1 of 1000 allowed)" in log_of(tmp_path), what="the first failure")
+        wait_for(
+            lambda: "training continues (failure 1 of 1000 allowed)" in log_of(tmp_path),
+            what="the first failure",
+        )
         step = last_step(tmp_path / "outputs/run")
-        wait_for(lambda: last_step(tmp_path / "outputs/run") > step + 5, what="training without the store")
+        wait_for(
+            lambda: last_step(tmp_path / "outputs/run") > step + 5,
+            what="training without the store",
+        )
     finally:
         if seaweed.process is None:
             seaweed.start()
     before = len(committed(tmp_path))
     verified = verified_steps(path)
     assert verified, "no committed snapshot is left"
-    wait_for(lambda: len(committed(tmp_path)) >= before + 3, what="snapshots after the restart of the store")
+    wait_for(
+        lambda: len(committed(tmp_path)) >= before + 3,
+        what="snapshots after the restart of the store",
+    )
     job.process.send_signal(signal.SIGTERM)
     job.wait()
     last = int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path))[0])
@@ -179,20 +221,29 @@ def test_store_killed_and_restarted(aws, seaweed, path, tmp_path):
 def test_store_unavailable_for_too_long(proxy, path, tmp_path):
     command = [*TWO_RANKS, "ddp.max_restarts=0"]
     options = [f"snapshot.path={path}", "snapshot.max_failures=1"]
-    job = Job([*command, *ENDLESS, *options], tmp_path, **proxied(proxy), **short_timeouts(tmp_path))
+    job = Job(
+        [*command, *ENDLESS, *options], tmp_path, **proxied(proxy), **short_timeouts(tmp_path)
+    )
     wait_for(lambda: committed(tmp_path), what="the first snapshot")
     proxy.down = True
     assert job.wait() == 2, job.text()
-    reported = [line for line in job.text().splitlines() if not re.match(r"step \d+/|retrying", line)]
+    reported = [
+        line for line in job.text().splitlines() if not re.match(r"step \d+/|retrying", line)
+    ]
     assert re.match(
-        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path", reported[-1]
+        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path",  # noqa: E501
+        reported[-1],
     )
     assert len([line for line in reported if "error: " in line]) == 1
     assert re.search(r"training continues \(failure 1 of 1 allowed\)", job.text())
     assert "Traceback" not in job.text() + log_of(tmp_path)
     proxy.down = False
     newest = committed(tmp_path)[-1][0]
-    done = call([*command, *ENDLESS, *options, f"trainer.max_steps={newest + 5}"], tmp_path, **proxied(proxy))
+    done = call(
+        [*command, *ENDLESS, *options, f"trainer.max_steps={newest + 5}"],
+        tmp_path,
+        **proxied(proxy),
+    )
     assert done.returncode == 0, done.stdout
     assert f"resuming from the snapshot of step {newest} " in done.stdout
 
@@ -204,12 +255,16 @@ def test_fallback_path(proxy, path, tmp_path):
     job = Job([*command, "snapshot.max_failures=0"], tmp_path, **limits)
     wait_for(lambda: committed(tmp_path), what="a snapshot")
     proxy.down = True
-    wait_for(lambda: committed(tmp_path)[-1][1] == str(other / "run"), what="a snapshot at the fallback path")
+    wait_for(
+        lambda: committed(tmp_path)[-1][1] == str(other / "run"),
+        what="a snapshot at the fallback path",
+    )
     job.kill_tree()
     step = committed(tmp_path)[-1][0]
     text = log_of(tmp_path)
     assert re.search(
-        rf"WARNING snapshot of step {step} committed to {other}/run, because of s3://\S+/run: rank 0: cannot", text
+        rf"WARNING snapshot of step {step} committed to {other}/run, because of s3://\S+/run: rank 0: cannot",  # noqa: E501
+        text,
     )
     proxy.down = False
     done = call([*command, f"trainer.max_steps={step + 50}"], tmp_path, **limits)
@@ -227,7 +282,9 @@ def test_preempted_while_the_store_is_unavailable(proxy, path, tmp_path):
     wait_for(lambda: committed(tmp_path), what="a snapshot")
     proxy.down = True
     before = committed(tmp_path)[-1][0]
-    wait_for(lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training to continue")
+    wait_for(
+        lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training to continue"
+    )
     os.kill(job.process.pid, signal.SIGTERM)
     assert job.wait(30) == 0, job.text()
     step = last_step(tmp_path / "outputs" / "run")
@@ -260,19 +317,30 @@ def test_store_unavailable_at_resume(proxy, path, tmp_path):
 
 @pytest.mark.slow
 def test_two_runs_of_one_name(aws, path, tmp_path):
-    """The run directories differ, perhaps on different machines: the runs share only the object store."""
+    """The run directories differ, perhaps on different machines: the runs share only the object
+    store.
+    """
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    limits = {"PYTHONPATH": with_limits(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 8.0})}
+    limits = {
+        "PYTHONPATH": with_limits(
+            tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 8.0}
+        )
+    }
     first = Job([*command, "run.root=first"], tmp_path, **limits)
     try:
         wait_for(lambda: committed(tmp_path, "first"), what="a snapshot of the first")
         done = call([*command, "run.root=second"], tmp_path, **limits)
         assert done.returncode == 2
         [line] = [line for line in done.stdout.splitlines() if "waiting" not in line]
-        assert re.match(rf"run error: {path}/run is locked by process {first.process.pid} on .*still running", line)
+        assert re.match(
+            rf"run error: {path}/run is locked by process {first.process.pid} on .*still running",
+            line,
+        )
         assert first.process.poll() is None
         step = committed(tmp_path, "first")[-1][0]
-        wait_for(lambda: committed(tmp_path, "first")[-1][0] > step, what="the first run to continue")
+        wait_for(
+            lambda: committed(tmp_path, "first")[-1][0] > step, what="the first run to continue"
+        )
     finally:
         first.kill_tree()
     newest = committed(tmp_path, "first")[-1][0]
@@ -281,9 +349,12 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
     wait_for(lambda: committed(tmp_path, "second"), what="the takeover")
     second.kill_tree()
     assert time.monotonic() - begin > 8
-    resumed = int(re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0])
+    resumed = int(
+        re.findall(r"resuming from the snapshot of step (\d+)", log_of(tmp_path, "second"))[0]
+    )
     assert resumed >= newest
-    third = Job([*command, "run.root=second"], tmp_path, **limits)  # on this machine the owner is known to be dead
+    # on this machine the owner is known to be dead
+    third = Job([*command, "run.root=second"], tmp_path, **limits)
     wait_for(lambda: log_of(tmp_path, "second").count("resuming") == 2, what="the same run again")
     third.kill_tree()
     assert "waiting" not in third.text()
@@ -292,7 +363,11 @@ def test_two_runs_of_one_name(aws, path, tmp_path):
 @pytest.mark.slow
 def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
     command = [*python_main(), *ENDLESS, f"snapshot.path={path}"]
-    limits = {"PYTHONPATH": with_limits(tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 0.5, "LEASE_TTL_S": 1.5})}
+    limits = {
+        "PYTHONPATH": with_limits(
+            tmp_path / "site", {}, {"HEARTBEAT_INTERVAL_S": 0.5, "LEASE_TTL_S": 1.5}
+        )
+    }
     first = Job([*command, "run.root=first"], tmp_path, **limits)
     second = None
     try:
@@ -302,12 +377,19 @@ def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
         wait_for(lambda: committed(tmp_path, "second"), what="a snapshot of the second")
         first.process.send_signal(signal.SIGCONT)
         assert first.wait() == 2
-        assert re.search(rf"run error: {path}/run was taken over by process {second.process.pid} on", first.text())
+        assert re.search(
+            rf"run error: {path}/run was taken over by process {second.process.pid} on",
+            first.text(),
+        )
         step = committed(tmp_path, "second")[-1][0]
-        wait_for(lambda: committed(tmp_path, "second")[-1][0] > step, what="the second run to continue")
+        wait_for(
+            lambda: committed(tmp_path, "second")[-1][0] > step, what="the second run to continue"
+        )
         second.process.send_signal(signal.SIGTERM)
         second.wait()
-        assert verified_steps(path)[-1] == int(re.findall(r"preempted at step (\d+); ", log_of(tmp_path, "second"))[0])
+        assert verified_steps(path)[-1] == int(
+            re.findall(r"preempted at step (\d+); ", log_of(tmp_path, "second"))[0]
+        )
     finally:
         for job in (first, second):
             if job is not None and job.process.poll() is None:
@@ -317,15 +399,29 @@ def test_a_suspended_run_yields_to_its_successor(aws, path, tmp_path):
 @pytest.mark.parametrize("strategy", ["zero1", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_ranks_read_and_write_their_own_parts(strategy, aws, path, tmp_path):
     """Two ranks, then three, whose rows are others; the end is that of one rank."""
-    settings = [*TINY, "snapshot.keep_last=9", f"snapshot.path={path}", "run.name=run", "optimizer.schedule_steps=12"]
+    settings = [
+        *TINY,
+        "snapshot.keep_last=9",
+        f"snapshot.path={path}",
+        "run.name=run",
+        "optimizer.schedule_steps=12",
+    ]
     for ranks, steps in ((2, 5), (3, 12)):
         command = [*python_main(), f"ddp.nproc_per_node={ranks}", f"ddp.strategy={strategy}"]
-        done = call([*command, *settings, f"trainer.max_steps={steps}", "trainer.micro_batch_size=3"], tmp_path)
+        done = call(
+            [*command, *settings, f"trainer.max_steps={steps}", "trainer.micro_batch_size=3"],
+            tmp_path,
+        )
         assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot of step 5" in log_of(tmp_path)
     found = SnapshotStore(f"{path}/run").read_latest()
     (tmp_path / "one").mkdir()
-    alone = [*settings[:-3], "run.name=run", "optimizer.schedule_steps=12", "trainer.micro_batch_size=3"]
+    alone = [
+        *settings[:-3],
+        "run.name=run",
+        "optimizer.schedule_steps=12",
+        "trainer.micro_batch_size=3",
+    ]
     done = call([*python_main(), *alone], tmp_path / "one")
     assert done.returncode == 0, done.stdout
     expected = SnapshotStore(str(tmp_path / "one" / "outputs" / "run" / "snapshots")).read_latest()

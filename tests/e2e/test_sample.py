@@ -22,11 +22,20 @@ def sample(cwd, *args: str, stdin: str = "", **extra: str) -> subprocess.Complet
     if not stdin and not extra:
         return call(command, cwd, timeout=60, separate=True)
     env = environment(cwd, **extra)
-    return subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_seed_reproduces_the_text(trained):
-    args = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "temperature=0.8", "top_k=40", "seed=1"]
+    args = [
+        "snapshot=outputs/a",
+        "prompt=The ",
+        "max_new_tokens=40",
+        "temperature=0.8",
+        "top_k=40",
+        "seed=1",
+    ]
     first, again = sample(trained, *args), sample(trained, *args)
     other = sample(trained, *args[:-1], "seed=2")
     assert first.returncode == 0, first.stderr
@@ -37,19 +46,29 @@ def test_a_seed_reproduces_the_text(trained):
 
 
 @pytest.mark.parametrize(
-    "precision", ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "fp32", "fp16"))]
+    "precision",
+    ["auto", *(pytest.param(p, marks=pytest.mark.slow) for p in ("bf16", "fp32", "fp16"))],
 )
 def test_every_precision_on_a_cpu_without_avx512(trained, precision):
     """Without AVX-512, oneDNN cannot pack matrices in bf16."""
     older = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    args = ["snapshot=outputs/a", "prompt=The ", "max_new_tokens=40", "device=cpu", f"precision={precision}"]
+    args = [
+        "snapshot=outputs/a",
+        "prompt=The ",
+        "max_new_tokens=40",
+        "device=cpu",
+        f"precision={precision}",
+    ]
     done = sample(trained, *args, **older)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) == len("The ") + 40 + len("\n")
 
 
 def test_argument_forms_and_any_step(trained):
-    """A positional URL, and keys in three forms. The default is the newest snapshot, here also the best."""
+    """A positional URL, and keys in three forms.
+
+    The default is the newest snapshot, here also the best.
+    """
     args = ["prompt=The ", "max_new_tokens=40"]
     newest = sample(trained, "snapshot=outputs/a", *args).stdout
     assert len(newest) == len("The ") + 40 + len("\n")
@@ -60,7 +79,13 @@ def test_argument_forms_and_any_step(trained):
 
 
 def test_several_samples_of_a_prompt_from_standard_input(trained):
-    args = ["snapshot=outputs/a/snapshots/step_00000012", "prompt=-", "samples=3", "max_new_tokens=9", "top_p=0.9"]
+    args = [
+        "snapshot=outputs/a/snapshots/step_00000012",
+        "prompt=-",
+        "samples=3",
+        "max_new_tokens=9",
+        "top_p=0.9",
+    ]
     done = sample(trained, *args, stdin="If the ")
     assert done.returncode == 0, done.stderr
     texts = done.stdout.split("-" * 80 + "\n")
@@ -70,9 +95,16 @@ def test_several_samples_of_a_prompt_from_standard_input(trained):
 
 
 def test_a_reader_that_closes_the_pipe(trained):
-    command = f"{sys.executable} {ROOT / 'sample.py'} snapshot=outputs/a max_new_tokens=200 samples=900 | head -c 5"
+    command = (
+        f"{sys.executable} {ROOT / 'sample.py'} snapshot=outputs/a max_new_tokens=200 "
+        "samples=900 | head -c 5"
+    )
     done = subprocess.run(
-        ["bash", "-c", command], cwd=trained, env=environment(trained), capture_output=True, timeout=60
+        ["bash", "-c", command],
+        cwd=trained,
+        env=environment(trained),
+        capture_output=True,
+        timeout=60,
     )
     assert done.stderr == b""
 
@@ -92,18 +124,33 @@ def test_a_prompt_is_taken_literally(trained):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["snapshot=outputs/a", "prompt=日 and é"], "data error: the model does not know 'é', '日'"),
-        (["snapshot=outputs/nowhere"], "snapshot error: there is no whole snapshot at outputs/nowhere"),
+        (
+            ["snapshot=outputs/a", "prompt=日 and é"],
+            "data error: the model does not know 'é', '日'",
+        ),
+        (
+            ["snapshot=outputs/nowhere"],
+            "snapshot error: there is no whole snapshot at outputs/nowhere",
+        ),
         (["snapshot=outputs/a", "top_p=2"], "config error: top_p=2.0 must lie in (0, 1]"),
-        (["snapshot=outputs/a", "temprature=1"], "config error: temprature is not a key; did you mean temperature?"),
-        (["snapshot=outputs/a", "max_new_tokens=many"], "config error: max_new_tokens='many' must be a whole number"),
+        (
+            ["snapshot=outputs/a", "temprature=1"],
+            "config error: temprature is not a key; did you mean temperature?",
+        ),
+        (
+            ["snapshot=outputs/a", "max_new_tokens=many"],
+            "config error: max_new_tokens='many' must be a whole number",
+        ),
         (
             ["snapshot=outputs/a", "precision=fp8"],
             "config error: precision='fp8' must be one of auto, fp32, bf16, fp16",
         ),
         (["prompt=x"], "config error: snapshot is missing"),
         (["outputs/a", "x"], "config error: x is not of the form key=value"),
-        (["outputs/a", "step=5"], "snapshot error: there is no snapshot of step 5 at outputs/a; the newest is"),
+        (
+            ["outputs/a", "step=5"],
+            "snapshot error: there is no snapshot of step 5 at outputs/a; the newest is",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(trained, args, expected):

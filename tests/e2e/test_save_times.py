@@ -6,7 +6,13 @@ from pathlib import Path
 
 from launching import TINY, call, committed, python_main
 
-SETTINGS = [*TINY, "snapshot.every_steps=null", "snapshot.keep_last=1000", "snapshot.keep_best=false", "run.name=run"]
+SETTINGS = [
+    *TINY,
+    "snapshot.every_steps=null",
+    "snapshot.keep_last=1000",
+    "snapshot.keep_best=false",
+    "run.name=run",
+]
 SETTINGS += ["trainer.eval_every=null", "trainer.max_steps=null"]
 
 

@@ -40,11 +40,17 @@ def study(directory: Path) -> list[tuple[str, dict[str, float], float | None]]:
 
 def objectives(directory: Path) -> dict[str, float]:
     """Return the objectives in the results of the jobs, by directory."""
-    return {path.parent.name: json.loads(path.read_text())["val_loss"] for path in directory.glob("*/result.json")}
+    return {
+        path.parent.name: json.loads(path.read_text())["val_loss"]
+        for path in directory.glob("*/result.json")
+    }
 
 
 def statuses(directory: Path) -> dict[str, str]:
-    return {path.parent.name: json.loads(path.read_text())["status"] for path in directory.glob("*/result.json")}
+    return {
+        path.parent.name: json.loads(path.read_text())["status"]
+        for path in directory.glob("*/result.json")
+    }
 
 
 def starts(directory: Path) -> dict[str, int]:
@@ -87,11 +93,17 @@ def test_a_search_killed_at_a_random_moment_equals_the_uninterrupted_one(uninter
     assert sorted(value for _, _, value in trials) == sorted(objectives(directory).values())
     best = min(value for _, _, value in trials)
     assert f"best_value: {best}" in (directory / "optimization_results.yaml").read_text()
-    assert {name: count for name, count in starts(directory).items() if name in finished} == dict.fromkeys(finished, 1)
+    assert {
+        name: count for name, count in starts(directory).items() if name in finished
+    } == dict.fromkeys(finished, 1)
     assert sum(starts(directory).values()) <= 21
     assert statuses(directory) == statuses(uninterrupted)
     assert 0 < list(statuses(directory).values()).count("pruned") < 15
-    optuna_lines = [line for line in job.text().splitlines() if "optuna" in line.lower().replace("optuna_lr", "")]
+    optuna_lines = [
+        line
+        for line in job.text().splitlines()
+        if "optuna" in line.lower().replace("optuna_lr", "")
+    ]
     assert not optuna_lines
 
 
@@ -100,7 +112,8 @@ def test_a_search_killed_at_a_random_moment_equals_the_uninterrupted_one(uninter
 def test_pruned_jobs_resume_without_pruning(uninterrupted, tmp_path):
     shutil.copytree(uninterrupted, tmp_path / DIRECTORY)
     before = statuses(uninterrupted)
-    overrides = ["hydra.sweeper.n_trials=10"]  # the startup trials: independent of the results of the others
+    # the startup trials: independent of the results of the others
+    overrides = ["hydra.sweeper.n_trials=10"]
     done = call([*python_main(), *SHORT, *overrides], tmp_path)
     assert done.returncode == 0, done.stdout
     retrained = [name for name, count in starts(tmp_path / DIRECTORY).items() if count > 1]
@@ -114,18 +127,28 @@ def test_pruned_jobs_resume_without_pruning(uninterrupted, tmp_path):
 @needs_optuna
 @pytest.mark.slow
 def test_two_ranks_in_lockstep_or_below_one_parent(tmp_path):
-    """Killed, or preempted, while the second of two jobs trains; both launches give the same study."""
+    """Killed, or preempted, while the second of two jobs trains.
+
+    Both launches give the same study.
+    """
     overrides = ["hydra.sweeper.n_trials=2", "trainer.max_steps=40", "trainer.eval_every=20"]
     launches = {
         "in_step": ([*torchrun(2), *SEARCH, *overrides], lambda job: job.kill_tree()),
-        "parent": ([*python_main(), *SEARCH, *overrides, "ddp.nproc_per_node=2"], lambda job: job.process.terminate()),
+        "parent": (
+            [*python_main(), *SEARCH, *overrides, "ddp.nproc_per_node=2"],
+            lambda job: job.process.terminate(),
+        ),
     }
     trials_by_launch = {}
     for launch, (command, interrupt) in launches.items():
         cwd = tmp_path / launch
         cwd.mkdir()
         job = Job(command, cwd)
-        wait_for(lambda: history_lines(cwd / DIRECTORY) > 44 + 4, timeout=200, what="the second job")  # noqa: B023
+        wait_for(
+            lambda: history_lines(cwd / DIRECTORY) > 44 + 4,  # noqa: B023
+            timeout=200,
+            what="the second job",
+        )
         interrupt(job)
         assert job.wait() == (0 if launch == "parent" else -signal.SIGKILL), job.text()
         assert sum(status == "complete" for status in statuses(cwd / DIRECTORY).values()) == 1
@@ -154,14 +177,23 @@ def test_a_search_over_tokenizers_minimizes_bits_per_byte(tmp_path):
         assert f"sweep: 4 jobs, {complete} already complete, 0 failed" in done.stdout, done.stdout
         trials = study(tmp_path / DIRECTORY)
         assert {params["data.tokenizer"] for _, params, _ in trials} == {"char", "byte"}
-        results = [json.loads(path.read_text()) for path in (tmp_path / DIRECTORY).glob("*/result.json")]
-        assert sorted(value for _, _, value in trials) == sorted(result["bits_per_byte"] for result in results)
+        results = [
+            json.loads(path.read_text()) for path in (tmp_path / DIRECTORY).glob("*/result.json")
+        ]
+        assert sorted(value for _, _, value in trials) == sorted(
+            result["bits_per_byte"] for result in results
+        )
 
 
 @needs_optuna
 def test_a_failed_trial_does_not_end_the_search_and_is_retried(tmp_path):
     """Some learning rates make the loss non-finite."""
-    command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=4", "optimizer.lr=tag(log,interval(1e-8,1e30))"]
+    command = [
+        *python_main(),
+        *SHORT,
+        "hydra.sweeper.n_trials=4",
+        "optimizer.lr=tag(log,interval(1e-8,1e30))",
+    ]
     for attempt in (1, 2):
         done = call(command, tmp_path)
         assert done.returncode == 2, done.stdout
@@ -170,15 +202,25 @@ def test_a_failed_trial_does_not_end_the_search_and_is_retried(tmp_path):
         failed = states.count("FAIL")
         assert (len(trials), failed + states.count("COMPLETE")) == (4, 4)
         assert 0 < failed < 4
-        assert f"sweep: 4 jobs, {(attempt - 1) * (4 - failed)} already complete, {failed} failed" in done.stdout
-        assert sorted(starts(tmp_path / DIRECTORY).values()) == sorted([1] * (4 - failed) + [attempt] * failed)
+        assert (
+            f"sweep: 4 jobs, {(attempt - 1) * (4 - failed)} already complete, {failed} failed"
+            in done.stdout
+        )
+        assert sorted(starts(tmp_path / DIRECTORY).values()) == sorted(
+            [1] * (4 - failed) + [attempt] * failed
+        )
         assert [value for state, _, value in trials if state == "FAIL"] == [None] * failed
         assert "Traceback" not in done.stdout
 
 
 @needs_optuna
 def test_a_search_whose_trials_all_fail(tmp_path):
-    command = [*python_main(), *SHORT, "hydra.sweeper.n_trials=2", "optimizer.lr=tag(log,interval(1e29,1e30))"]
+    command = [
+        *python_main(),
+        *SHORT,
+        "hydra.sweeper.n_trials=2",
+        "optimizer.lr=tag(log,interval(1e29,1e30))",
+    ]
     done = call(command, tmp_path)
     assert done.returncode == 2
     assert "sweep: 2 jobs, 0 already complete, 2 failed" in done.stdout
@@ -198,6 +240,8 @@ def test_without_the_plugin_one_line_names_the_package_to_install(tmp_path):
     (tmp_path / "cwd").mkdir()
     command = [sys.executable, "-S", *python_main()[1:], *SEARCH]
     done = call(command, tmp_path / "cwd", PYTHONPATH=str(site))
-    expected = "config error: hydra/sweeper/optuna is not installed; pip install 'mingpt_ddp[sweep]'\n"
+    expected = (
+        "config error: hydra/sweeper/optuna is not installed; pip install 'mingpt_ddp[sweep]'\n"
+    )
     assert (done.returncode, done.stdout) == (2, expected)
     assert os.listdir(tmp_path / "cwd") == []

@@ -1,4 +1,6 @@
-"""A SLURM cluster of two nodes: a preempted job saves, is requeued, and ends like an uninterrupted one."""
+"""A SLURM cluster of two nodes: a preempted job saves, is requeued, and ends like an uninterrupted
+one.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Site:
 def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
     """The run resumed from step 7, and its weights are those of an uninterrupted one."""
     assert json.loads((run / "result.json").read_text())["status"] == "complete"
-    resumed = re.findall(r"resuming from the snapshot of step (\d+) ", (run / "main.rank0.log").read_text())
+    resumed = re.findall(
+        r"resuming from the snapshot of step (\d+) ", (run / "main.rank0.log").read_text()
+    )
     assert resumed == ["7"]
     run_ranks(2, train, cwd / "ranks", values=configure(*SETTINGS, *settings, f"run.root={cwd}"))
     assert weights(run) == weights(cwd / "run")
@@ -74,20 +78,28 @@ def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
 
 @pytest.mark.parametrize("override", [None, '++run.name="lr/optimizer.lr=3e-4"'])
 def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(override, slurm, tmp_path):
-    """The script names the run after the job id, unless `run.name` is set, in the form that a report prints."""
+    """The script names the run after the job id, unless `run.name` is set, in the form that a
+    report prints.
+    """
     site = Site(tmp_path / "site")
-    overrides = [override for override in [*SETTINGS, override] if override and override != "run.name=run"]
+    overrides = [
+        override for override in [*SETTINGS, override] if override and override != "run.name=run"
+    ]
     job = slurm.submit(SCRIPT, tmp_path, [], overrides, PYTHONPATH=site.path)
     site.wait_until_paused()
     slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
     site.resume_after_signal()
     slurm.wait(job, "COMPLETED")
     assert slurm.job(job)["Restarts"] == "1"
-    check_resumed(tmp_path / "outputs" / (override.split('"')[1] if override else f"slurm-{job}"), tmp_path)
+    check_resumed(
+        tmp_path / "outputs" / (override.split('"')[1] if override else f"slurm-{job}"), tmp_path
+    )
 
 
 def test_a_failed_run_is_not_requeued(slurm, tmp_path):
-    job = slurm.submit(SCRIPT, tmp_path, ["--nodes=1"], ["model.n_head=0"], PYTHONPATH=str(ROOT), MAX_RESTARTS="0")
+    job = slurm.submit(
+        SCRIPT, tmp_path, ["--nodes=1"], ["model.n_head=0"], PYTHONPATH=str(ROOT), MAX_RESTARTS="0"
+    )
     slurm.wait(job, "FAILED")
     assert slurm.job(job)["Restarts"] == "0"
     assert "config error: model.n_head=0" in (tmp_path / f"{job}.out").read_text()
@@ -97,7 +109,14 @@ def test_a_failed_run_is_not_requeued(slurm, tmp_path):
 def test_a_preempted_job_of_a_sweep_is_requeued_and_resumes(slurm, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     site = Site(tmp_path / "site")
-    args = ["-m", "sweep=slurm", *SETTINGS, "run.name=lr", "ddp.nproc_per_node=2", "hydra.launcher.cpus_per_task=1"]
+    args = [
+        "-m",
+        "sweep=slurm",
+        *SETTINGS,
+        "run.name=lr",
+        "ddp.nproc_per_node=2",
+        "hydra.launcher.cpus_per_task=1",
+    ]
     extra = slurm.environment(PYTHONPATH=site.path)
     sweep = Job([*python_main(), *args, "optimizer.lr=3e-4,1e-3"], tmp_path, **extra)
     site.wait_until_paused()

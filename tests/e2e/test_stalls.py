@@ -1,4 +1,6 @@
-"""A rank that hangs is named on all ranks, with what it was doing, before the collectives of the others time out."""
+"""A rank that hangs is named on all ranks, with what it was doing, before the collectives of the
+others time out.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from pause_points import SETTINGS, STEPS, PausedJob, patches, train, weights, wo
 TIMEOUT_S = 6
 OPTIONS = ["snapshot.every_steps=4", f"ddp.timeout_s={TIMEOUT_S}"]
 
-# Rank <rank> sleeps in its data loader before step 9; <again>: at every attempt, not just the first.
+# Rank <rank> sleeps in its data loader before step 9; <again>: at every attempt, not just the
+# first.
 SLEEP = """
 def patch(loader):
     original = loader.TokenLoader.get_batch
@@ -32,7 +35,7 @@ def patch(loader):
         return original(self, step, plan, rank)
     loader.TokenLoader.get_batch = get_batch
 PATCHES["mingpt_ddp.data.dataloader"] = patch
-"""
+"""  # noqa: E501
 PAUSE = """
 def patch(loader):
     original = loader.TokenLoader.get_batch
@@ -53,19 +56,33 @@ def uninterrupted(tmp_path_factory):
 
     def get(ranks: int) -> bytes:
         root = tmp_path_factory.mktemp("uninterrupted")
-        run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, *OPTIONS[:1], f"run.root={root}"))
+        run_ranks(
+            ranks,
+            train,
+            root / "ranks",
+            values=configure(*SETTINGS, *OPTIONS[:1], f"run.root={root}"),
+        )
         return weights(root / "run")
 
     return get
 
 
 def start(ranks: int, restarts: int, cwd: Path, text: str) -> PausedJob:
-    return PausedJob(python_main(), cwd, text, *OPTIONS, f"ddp.nproc_per_node={ranks}", f"ddp.max_restarts={restarts}")
+    return PausedJob(
+        python_main(),
+        cwd,
+        text,
+        *OPTIONS,
+        f"ddp.nproc_per_node={ranks}",
+        f"ddp.max_restarts={restarts}",
+    )
 
 
 def reported_at(run: Path, rank: int, reason: str) -> datetime:
     """Return when a rank logged its first error, which has to match `reason`."""
-    lines = re.findall(r"^(\S+ \S+) ERROR (error: .*)$", (run / f"main.rank{rank}.log").read_text(), re.M)
+    lines = re.findall(
+        r"^(\S+ \S+) ERROR (error: .*)$", (run / f"main.rank{rank}.log").read_text(), re.M
+    )
     assert lines, f"rank {rank} reported no error"
     assert re.fullmatch(reason, lines[0][1]), lines
     return datetime.strptime(lines[0][0], "%Y-%m-%d %H:%M:%S,%f")
@@ -81,7 +98,9 @@ def test_every_rank_names_a_stalled_rank_and_the_run_resumes(tmp_path, uninterru
     for rank in range(3):
         assert (reported_at(run, rank, reason) - slept_at).total_seconds() < TIMEOUT_S + 1
     assert re.search(reason, text)
-    assert "sleep_for_ever" in (run / "main.rank1.log").read_text(), "the stack of the rank is missing"
+    assert "sleep_for_ever" in (run / "main.rank1.log").read_text(), (
+        "the stack of the rank is missing"
+    )
     for other in (text, (run / "main.rank0.log").read_text(), (run / "main.rank2.log").read_text()):
         assert "sleep_for_ever" not in other
     assert "restart 1 of 1" in text
@@ -93,7 +112,9 @@ def test_without_restarts_the_last_line_names_the_root_cause(tmp_path):
     paused = start(2, 0, tmp_path, patches(SLEEP, rank=0, again=True))
     assert paused.wait(60) == 1
     lines = paused.job.text().strip().splitlines()
-    assert re.search(r"error: rank 0 has stalled for [4-7] s while fetching the batch of step 9", lines[-1]), lines[-5:]
+    assert re.search(
+        r"error: rank 0 has stalled for [4-7] s while fetching the batch of step 9", lines[-1]
+    ), lines[-5:]
     assert "lost" not in paused.job.text()
     assert committed(tmp_path / "outputs" / "run")[-1] == 8
 

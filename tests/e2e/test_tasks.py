@@ -18,7 +18,12 @@ from mingpt_ddp.storage.run_dir import read_result
 pytest.importorskip("sklearn")
 
 STEPS = 60  # 13 an epoch
-CONVNET = ["experiment=digits_convnet", f"trainer.max_steps={STEPS}", "trainer.precision=fp32", "run.name=run"]
+CONVNET = [
+    "experiment=digits_convnet",
+    f"trainer.max_steps={STEPS}",
+    "trainer.precision=fp32",
+    "run.name=run",
+]
 CONVNET += ["trainer.eval_every=20", "snapshot.every_steps=4", "trainer.log_every=1"]
 
 
@@ -37,7 +42,9 @@ def train(cwd: Path, *overrides: str, ranks: int = 1) -> dict:
 
 
 def test_killed_with_augmentation_and_loader_processes(tmp_path):
-    """SIGKILL of a rank, then of all processes, in the middle of epochs: byte for byte the uninterrupted run."""
+    """SIGKILL of a rank, then of all processes, in the middle of epochs: byte for byte the
+    uninterrupted run.
+    """
     train(tmp_path / "uninterrupted", "data.num_workers=2", ranks=2)
     command = [*torchrun(2, "--max_restarts=2"), *CONVNET, "data.num_workers=1"]
     run = tmp_path / "outputs" / "run"
@@ -50,12 +57,18 @@ def test_killed_with_augmentation_and_loader_processes(tmp_path):
     assert job.wait() == 0, job.text()
     assert final(tmp_path) == final(tmp_path / "uninterrupted")
     history = read_history(run / METRICS)
-    assert (history.starts, [step for step, _ in history.series("train_loss")]) == (3, list(range(1, STEPS + 1)))
+    assert (history.starts, [step for step, _ in history.series("train_loss")]) == (
+        3,
+        list(range(1, STEPS + 1)),
+    )
 
 
 @pytest.mark.slow
 def test_a_killed_loader_process(tmp_path):
-    """The run restarts; the console names the loader process, without a traceback from wherever the rank was."""
+    """The run restarts.
+
+    The console names the loader process, without a traceback from wherever the rank was.
+    """
     train(tmp_path / "uninterrupted", ranks=2)
     command = [*python_main(), *CONVNET, "ddp.nproc_per_node=2", "data.num_workers=1"]
     run = tmp_path / "outputs" / "run"
@@ -66,7 +79,9 @@ def test_a_killed_loader_process(tmp_path):
     os.kill(loaders[1], signal.SIGKILL)
     assert job.wait() == 0, job.text()
     assert "Traceback" not in job.text()
-    assert re.search(r"error: rank 1: RuntimeError: DataLoader worker .* is killed by signal: Killed", job.text())
+    assert re.search(
+        r"error: rank 1: RuntimeError: DataLoader worker .* is killed by signal: Killed", job.text()
+    )
     assert final(tmp_path) == final(tmp_path / "uninterrupted")
 
 
@@ -101,8 +116,14 @@ def test_statistics_over_all_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("task=regression", "task=regression needs samples (x, y) with floating-point numbers as y, but digits has"),
-        ("trainer.activation_checkpointing=true", "trainer.activation_checkpointing=true needs a model with blocks"),
+        (
+            "task=regression",
+            "task=regression needs samples (x, y) with floating-point numbers as y, but digits has",
+        ),
+        (
+            "trainer.activation_checkpointing=true",
+            "trainer.activation_checkpointing=true needs a model with blocks",
+        ),
         ("model.devices=2", "model.devices=2 needs a model with blocks"),
     ],
 )
@@ -118,7 +139,8 @@ def test_unequal_micro_batches_are_refused(tmp_path):
     assert done.returncode == 2
     (line,) = [line for line in done.stdout.splitlines() if "error" in line]
     assert line.startswith(
-        "config error: ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size=96"
+        "config error: ddp.sync_batchnorm=true needs one micro-batch per rank: "
+        "trainer.batch_size=96"
     )
     assert not (tmp_path / "outputs").exists()
 
@@ -126,22 +148,44 @@ def test_unequal_micro_batches_are_refused(tmp_path):
 @pytest.mark.slow
 def test_the_convnet_recipe(tmp_path):
     """Its metrics reach the log, TensorBoard, metrics.jsonl and result.json."""
-    done = call([*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"], tmp_path)
+    done = call(
+        [*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"],
+        tmp_path,
+    )
     assert done.returncode == 0, done.stdout
     run = tmp_path / "outputs" / "run"
     result = read_result(run)
     assert result["test_accuracy"] >= 0.97
     assert (
-        f"test loss {result['test_loss']:.4f}, accuracy {result['test_accuracy']:.4f}" in done.stdout.splitlines()[-1]
+        f"test loss {result['test_loss']:.4f}, accuracy {result['test_accuracy']:.4f}"
+        in done.stdout.splitlines()[-1]
     )
     events = EventAccumulator(str(run / "tensorboard" / "rank0")).Reload()
     assert events.Scalars("test/accuracy")[-1].value == pytest.approx(result["test_accuracy"])
-    assert len(events.Scalars("val/accuracy")) == len(read_history(run / METRICS).series("val_accuracy")) == 4
-    again = call([*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"], tmp_path)
-    assert again.stdout.splitlines()[-1].split(" after ")[0] == done.stdout.splitlines()[-1].split(" after ")[0]
-    evaluate = [python_main()[0], "-m", "mingpt_ddp.evaluate", str(run), "split=test", "precision=fp32"]
+    assert (
+        len(events.Scalars("val/accuracy"))
+        == len(read_history(run / METRICS).series("val_accuracy"))
+        == 4
+    )
+    again = call(
+        [*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"],
+        tmp_path,
+    )
+    assert (
+        again.stdout.splitlines()[-1].split(" after ")[0]
+        == done.stdout.splitlines()[-1].split(" after ")[0]
+    )
+    evaluate = [
+        python_main()[0],
+        "-m",
+        "mingpt_ddp.evaluate",
+        str(run),
+        "split=test",
+        "precision=fp32",
+    ]
     measured = json.loads(call(evaluate, Path(__file__).resolve().parents[2]).stdout)
-    assert measured["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.02)  # trained in another precision
+    # trained in another precision
+    assert measured["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.02)
 
 
 def test_the_toy_recipe(tmp_path):

@@ -1,4 +1,6 @@
-"""Train on BPE tokens of two weighted sources: exact after SIGKILL, and what the commands make of the run."""
+"""Train on BPE tokens of two weighted sources: exact after SIGKILL, and what the commands make of
+the run.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,37 @@ from mingpt_ddp.storage.run_dir import read_result
 
 pytest.importorskip("tokenizers")
 STEPS = 30
-SETTINGS = [*TINY, f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "data.truncate=1", "ddp.nproc_per_node=2"]
-SETTINGS += ["data.tokenizer=bpe", "data.vocab_size=300", "data.sources=[[a.txt,3],[more,1]]", "run.name=run"]
+SETTINGS = [
+    *TINY,
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=10",
+    "data.truncate=1",
+    "ddp.nproc_per_node=2",
+]
+SETTINGS += [
+    "data.tokenizer=bpe",
+    "data.vocab_size=300",
+    "data.sources=[[a.txt,3],[more,1]]",
+    "run.name=run",
+]
 SETTINGS += ["data.val_paths={wiki:wiki.txt}", "data.cache_dir=cache", "snapshot.every_steps=5"]
 
 
 def texts(cwd: Path) -> Path:
     (cwd / "more").mkdir(parents=True)
-    (cwd / "a.txt").write_text("".join(f"line {i} of the grüne book, {i * i}.\n" for i in range(400)))
+    (cwd / "a.txt").write_text(
+        "".join(f"line {i} of the grüne book, {i * i}.\n" for i in range(400))
+    )
     (cwd / "more/b.txt").write_text("other words — “quoted” 😀\n" * 200)
     (cwd / "wiki.txt").write_text("an article of the encyclopedia\n" * 20)
     return cwd
 
 
 def files(cwd: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (cwd / f"outputs/run/snapshots/step_{STEPS:08d}").glob("*.s*")}
+    return {
+        path.name: path.read_bytes()
+        for path in (cwd / f"outputs/run/snapshots/step_{STEPS:08d}").glob("*.s*")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +59,9 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_killed_and_resumed_it_is_the_same_byte_for_byte(trained, tmp_path):
-    """Also if the encoded text and the source of the tokenizer are gone: it is that of the snapshot."""
+    """Also if the encoded text and the source of the tokenizer are gone: it is that of the
+    snapshot.
+    """
     cwd = texts(tmp_path / "killed")
     run = cwd / "outputs/run"
     job = Job([*python_main(), *SETTINGS], cwd)
@@ -52,26 +72,44 @@ def test_killed_and_resumed_it_is_the_same_byte_for_byte(trained, tmp_path):
     done = call([*python_main(), *SETTINGS], cwd)
     assert done.returncode == 0 and "resuming from the snapshot" in done.stdout, done.stdout
     assert files(cwd) == files(trained) and len(files(cwd)) >= 2
-    assert (run / "tokenizer.json").read_bytes() == (trained / "outputs/run/tokenizer.json").read_bytes()
+    assert (run / "tokenizer.json").read_bytes() == (
+        trained / "outputs/run/tokenizer.json"
+    ).read_bytes()
 
 
 def test_the_result_compares_tokenizers(trained):
     result = read_result(trained / "outputs/run")
     assert result["bits_per_byte"] == result["val_bits_per_byte"] < result["bits_per_char"]
     assert math.isfinite(result["val_wiki_loss"])
-    assert result["val_wiki_bits_per_byte"] == pytest.approx(result["val_wiki_bits_per_char"])  # it is ASCII
+    # it is ASCII
+    assert result["val_wiki_bits_per_byte"] == pytest.approx(result["val_wiki_bits_per_char"])
     values = json.loads((trained / "outputs/run/tokenizer.json").read_text())
     assert len(values["model"]["vocab"]) == 300
 
 
 def test_the_commands_use_the_tokenizer_of_the_run(trained):
-    command = [sys.executable, str(ROOT / "sample.py"), "outputs/run", "prompt=grün 😀", "max_new_tokens=20"]
+    command = [
+        sys.executable,
+        str(ROOT / "sample.py"),
+        "outputs/run",
+        "prompt=grün 😀",
+        "max_new_tokens=20",
+    ]
     done = call(command, trained, separate=True)
     assert done.returncode == 0 and done.stdout.startswith("grün 😀"), done.stderr
-    command = [sys.executable, "-m", "mingpt_ddp.evaluate", "outputs/run", "device=cpu", "precision=fp32"]
+    command = [
+        sys.executable,
+        "-m",
+        "mingpt_ddp.evaluate",
+        "outputs/run",
+        "device=cpu",
+        "precision=fp32",
+    ]
     own = json.loads(call(command, trained, separate=True, PYTHONPATH=str(ROOT)).stdout)
     assert own["loss"] == pytest.approx(read_result(trained / "outputs/run")["val_loss"], rel=1e-5)
-    other = json.loads(call([*command, "data.path=wiki.txt"], trained, separate=True, PYTHONPATH=str(ROOT)).stdout)
+    other = json.loads(
+        call([*command, "data.path=wiki.txt"], trained, separate=True, PYTHONPATH=str(ROOT)).stdout
+    )
     assert other["loss"] == pytest.approx(own["wiki_loss"], rel=1e-5)
 
 
@@ -85,6 +123,11 @@ def test_the_commands_use_the_tokenizer_of_the_run(trained):
 )
 def test_another_tokenizer_or_mixture_is_refused(override, message, trained):
     settings = [s for s in SETTINGS if not s.startswith(override.partition("=")[0])]
-    settings = [s for s in settings if not (s.startswith("data.vocab_size") and "tokenizer" in override)]
-    done = call([*python_main(), *settings, override, "trainer.max_steps=40", "ddp.nproc_per_node=null"], trained)
+    settings = [
+        s for s in settings if not (s.startswith("data.vocab_size") and "tokenizer" in override)
+    ]
+    done = call(
+        [*python_main(), *settings, override, "trainer.max_steps=40", "ddp.nproc_per_node=null"],
+        trained,
+    )
     assert done.returncode == 2 and message in done.stdout, done.stdout

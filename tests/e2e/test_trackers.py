@@ -31,12 +31,24 @@ def command(steps: int, cwd: Path, *overrides: str) -> list[str]:
         "optimizer.schedule=constant",
         "run.name=run",
     ]
-    own = [f"tracker=[tensorboard,csv,{','.join(TRACKERS)}]", f"tracker.uri=sqlite:///{cwd}/mlflow.db"]
-    return [*python_main(), *settings, *own, f"trainer.max_steps={steps}", "ddp.nproc_per_node=2", *overrides]
+    own = [
+        f"tracker=[tensorboard,csv,{','.join(TRACKERS)}]",
+        f"tracker.uri=sqlite:///{cwd}/mlflow.db",
+    ]
+    return [
+        *python_main(),
+        *settings,
+        *own,
+        f"trainer.max_steps={steps}",
+        "ddp.nproc_per_node=2",
+        *overrides,
+    ]
 
 
 def databases(cwd: Path) -> list[Path]:
-    return [cwd / "mlflow.db"] * ("mlflow" in TRACKERS) + [cwd / "trackio" / f"{PROJECT}.db"] * ("trackio" in TRACKERS)
+    return [cwd / "mlflow.db"] * ("mlflow" in TRACKERS) + [cwd / "trackio" / f"{PROJECT}.db"] * (
+        "trackio" in TRACKERS
+    )
 
 
 def stored(database: Path) -> int:
@@ -50,14 +62,19 @@ def stored(database: Path) -> int:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a run that was killed three times after all trackers had got points, and two last attempts.
+    """A directory with a run that was killed three times after all trackers had got points, and two
+    last attempts.
 
     The first of these completes the run, the second finds it complete.
     """
     if not TRACKERS:
         pytest.skip("none of wandb, mlflow, trackio is installed")
     cwd = tmp_path_factory.mktemp("trackers")
-    environment = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(cwd / "trackio"), "WANDB_SILENT": "true"}
+    environment = {
+        "WANDB_MODE": "offline",
+        "TRACKIO_DIR": str(cwd / "trackio"),
+        "WANDB_SILENT": "true",
+    }
     run, offline = cwd / "outputs" / "run", "wandb/offline-run-*/run-*.wandb"
     for _ in range(3):
         before = [stored(database) for database in databases(cwd)], {*run.glob(offline)}
@@ -99,8 +116,16 @@ def read_wandb(cwd: Path) -> dict[str, Points]:
             if kind in (1, 4):  # the whole record, or its last part
                 record, part = Record.FromString(part), b""
                 if record.WhichOneof("record_type") == "history":
-                    items = {(item.key or item.nested_key[0]): item.value_json for item in record.history.item}
-                    points.append((record.history.step.num, {k: json.loads(v) for k, v in items.items() if "/" in k}))
+                    items = {
+                        (item.key or item.nested_key[0]): item.value_json
+                        for item in record.history.item
+                    }
+                    points.append(
+                        (
+                            record.history.step.num,
+                            {k: json.loads(v) for k, v in items.items() if "/" in k},
+                        )
+                    )
     return runs
 
 
@@ -113,7 +138,9 @@ def read_mlflow(cwd: Path) -> dict[str, Points]:
         merged: dict[int, dict[str, float]] = {}
         for key in run.data.metrics:
             for point in client.get_metric_history(run.info.run_id, key):
-                assert key not in merged.setdefault(point.step, {}), f"{key} of step {point.step} stands there twice"
+                assert key not in merged.setdefault(point.step, {}), (
+                    f"{key} of step {point.step} stands there twice"
+                )
                 merged[point.step][key] = point.value
         runs[run.info.run_id] = sorted(merged.items())
         assert run.info.status == "FINISHED"
@@ -131,12 +158,19 @@ def read_trackio(cwd: Path) -> dict[str, Points]:
 
     runs = trackio.Api().runs(PROJECT)
     logs = {run.id: SQLiteStorage.get_logs(PROJECT, run.name, run_id=run.id) for run in runs}
-    return {key: [(entry["step"], scalars(entry)) for entry in entries] for key, entries in logs.items()}
+    return {
+        key: [(entry["step"], scalars(entry)) for entry in entries] for key, entries in logs.items()
+    }
 
 
-@pytest.mark.parametrize(("name", "read"), [("wandb", read_wandb), ("mlflow", read_mlflow), ("trackio", read_trackio)])
+@pytest.mark.parametrize(
+    ("name", "read"), [("wandb", read_wandb), ("mlflow", read_mlflow), ("trackio", read_trackio)]
+)
 def test_one_run_has_every_step_once(
-    name: str, read: Callable[[Path], dict[str, Points]], killed: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    read: Callable[[Path], dict[str, Points]],
+    killed: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(killed / "trackio"))  # read when the library is imported
     pytest.importorskip(name)
@@ -152,7 +186,13 @@ def test_one_run_has_every_step_once(
 @pytest.mark.skipif("mlflow" not in TRACKERS, reason="needs mlflow")
 def test_a_server_that_is_away_costs_points_but_not_the_run(tmp_path):
     """Nothing listens on port 9. The same command sends the points once it can."""
-    away = [*python_main(), *TINY, "run.name=run", "tracker=mlflow", "tracker.uri=http://127.0.0.1:9"]
+    away = [
+        *python_main(),
+        *TINY,
+        "run.name=run",
+        "tracker=mlflow",
+        "tracker.uri=http://127.0.0.1:9",
+    ]
     done = call(away, tmp_path)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("cannot send to mlflow, training continues without it") == 1

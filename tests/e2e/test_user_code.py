@@ -55,7 +55,9 @@ def train(**other: str) -> list[str]:
 def test_the_page_lists_the_files_that_it_shows():
     listed = re.search(r"^```\nmy_project/\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     assert listed is not None
-    assert sorted(page_files()) == sorted(f"my_project/{name.strip()}" for name in listed[1].splitlines())
+    assert sorted(page_files()) == sorted(
+        f"my_project/{name.strip()}" for name in listed[1].splitlines()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +81,17 @@ def test_the_page_trains_and_samples(uninterrupted, project):
 
 
 def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, project, tmp_path):
-    """The file is found through the configuration directory, which the second command spells differently."""
+    """The file is found through the configuration directory, which the second command spells
+    differently.
+    """
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
-    job = Job([*TWO_RANKS, *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path)
+    job = Job(
+        [*TWO_RANKS, *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path
+    )
     run = tmp_path / "outputs" / "victim"
-    wait_for(lambda: (last_step(run) >= 15 and committed(run)) or job.process.poll(), what="step 15")
+    wait_for(
+        lambda: (last_step(run) >= 15 and committed(run)) or job.process.poll(), what="step 15"
+    )
     assert job.process.poll() is None, job.text()
     job.kill_tree()
     args = [arg for arg in train(**elsewhere) if not arg.startswith("--config-dir")]
@@ -96,7 +104,12 @@ def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, 
 
 def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
     args = train(
-        **{"trainer.max_steps": "1", "trainer.eval_every": "null", "data.block_size": "8", "model.n_hidden": "4,8"},
+        **{
+            "trainer.max_steps": "1",
+            "trainer.eval_every": "null",
+            "data.block_size": "8",
+            "model.n_hidden": "4,8",
+        },
         **{"run.name": "sweep", "run.root": str(tmp_path)},
     )
     done = call([*python_main(), *args, "-m"], project)
@@ -106,8 +119,12 @@ def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
 
 
 def test_code_is_run_only_if_the_user_names_it(uninterrupted, tmp_path):
-    """The snapshot names the file, which still exists, but it is not run unless the user names it."""
-    with pytest.raises(SnapshotError, match=r"model\.architecture=lstm is not built in; name the Python file"):
+    """The snapshot names the file, which still exists, but it is not run unless the user names
+    it.
+    """
+    with pytest.raises(
+        SnapshotError, match=r"model\.architecture=lstm is not built in; name the Python file"
+    ):
         sample(SampleConfig(str(uninterrupted)), "")
     assert export(ExportConfig(str(uninterrupted), str(tmp_path / "export"))) == 0
     assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(uninterrupted)
@@ -128,7 +145,13 @@ def average(state, bucket):
 def test_a_communication_hook(tmp_path):
     """Two local workers use it; without its file the name is refused."""
     (tmp_path / "hooks.py").write_text(HOOK)
-    settings = [*TINY, "trainer.device=cpu", "ddp.comm_hook=mine", "ddp.nproc_per_node=2", "run.name=hook"]
+    settings = [
+        *TINY,
+        "trainer.device=cpu",
+        "ddp.comm_hook=mine",
+        "ddp.nproc_per_node=2",
+        "run.name=hook",
+    ]
     done = call([*python_main(), *settings, f"+data.code={tmp_path / 'hooks.py'}"], tmp_path)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("averaged") >= 2 * 12

@@ -17,7 +17,12 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result
 
 STEPS = 160
-SETTINGS = ["trainer.max_epochs=null", f"trainer.max_steps={STEPS}", "trainer.batch_size=250", "trainer.precision=fp32"]
+SETTINGS = [
+    "trainer.max_epochs=null",
+    f"trainer.max_steps={STEPS}",
+    "trainer.batch_size=250",
+    "trainer.precision=fp32",
+]
 SETTINGS += [
     "optimizer.warmup_steps=4",
     "trainer.log_every=1",
@@ -71,7 +76,9 @@ def test_killed_in_mid_epoch(trained, project, tmp_path):
     run = tmp_path / "tags"
     wait_for(lambda: last_step(run) >= 60 and committed(run), what="step 60")
     job.kill_tree()
-    done = call([*python_main(), *arguments(f"run.root={tmp_path}", "ddp.nproc_per_node=2")], project)
+    done = call(
+        [*python_main(), *arguments(f"run.root={tmp_path}", "ddp.nproc_per_node=2")], project
+    )
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout
     assert weights(run) == weights(trained)
@@ -80,7 +87,9 @@ def test_killed_in_mid_epoch(trained, project, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_under_another_strategy(strategy, trained, project, tmp_path):
-    done = call([*TWO_RANKS, *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project)
+    done = call(
+        [*TWO_RANKS, *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project
+    )
     assert done.returncode == 0, done.stdout
     ours, theirs = read_result(tmp_path / "tags"), read_result(trained)
     for name in ("val_loss", "test_loss", "test_accuracy"):
@@ -89,8 +98,18 @@ def test_under_another_strategy(strategy, trained, project, tmp_path):
 
 def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
     path = f"s3://{seaweed.make_bucket('tasks')}/{uuid.uuid4().hex}"
-    sweep = ["-m", "model.n_hidden=8,32", "run.name=sweep", f"run.root={tmp_path}", f"snapshot.path={path}"]
-    done = call([*python_main(), *arguments("trainer.max_steps=8"), *sweep], project, **seaweed.environment())
+    sweep = [
+        "-m",
+        "model.n_hidden=8,32",
+        "run.name=sweep",
+        f"run.root={tmp_path}",
+        f"snapshot.path={path}",
+    ]
+    done = call(
+        [*python_main(), *arguments("trainer.max_steps=8"), *sweep],
+        project,
+        **seaweed.environment(),
+    )
     assert done.returncode == 0, done.stdout
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
     results = [read_result(found.parent) for found in tmp_path.glob("sweep/*/result.json")]
@@ -99,15 +118,25 @@ def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
 
 
 def test_a_run_with_code_of_ones_own_needs_it(trained, project):
-    done = call([sys.executable, "-m", "mingpt_ddp.evaluate", str(trained)], project, PYTHONPATH=str(ROOT))
+    done = call(
+        [sys.executable, "-m", "mingpt_ddp.evaluate", str(trained)], project, PYTHONPATH=str(ROOT)
+    )
     assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
-    assert "name the Python file that registers it, if you trust it, as in code=my_project/mine.py" in done.stdout
+    assert (
+        "name the Python file that registers it, if you trust it, as in code=my_project/mine.py"
+        in done.stdout
+    )
 
 
 def test_sampling_is_refused(trained, project):
-    done = call([sys.executable, str(ROOT / "sample.py"), str(trained), "code=my_task/mine.py"], project)
+    done = call(
+        [sys.executable, str(ROOT / "sample.py"), str(trained), "code=my_task/mine.py"], project
+    )
     assert done.returncode == 2
-    expected = "snapshot error: its task is not a language model; measure it with python -m mingpt_ddp.evaluate\n"
+    expected = (
+        "snapshot error: its task is not a language model; measure it with python -m "
+        "mingpt_ddp.evaluate\n"
+    )
     assert done.stdout == expected
 
 
@@ -137,8 +166,16 @@ def test_several_losses_are_logged_each(tmp_path):
     """Their sum is trained; without `metrics`, the evaluation has their means."""
     (tmp_path / "own" / "task").mkdir(parents=True)
     (tmp_path / "own" / "several.py").write_text(SEVERAL)
-    (tmp_path / "own" / "task" / "autoencoder.yaml").write_text("name: autoencoder\ncode: several.py\n")
-    args = ["experiment=toy", "task=autoencoder", "--config-dir=own", "trainer.max_epochs=1", "run.name=run"]
+    (tmp_path / "own" / "task" / "autoencoder.yaml").write_text(
+        "name: autoencoder\ncode: several.py\n"
+    )
+    args = [
+        "experiment=toy",
+        "task=autoencoder",
+        "--config-dir=own",
+        "trainer.max_epochs=1",
+        "run.name=run",
+    ]
     done = call([*python_main(), *args, "trainer.precision=fp32", "ddp.nproc_per_node=2"], tmp_path)
     assert done.returncode == 0, done.stdout
     run = tmp_path / "outputs" / "run"
@@ -146,7 +183,9 @@ def test_several_losses_are_logged_each(tmp_path):
     parts = [dict(history.series(f"train_loss_{name}")) for name in ("squared", "absolute")]
     for step, total in history.series("train_loss"):
         assert total == pytest.approx(parts[0][step] + parts[1][step])
-    assert result["val_loss"] == pytest.approx(result["val_loss_squared"] + result["val_loss_absolute"])
+    assert result["val_loss"] == pytest.approx(
+        result["val_loss_squared"] + result["val_loss_absolute"]
+    )
 
 
 WRONG = """
@@ -182,12 +221,24 @@ def other(config, group):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vector", "code error: the task vector: loss(model, batch) must return scalar tensors, not (32, 5) as loss"),
+        (
+            "vector",
+            (
+                "code error: the task vector: loss(model, batch) must return scalar tensors, not "
+                "(32, 5) as loss"
+            ),
+        ),
         (
             "nameless",
-            "code error: the task nameless: metrics(model, batch) must return pairs (sum, number), among them",
+            (
+                "code error: the task nameless: metrics(model, batch) must return pairs (sum, "
+                "number), among them"
+            ),
         ),
-        ("raises", "code error: own/wrong.py:23: AttributeError: 'list' object has no attribute 'nothing'"),
+        (
+            "raises",
+            "code error: own/wrong.py:23: AttributeError: 'list' object has no attribute 'nothing'",
+        ),
         ("other", "code error: the task other must be a subclass of mingpt_ddp.tasks.Task"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Warm starts by command: killed and resumed without the source, on two ranks; a GPT-2 of the real transformers."""
+"""Warm starts by command: killed and resumed without the source, on two ranks.
+
+A GPT-2 of the real transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,19 @@ from launching import TINY, Job, call, committed, environment, python_main, wait
 from mingpt_ddp.snapshots.load_model import load_model
 
 STEPS = 40
-SLOW = ["trainer.batch_size=24", "model.dropout=0.1", f"trainer.max_steps={STEPS}", "snapshot.every_steps=8"]
+SLOW = [
+    "trainer.batch_size=24",
+    "model.dropout=0.1",
+    f"trainer.max_steps={STEPS}",
+    "snapshot.every_steps=8",
+]
 SIZES = ["model.n_layer", "model.n_embd", "data.block_size"]
 # What the weights determine is not typed.
-TUNE = [word for word in TINY if word.partition("=")[0] not in ("model", *SIZES, "trainer.max_steps", "data.truncate")]
+TUNE = [
+    word
+    for word in TINY
+    if word.partition("=")[0] not in ("model", *SIZES, "trainer.max_steps", "data.truncate")
+]
 GPT2 = """
 import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -30,7 +42,7 @@ model.save_pretrained(sys.argv[1])
 ids = torch.arange(32)[None] * 2
 with torch.no_grad():
     torch.save({"ids": ids, "logits": model(ids).logits}, "theirs.pt")
-"""
+"""  # noqa: E501
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -50,7 +62,14 @@ def test_killed_and_resumed_without_the_source(tmp_path):
     done = call([*python_main(), *TINY, *sizes, "run.name=source"], tmp_path)
     assert done.returncode == 0, done.stdout
     (tmp_path / "text.txt").write_text("The sea \u03b1\u03b2\u03b3, the shore.\n" * 400)
-    command = [*python_main(), *TUNE, *SLOW, "data=text_file", "data.path=text.txt", "run.init_from=outputs/source"]
+    command = [
+        *python_main(),
+        *TUNE,
+        *SLOW,
+        "data=text_file",
+        "data.path=text.txt",
+        "run.init_from=outputs/source",
+    ]
     command += ["ddp.nproc_per_node=2"]
     whole = call([*command, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
@@ -75,7 +94,9 @@ def test_killed_and_resumed_without_the_source(tmp_path):
 
 def wait_for_runs(cwd: Path, job: Job) -> list[Path]:
     def found() -> list[Path]:
-        return [path for path in (cwd / "outputs").glob("text_file-from_source-*") if committed(path)]
+        return [
+            path for path in (cwd / "outputs").glob("text_file-from_source-*") if committed(path)
+        ]
 
     wait_for(lambda: found() or job.process.poll() is not None, what="the first snapshot")
     assert job.process.poll() is None, job.text()
@@ -88,7 +109,9 @@ def test_a_gpt2_of_transformers(tmp_path):
     words = [sys.executable, "-c", GPT2, "gpt2"]
     subprocess.run(words, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
     frozen = ["trainer.max_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0", "run.name=a"]
-    done = call([*python_main(), *TUNE, *frozen, "run.init_from=gpt2", "data.truncate=0.05"], tmp_path)
+    done = call(
+        [*python_main(), *TUNE, *frozen, "run.init_from=gpt2", "data.truncate=0.05"], tmp_path
+    )
     assert done.returncode == 0, done.stdout
     theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
     model, tokenizer = load_model(str(tmp_path / "outputs" / "a"))

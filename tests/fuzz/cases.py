@@ -1,7 +1,7 @@
 """Draw the cases of the fuzz: a valid small command of which one value, sometimes two, is hostile.
 
-Case `number` of a seed depends on nothing else. Every key of the schema and of every command has its turn: the cases
-of a seed go through all of them, in an order of its own, again and again.
+Case `number` of a seed depends on nothing else. Every key of the schema and of every command has
+its turn: the cases of a seed go through all of them, in an order of its own, again and again.
 """
 
 from __future__ import annotations
@@ -45,13 +45,26 @@ from mingpt_ddp.config.validation import field_types, parts
 SMALL = ["trainer.device=cpu", "trainer.max_steps=2", "tracker=[]"]
 TEXT = ["data=text_file", "data.path=good.txt", "data.block_size=8", "trainer.batch_size=2", *SMALL]
 SIZES = ["model.n_layer=1", "model.n_head=1", "model.n_embd=8"]
-# Valid commands of train: the words, and the value that selects the keys of each group that has several sets of them.
+# Valid commands of train: the words, and the value that selects the keys of each group that has
+# several sets of them.
 BASES: list[tuple[list[str], dict[str, str | None]]] = [
     (["model=gpt_nano", *SIZES, *TEXT], {"model": "gpt", "optimizer": "adamw"}),
-    (["model=gpt_nano", *SIZES, *TEXT, "data.tokenizer=bpe", "data.vocab_size=270"], {"model": "gpt"}),
-    (["model=modern_nano", *SIZES, *TEXT, "optimizer=muon"], {"model": "modern", "optimizer": "muon"}),
-    (["experiment=toy", *SMALL], {"task": "regression", "model": "toy", "optimizer": "sgd", "data": "toy"}),
-    (["experiment=digits_convnet", *SMALL], {"task": "classification", "model": "convnet", "data": "digits"}),
+    (
+        ["model=gpt_nano", *SIZES, *TEXT, "data.tokenizer=bpe", "data.vocab_size=270"],
+        {"model": "gpt"},
+    ),
+    (
+        ["model=modern_nano", *SIZES, *TEXT, "optimizer=muon"],
+        {"model": "modern", "optimizer": "muon"},
+    ),
+    (
+        ["experiment=toy", *SMALL],
+        {"task": "regression", "model": "toy", "optimizer": "sgd", "data": "toy"},
+    ),
+    (
+        ["experiment=digits_convnet", *SMALL],
+        {"task": "classification", "model": "convnet", "data": "digits"},
+    ),
     (
         ["task=classification", "model=convnet", "data=mnist", "data.path=mnist", *SMALL],
         {"task": "classification", "model": "convnet", "optimizer": "adamw", "data": "mnist"},
@@ -78,7 +91,8 @@ class Case:
 
     command: str
     words: list[str]
-    steps: list[list[Any]] = field(default_factory=list)  # names of the functions in worker.STEPS, and arguments
+    # names of the functions in worker.STEPS, and arguments
+    steps: list[list[Any]] = field(default_factory=list)
 
     def shell(self) -> str:
         """Return the command as a line for a shell."""
@@ -90,17 +104,28 @@ class Case:
 def quote(word: str) -> str:
     """Quote a word for bash, abbreviated if it is long."""
     if found := re.search(r"(.)\1{500,}", word):
-        return f'{quote(word[: found.start()])}"$(printf {quote(found[1])}%.0s {{1..{len(found[0])}}})"'
+        return (
+            f'{quote(word[: found.start()])}"$(printf {quote(found[1])}%.0s '
+            f'{{1..{len(found[0])}}})"'
+        )
     if word.isprintable():
         return shlex.quote(word)
     content = word.encode(errors="surrogatepass")
-    return "$'" + "".join(f"\\x{b:02x}" if not 32 <= b < 127 or b in b"'\\" else chr(b) for b in content) + "'"
+    return (
+        "$'"
+        + "".join(f"\\x{b:02x}" if not 32 <= b < 127 or b in b"'\\" else chr(b) for b in content)
+        + "'"
+    )
 
 
 def classes(base: dict[str, str | None]) -> dict[str, type]:
     """Return the dataclass of each group in a valid command."""
     chosen = {group: {**DEFAULTS, "optimizer": "adamw", **base}.get(group) for group in GROUPS}
-    return {group: found[chosen[group]] for group, (_, found) in GROUPS.items() if chosen[group] in found}
+    return {
+        group: found[chosen[group]]
+        for group, (_, found) in GROUPS.items()
+        if chosen[group] in found
+    }
 
 
 @functools.cache
@@ -122,7 +147,13 @@ def targets() -> list[Target]:
         found += [(command, each.name) for each in dataclasses.fields(cls)]
         found += [(command, dataclasses.fields(cls)[0].name)] * (3 if first == "run" else 0)
     found += [("again", "run")] * 5 + [("train", "own run")] * 5 + [("train", "--config-dir")] * 4
-    return [*found, ("train", "--config-name"), ("train", "word"), ("train", "word"), ("plan", "format")]
+    return [
+        *found,
+        ("train", "--config-name"),
+        ("train", "word"),
+        ("train", "word"),
+        ("plan", "format"),
+    ]
 
 
 def draw(seed: int, number: int) -> Case:
@@ -135,7 +166,10 @@ def draw(seed: int, number: int) -> Case:
         return _of_command(rng, command, key)
     case = Case(command, [])
     if command == "again":
-        case.words = [_file(rng, "run", case.steps), *([_override(rng, case.steps)] if rng.random() < 0.3 else [])]
+        case.words = [
+            _file(rng, "run", case.steps),
+            *([_override(rng, case.steps)] if rng.random() < 0.3 else []),
+        ]
         return case
     indices = keys().get(key, range(len(BASES)))
     base = BASES[rng.choice(indices)][0]
@@ -143,7 +177,10 @@ def draw(seed: int, number: int) -> Case:
         case.steps += [["copy", "run", "mutant"], *_damage(rng, "mutant", RUN_FILES)]
         case.words = [*BASES[0][0], "run.root=.", "run.name=mutant"]
     elif key == "--config-dir":
-        case.steps += [["copy", "presets", "mutant"], *_damage(rng, "mutant", ["experiment/mine.yaml", "experiment"])]
+        case.steps += [
+            ["copy", "presets", "mutant"],
+            *_damage(rng, "mutant", ["experiment/mine.yaml", "experiment"]),
+        ]
         case.words = [*BASES[0][0], "--config-dir=mutant", "experiment=mine"]
     elif key in ("--config-name", "word", "format"):
         word = {"--config-name": "--config-name={}", "word": "{}", "format": "format={}"}[key]
@@ -165,7 +202,10 @@ def _of_command(rng: random.Random, command: str, key: str) -> Case:
     run = _file(rng, leading, case.steps) if leading in chosen and first == "run" else first
     if leading in chosen and first != "run":
         run = _value(rng, str, leading, case.steps, raw=True)
-    given = {name: _value(rng, hints[name], name, case.steps, raw=True) for name in sorted(chosen - {leading})}
+    given = {
+        name: _value(rng, hints[name], name, case.steps, raw=True)
+        for name in sorted(chosen - {leading})
+    }
     kept = [word for word in others if word.partition("=")[0].replace(".", "_") not in given]
     case.words = [run, *kept, *(f"{name}={value}" for name, value in given.items())]
     return case
@@ -177,7 +217,9 @@ def _override(rng: random.Random, steps: list[list[Any]], key: str | None = None
     group, _, name = key.partition(".")
     hint = next(field_types(cls)[name] for cls in _classes_of(group) if name in field_types(cls))
     if name == "sources" and rng.random() < 0.7:
-        value = f"[[{_file(rng, name, steps)},{rng.choice(NUMBERS)}],[good.txt,{rng.choice(NUMBERS)}]]"
+        value = (
+            f"[[{_file(rng, name, steps)},{rng.choice(NUMBERS)}],[good.txt,{rng.choice(NUMBERS)}]]"
+        )
     elif name == "val_paths" and rng.random() < 0.7:
         value = f"{{{rng.choice(('a', 'a', 'train', 'ä', '__class__'))}:{_file(rng, name, steps)}}}"
     else:
@@ -190,7 +232,12 @@ def _classes_of(group: str) -> list[type]:
 
 
 def _value(
-    rng: random.Random, hint: Any, name: str, steps: list[list[Any]], raw: bool = False, is_path: bool = False
+    rng: random.Random,
+    hint: Any,
+    name: str,
+    steps: list[list[Any]],
+    raw: bool = False,
+    is_path: bool = False,
 ) -> str:
     """Return a hostile value for a key of this type.
 
@@ -204,19 +251,30 @@ def _value(
         return _quoted(_file(rng, name, steps), raw)
     if takes_number and kind < 0.65:
         return rng.choice(NUMBERS)
-    literals = [v for part in types if typing.get_origin(part) is typing.Literal for v in typing.get_args(part)]
+    literals = [
+        v
+        for part in types
+        if typing.get_origin(part) is typing.Literal
+        for v in typing.get_args(part)
+    ]
     if literals and kind < 0.4:
         return str(rng.choice(literals))
     word = rng.choice((rng.choice(WORDS), rng.choice(NESTED)))
-    return rng.choice((rng.choice(NUMBERS), rng.choice(OTHERS), _quoted(word, raw), _quoted(word, raw)))
+    return rng.choice(
+        (rng.choice(NUMBERS), rng.choice(OTHERS), _quoted(word, raw), _quoted(word, raw))
+    )
 
 
 def _quoted(text: str, raw: bool) -> str:
-    return text if raw else "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"
+    return (
+        text if raw else "'" + re.sub(r"(\\*)'", r"\1\1\\'", re.sub(r"(\\+)$", r"\1\1", text)) + "'"
+    )
 
 
 def _file(rng: random.Random, name: str, steps: list[list[Any]]) -> str:
-    """Return a path or URL: of a hostile file, or of a copy of a valid tree with a hostile file in it."""
+    """Return a path or URL: of a hostile file, or of a copy of a valid tree with a hostile file in
+    it.
+    """
     kind = rng.random()
     if kind < 0.15:
         return rng.choice(URLS)

@@ -19,15 +19,29 @@ LIMIT_S = 10
 LIMIT_MB = 1024
 # No network, no credentials, no GPU, no compiler, one thread.
 ENVIRONMENT = {
-    **{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": str(ROOT)},
-    **{"AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a"},
-    **{"AWS_SECRET_ACCESS_KEY": "b", "AWS_MAX_ATTEMPTS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TERM": "dumb"},
+    **{
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": str(ROOT),
+    },
+    **{
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "a",
+    },
+    **{
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_MAX_ATTEMPTS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TERM": "dumb",
+    },
 }
 # Lines of the log that may precede an error.
-NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "
+NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "  # noqa: E501
 NOTICES += r"|data\.path=.*: skipped "
 # Names of exceptions that no user's mistake explains.
-INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"
+INTERNAL = r"\b(Type|Key|Attribute|Assertion|Index|Recursion|Name|UnboundLocal|ZeroDivision|Overflow)Error\b"  # noqa: E501
 
 
 class Worker:
@@ -36,7 +50,9 @@ class Worker:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir(parents=True, exist_ok=True)
-        kept = {key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")}
+        kept = {
+            key: value for key, value in os.environ.items() if key in ("PATH", "LANG", "LC_ALL")
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("worker.py")), str(directory)],
             stdin=subprocess.PIPE,
@@ -86,7 +102,9 @@ def faults(command: str, done: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Make the directory of one case and print its command, with what the case does to the files before."""
+    """Make the directory of one case and print its command, with what the case does to the files
+    before.
+    """
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from fuzz.cases import draw
 

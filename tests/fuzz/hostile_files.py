@@ -49,12 +49,14 @@ class Model(nn.Module):
 @register("data", "lines", DataConfig)
 def lines(config):
     yield from open(config.path)
-"""
+"""  # noqa: E501
 
 
 def text(seed: int, pieces: int = 150) -> bytes:
     generator = random.Random(seed)
-    return "".join(generator.choice(PHRASES) + generator.choice(".\n,; ") for _ in range(pieces)).encode()
+    return "".join(
+        generator.choice(PHRASES) + generator.choice(".\n,; ") for _ in range(pieces)
+    ).encode()
 
 
 def idx(values: np.ndarray) -> bytes:
@@ -104,9 +106,23 @@ def tensors(header: bytes, data: bytes = b"") -> bytes:
 BOMBS: dict[str, Callable[[], bytes]] = {
     "bomb.gz": lambda: gzip.compress(LINE * (BOMB_BYTES // len(LINE))),
     "bomb.zip": lambda: zipped({"a.txt": LINE * (BOMB_BYTES // len(LINE))}),
-    "bomb.tar.gz": lambda: gzip.compress(tarred((tar_member("a.txt"), LINE * (BOMB_BYTES // len(LINE))))),
+    "bomb.tar.gz": lambda: gzip.compress(
+        tarred((tar_member("a.txt"), LINE * (BOMB_BYTES // len(LINE))))
+    ),
 }
-SPECIAL = ("fifo", "directory", "dangling", "loop", "root", "zero", "null", "socket", "sparse", "fifos", "unreadable")
+SPECIAL = (
+    "fifo",
+    "directory",
+    "dangling",
+    "loop",
+    "root",
+    "zero",
+    "null",
+    "socket",
+    "sparse",
+    "fifos",
+    "unreadable",
+)
 
 
 def names() -> list[str]:
@@ -117,9 +133,17 @@ def names() -> list[str]:
 @functools.cache
 def contents() -> dict[str, bytes]:
     """Return the regular files among the hostile ones, by name, without the bombs."""
-    aliases = "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))])
+    aliases = "\n".join(
+        [
+            "a0: &a0 [x, x]",
+            *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)),
+        ]
+    )
     merges = "\n".join(
-        ["a0: &a0 {k: 1}", *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12))]
+        [
+            "a0: &a0 {k: 1}",
+            *(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)),
+        ]
     )
     shape = b'{"w":{"dtype":"F32","shape":[1000000000,1000000000],"data_offsets":[0,4]}}'
     half_tar = tarred((tar_member("a.txt"), text(3)))
@@ -142,7 +166,8 @@ def contents() -> dict[str, bytes]:
         "half.tar": half_tar[:700],
         "damaged.tar": half_tar[:512] + b"\xff" * 512 + half_tar[1024:],
         "links.tar": tarred(
-            (tar_member("a", tarfile.SYMTYPE, "/etc/passwd"), b""), (tar_member("b", tarfile.LNKTYPE, "b"), b"")
+            (tar_member("a", tarfile.SYMTYPE, "/etc/passwd"), b""),
+            (tar_member("b", tarfile.LNKTYPE, "b"), b""),
         ),
         "sparse.tar": sparse_tar(0, 8 << 30),
         "bad_sparse.tar": sparse_tar(1 << 32, 5),
@@ -177,7 +202,13 @@ def make_hostile(directory: Path) -> None:
         (directory / name).write_bytes(bomb())
     os.mkfifo(directory / "fifo")
     (directory / "directory").mkdir()
-    targets = {"dangling": "nowhere", "loop": "loop", "root": "/", "zero": "/dev/zero", "null": "/dev/null"}
+    targets = {
+        "dangling": "nowhere",
+        "loop": "loop",
+        "root": "/",
+        "zero": "/dev/zero",
+        "null": "/dev/null",
+    }
     for name, target in targets.items():
         (directory / name).symlink_to(target)
     with socket.socket(socket.AF_UNIX) as server:
@@ -200,7 +231,9 @@ def make_valid(directory: Path) -> None:
     (directory / "good.txt").write_bytes(text(1))
     (directory / "good.gz").write_bytes(gzip.compress(text(1)))
     (directory / "good.zip").write_bytes(zipped({"a.txt": text(1), "b/c.txt": text(2)}))
-    (directory / "good.tar").write_bytes(tarred((tar_member("a.txt"), text(1)), (tar_member("b.txt"), text(2))))
+    (directory / "good.tar").write_bytes(
+        tarred((tar_member("a.txt"), text(1)), (tar_member("b.txt"), text(2)))
+    )
     (directory / "texts" / "more").mkdir(parents=True)
     (directory / "texts" / "a.txt").write_bytes(text(1))
     (directory / "texts" / "more" / "b.txt").write_bytes(text(2))
@@ -209,7 +242,9 @@ def make_valid(directory: Path) -> None:
     for part, n in (("train", 40), ("t10k", 10)):
         images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None], (n, 28, 28))
         (directory / "mnist" / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
-        (directory / "mnist" / f"{part}-labels-idx1-ubyte").write_bytes(idx((np.arange(n) % 10).astype(np.uint8)))
+        (directory / "mnist" / f"{part}-labels-idx1-ubyte").write_bytes(
+            idx((np.arange(n) % 10).astype(np.uint8))
+        )
     shutil.copytree(FORMAT2 / "gpt-adamw" / "run", directory / "run")
     shutil.copytree(FORMAT2 / "modern-muon" / "run", directory / "modern")
     shutil.copy(FORMAT2 / "gpt-adamw" / "text.txt", directory)
@@ -219,9 +254,13 @@ def make_valid(directory: Path) -> None:
             (directory / name / file).write_bytes(bytes(content))
     (directory / "own" / "model").mkdir(parents=True)
     (directory / "own" / "mine.py").write_text(OWN_CODE)
-    (directory / "own" / "model" / "table.yaml").write_text("name: own\narchitecture: table\ncode: mine.py\n")
+    (directory / "own" / "model" / "table.yaml").write_text(
+        "name: own\narchitecture: table\ncode: mine.py\n"
+    )
     (directory / "presets" / "experiment").mkdir(parents=True)
-    preset = "# @package _global_\ndefaults: [{override /optimizer: sgd}]\ntrainer: {max_steps: 3}\n"
+    preset = (
+        "# @package _global_\ndefaults: [{override /optimizer: sgd}]\ntrainer: {max_steps: 3}\n"
+    )
     (directory / "presets" / "experiment" / "mine.yaml").write_text(preset)
 
 
@@ -260,7 +299,11 @@ def edit(path: Path, at: float, value: object) -> None:
         value: a plain value, or "delete".
     """
     try:
-        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+        values = (
+            json.loads(path.read_text())
+            if path.suffix == ".json"
+            else yaml.safe_load(path.read_text())
+        )
         places = [*leaves(values)]
         holder, key = places[int(at * len(places))]
     except (ValueError, yaml.YAMLError, IndexError):
@@ -272,13 +315,21 @@ def edit(path: Path, at: float, value: object) -> None:
         del holder[key]
     else:
         holder[key] = value
-    text = json.dumps(values) if path.suffix == ".json" else yaml.safe_dump(values, allow_unicode=True)
+    text = (
+        json.dumps(values) if path.suffix == ".json" else yaml.safe_dump(values, allow_unicode=True)
+    )
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
 
 
 def leaves(values: object):
     """Yield every value of a tree of lists and mappings as its holder and key."""
-    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    pairs = (
+        values.items()
+        if isinstance(values, dict)
+        else enumerate(values)
+        if isinstance(values, list)
+        else ()
+    )
     for key, value in [*pairs]:
         yield values, key
         if isinstance(value, (dict, list)):

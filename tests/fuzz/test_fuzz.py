@@ -1,8 +1,9 @@
-"""Every key of the configuration and every file of every command, with hostile values (cases.py says which).
+"""Every key of the configuration and every file of every command, with hostile values (cases.py
+says which).
 
-A command either accepts a value or refuses it in one line with exit code 2, within 10 seconds and 1 GB, and then leaves
-nothing behind. `make fuzz CASES=10000 SEED=7` runs more cases than the normal tests; the cases of a seed are always the
-same ones.
+A command either accepts a value or refuses it in one line with exit code 2, within 10 seconds and 1
+GB, and then leaves nothing behind. `make fuzz CASES=10000 SEED=7` runs more cases than the normal
+tests; the cases of a seed are always the same ones.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ def test_hostile_values_are_refused_in_one_line(first, worker):
         done, case = worker.run(SEED, number), draw(SEED, number)
         if found := faults(case.command, done):
             how = f"python tests/fuzz/driver.py {SEED} {number}"
-            wrong.append(f"{'; '.join(found)}\n  {case.shell()}\n  to see it: {how}\n  {done['stderr'][-1500:]}")
-    assert not wrong, "\n\n".join([f"{len(wrong)} cases", *wrong]).encode(errors="backslashreplace").decode()
+            wrong.append(
+                f"{'; '.join(found)}\n  {case.shell()}\n  to see it: {how}\n  "
+                f"{done['stderr'][-1500:]}"
+            )
+    assert not wrong, (
+        "\n\n".join([f"{len(wrong)} cases", *wrong]).encode(errors="backslashreplace").decode()
+    )
 
 
 def test_every_key_of_every_command_is_drawn():
@@ -47,7 +53,9 @@ def test_every_key_of_every_command_is_drawn():
         for cls in {*choices.values()}:
             for field in dataclasses.fields(cls):
                 assert ("train", f"{group}.{field.name}") in drawn
-                assert any(cls is classes(BASES[i][1]).get(group) for i in keys()[f"{group}.{field.name}"])
+                assert any(
+                    cls is classes(BASES[i][1]).get(group) for i in keys()[f"{group}.{field.name}"]
+                )
     assert {command.split()[0] for command, _ in targets()} == {*PROGRAMS}
     for command, (cls, *_) in COMMANDS.items():
         assert {(command, field.name) for field in dataclasses.fields(cls)} <= drawn

@@ -4,15 +4,88 @@ from __future__ import annotations
 
 from typing import Any
 
-NESTED = "${run.seed}", "${nowhere}", "${oc.env:NOWHERE}", "${oc.env:HOME}", "${${run.name}}", "${a:${b:1}}", "${"
-NUMBERS = (
-    *("2147483648", "9223372036854775808", "-9223372036854775809", "1e308", "1" + "0" * 400, "5e-324", "1e-300"),
-    *("0", "-1", "-0.0", "nan", "inf", "-inf", "1", "2", "3", "0.5", "1e3", "65536", "1000000", "1e-9", "0x10", "1_0"),
+NESTED = (
+    "${run.seed}",
+    "${nowhere}",
+    "${oc.env:NOWHERE}",
+    "${oc.env:HOME}",
+    "${${run.name}}",
+    "${a:${b:1}}",
+    "${",
 )
-OTHERS = ("[1,2]", "{a:1}", "true", "null", "''", "[]", "{}", "[[]]", "[1", "{", "a,b", "x=y", "auto", "[nan,-1]")
+NUMBERS = (
+    *(
+        "2147483648",
+        "9223372036854775808",
+        "-9223372036854775809",
+        "1e308",
+        "1" + "0" * 400,
+        "5e-324",
+        "1e-300",
+    ),
+    *(
+        "0",
+        "-1",
+        "-0.0",
+        "nan",
+        "inf",
+        "-inf",
+        "1",
+        "2",
+        "3",
+        "0.5",
+        "1e3",
+        "65536",
+        "1000000",
+        "1e-9",
+        "0x10",
+        "1_0",
+    ),
+)
+OTHERS = (
+    "[1,2]",
+    "{a:1}",
+    "true",
+    "null",
+    "''",
+    "[]",
+    "{}",
+    "[[]]",
+    "[1",
+    "{",
+    "a,b",
+    "x=y",
+    "auto",
+    "[nan,-1]",
+)
 WORDS = (
-    *("ä€😀", "\x1b[2J\x07", "a\nb", "\udcff", "\u202e", "..", "/", "~", "-", " ", "%s{0}", "\\", "a" * 100_000),
-    *("\ud800", "$(touch ran)", "'", "\x9b", "ﬀ" * 200, "." * 300, "[" * 2000, "${" * 300, "a/" * 3000, "a" * 256),
+    *(
+        "ä€😀",
+        "\x1b[2J\x07",
+        "a\nb",
+        "\udcff",
+        "\u202e",
+        "..",
+        "/",
+        "~",
+        "-",
+        " ",
+        "%s{0}",
+        "\\",
+        "a" * 100_000,
+    ),
+    *(
+        "\ud800",
+        "$(touch ran)",
+        "'",
+        "\x9b",
+        "ﬀ" * 200,
+        "." * 300,
+        "[" * 2000,
+        "${" * 300,
+        "a/" * 3000,
+        "a" * 256,
+    ),
 )
 # Not blockcache and simplecache, whose directories fsspec leaves in TMPDIR.
 URLS = """
@@ -21,9 +94,25 @@ zip://a.txt::good.zip tar://a::b a::b :: reference://x dir://x ftp://127.0.0.1:9
 sftp://127.0.0.1:9/x github://a:b@/x local://good.txt filecache://x gs://b/x hf://b/x s3://
 s3://bucket/x http://user:secret@127.0.0.1:9/ git://x jupyter://x libarchive://x smb://127.0.0.1:9/x dask://x root://
 webhdfs://127.0.0.1:9/x
-""".split()  # noqa: SIM905
+""".split()  # noqa: E501, SIM905
 JSON_VALUES: tuple[Any, ...] = (
-    *(2**31, 2**63, 10**400, -1, 0, 1, 3, 1e308, 5e-324, float("nan"), float("inf"), "", "x", "ä\ud800", "a" * 100_000),
+    *(
+        2**31,
+        2**63,
+        10**400,
+        -1,
+        0,
+        1,
+        3,
+        1e308,
+        5e-324,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "ä\ud800",
+        "a" * 100_000,
+    ),
     *(
         None,
         True,
@@ -41,11 +130,13 @@ JSON_VALUES: tuple[Any, ...] = (
         [0] * 9999,
     ),
 )
-# Trees that a hostile file may stand in, by the end of the key: the argument, and the files in it that are read.
+# Trees that a hostile file may stand in, by the end of the key: the argument, and the files in it
+# that are read.
 STEP = "snapshots/step_00000004"
 RUN_FILES = [".lock", "config.yaml", "result.json", "metrics.jsonl", "snapshots", STEP]
 RUN_FILES += [
-    f"{STEP}/{name}" for name in ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
+    f"{STEP}/{name}"
+    for name in ("manifest.json", "state.json", "model.safetensors", "optimizer.safetensors")
 ]
 RUNS = [("run", RUN_FILES), ("modern", RUN_FILES)]
 EXPORTS = [
@@ -80,5 +171,13 @@ PATHS = (
         "data.path",
         "data.cache_dir",
     ),
-    *("data.sources", "data.val_paths", "data.tokenizer", "model.code", "data.code", "optimizer.code", "tracker.uri"),
+    *(
+        "data.sources",
+        "data.val_paths",
+        "data.tokenizer",
+        "model.code",
+        "data.code",
+        "optimizer.code",
+        "tracker.uri",
+    ),
 )

@@ -2,9 +2,10 @@
 
     python tests/fuzz/worker.py DIRECTORY
 
-reads a line [seed, number] for each case and prints a line of JSON with what it did. The process that has imported
-torch forks one that runs up to CASES_PER_PROCESS cases, and another after a case that ends it: by a timeout, a crash.
-Training itself is left out: a command that nothing has refused ends once the run directory is locked.
+reads a line [seed, number] for each case and prints a line of JSON with what it did. The process
+that has imported torch forks one that runs up to CASES_PER_PROCESS cases, and another after a case
+that ends it: by a timeout, a crash. Training itself is left out: a command that nothing has refused
+ends once the run directory is locked.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ CASES_PER_PROCESS = 200
 FULL = 3  # exit code of a process that has run CASES_PER_PROCESS
 HANG_S = 60  # after which a case is ended; driver.py judges those that end
 MARGIN_S = 5  # after which SIGALRM ends what HANG_S has not ended
-MAX_ADDRESSES = 6 << 30  # bytes that a case may allocate before it gets a MemoryError, besides those of torch
+# bytes that a case may allocate before it gets a MemoryError, besides those of torch
+MAX_ADDRESSES = 6 << 30
 COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "collectives", "again")
 
 
@@ -60,19 +62,31 @@ def replace_attribute(name: str, value: Any) -> Any:
     try:
         owner: Any = importlib.import_module(module)
     except ModuleNotFoundError:
-        owner = getattr(importlib.import_module(module.rpartition(".")[0]), module.rpartition(".")[2])
+        owner = getattr(
+            importlib.import_module(module.rpartition(".")[0]), module.rpartition(".")[2]
+        )
     before = getattr(owner, last)
     setattr(owner, last, value)
     return before
 
 
 def stop_before_training() -> None:
-    """End commands where they begin to train, start other processes, or generate more than a few tokens."""
+    """End commands where they begin to train, start other processes, or generate more than a few
+    tokens.
+    """
     import torch
 
-    for name in ("training.run.Attempt.build", "distributed.launcher._run_with_restarts", "training.plan._measure"):
+    for name in (
+        "training.run.Attempt.build",
+        "distributed.launcher._run_with_restarts",
+        "training.plan._measure",
+    ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
-    for name in ("cli.train.start_server", "distributed.launcher.start_server", "cli.train.die_with_parent"):
+    for name in (
+        "cli.train.start_server",
+        "distributed.launcher.start_server",
+        "cli.train.die_with_parent",
+    ):
         replace_attribute(f"mingpt_ddp.{name}", lambda *args: None)
     generate = replace_attribute(
         "mingpt_ddp.inference.generate.generate",
@@ -84,7 +98,11 @@ def stop_before_training() -> None:
         sys.argv = ["main.py", *argv[3:]]
         train()
 
-    for name in ("storage.remote.OPERATION_DEADLINE_S", "storage.run_dir.LOCK_WAIT_S", "training.run.LOCK_WAIT_S"):
+    for name in (
+        "storage.remote.OPERATION_DEADLINE_S",
+        "storage.run_dir.LOCK_WAIT_S",
+        "training.run.LOCK_WAIT_S",
+    ):
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
     replace_attribute(
         "hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None
@@ -130,7 +148,9 @@ def reset(world: World) -> None:
 
 def memory(name: str) -> int:
     """Return VmRSS or VmHWM, its peak since it was cleared, in MiB."""
-    return next(int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith(name))
+    return next(
+        int(line.split()[1]) >> 10 for line in open("/proc/self/status") if line.startswith(name)
+    )
 
 
 def waited() -> float:
@@ -144,7 +164,9 @@ def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
     before, begin, cpu = memory("VmRSS"), time.perf_counter() - waited(), time.process_time()
     for target, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
-    sys.stdout, sys.stderr = (io.TextIOWrapper(os.fdopen(os.dup(n), "wb", 0), write_through=True) for n in (1, 2))
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(os.fdopen(os.dup(n), "wb", 0), write_through=True) for n in (1, 2)
+    )
     faulthandler.dump_traceback_later(HANG_S, exit=True, file=2)
     signal.alarm(HANG_S + MARGIN_S)
     code, accepted = 0, False
@@ -163,7 +185,13 @@ def run(case: Case, outputs: list[Path]) -> dict[str, Any]:
     sys.stderr.close()
     seconds, megabytes = round(time.perf_counter() - waited() - begin, 1), memory("VmHWM") - before
     cpu = round(time.process_time() - cpu, 2)
-    return {"code": code, "accepted": accepted, "seconds": seconds, "cpu": cpu, "megabytes": megabytes}
+    return {
+        "code": code,
+        "accepted": accepted,
+        "seconds": seconds,
+        "cpu": cpu,
+        "megabytes": megabytes,
+    }
 
 
 def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -> int:
@@ -187,7 +215,9 @@ def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -
         answer = run(case, outputs)
         os.chdir(world.cwd)
         after = world.listing()
-        changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+        changed = [
+            name for name in sorted({*before, *after}) if before.get(name) != after.get(name)
+        ]
         print(json.dumps({**answer, "changed": changed}), file=answers, flush=True)
     return FULL
 
@@ -209,15 +239,27 @@ def forked(work: Callable[[], int]) -> int:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    for name in (*(f"cli.{name}" for name in COMMANDS), "training.run", "training.plan", "inference.generate"):
+    for name in (
+        *(f"cli.{name}" for name in COMMANDS),
+        "training.run",
+        "training.plan",
+        "inference.generate",
+    ):
         importlib.import_module(f"mingpt_ddp.{name}")
     stop_before_training()
     world = World(Path(sys.argv[1]))
-    forked(lambda: world.make() or 0)  # not here: the threads of libraries would not outlive the next fork
+    # not here: the threads of libraries would not outlive the next fork
+    forked(lambda: world.make() or 0)
     gc.freeze()
     while status := forked(lambda: serve(world, os.fdopen(os.dup(0)), answers)):
         if status != FULL:
-            ended = {"code": status, "accepted": False, "seconds": HANG_S, "megabytes": 0, "changed": []}
+            ended = {
+                "code": status,
+                "accepted": False,
+                "seconds": HANG_S,
+                "megabytes": 0,
+                "changed": [],
+            }
             print(json.dumps(ended), file=answers, flush=True)
 
 

@@ -1,4 +1,6 @@
-"""The working directory of the cases: what each does to it before its command, and whether it has changed."""
+"""The working directory of the cases: what each does to it before its command, and whether it has
+changed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,10 @@ def sign(name: str) -> None:
     for path in sorted(Path(name).iterdir()) if Path(name).is_dir() else ():
         if path.name != MANIFEST and path.is_file() and path.stat().st_size < 1 << 30:
             content = path.read_bytes() if not path.is_symlink() else b""
-            files[path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            files[path.name] = {
+                "bytes": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
     if files:
         Path(name, MANIFEST).write_bytes(encode_manifest(4, files))
 
@@ -55,14 +60,22 @@ STEPS = {"copy": copy, "replace": replace, "truncate": truncate, "edit": edit_fi
 
 
 def listing(root: Path, *names: str) -> dict[str, Any]:
-    """Return what tells whether something has been written below `root`: the kind, size and time of each file."""
+    """Return what tells whether something has been written below `root`: the kind, size and time of
+    each file.
+    """
     found: dict[str, Any] = {}
-    for at, directories, files in itertools.chain.from_iterable(os.walk(root / name) for name in names):
+    for at, directories, files in itertools.chain.from_iterable(
+        os.walk(root / name) for name in names
+    ):
         for name in directories:
             found[os.path.relpath(os.path.join(at, name), root)] = "directory"
         for name in files:
             status = os.lstat(os.path.join(at, name))
-            found[os.path.relpath(os.path.join(at, name), root)] = status.st_mode, status.st_size, status.st_mtime_ns
+            found[os.path.relpath(os.path.join(at, name), root)] = (
+                status.st_mode,
+                status.st_size,
+                status.st_mtime_ns,
+            )
     return found
 
 
@@ -87,7 +100,12 @@ class World:
 
     def restore(self) -> None:
         """Remove what a case has made and written."""
-        for path in (*self.cache.iterdir(), *self.tmp.iterdir(), *self.cwd.glob("mutant*"), *self.cwd.glob("outputs")):
+        for path in (
+            *self.cache.iterdir(),
+            *self.tmp.iterdir(),
+            *self.cwd.glob("mutant*"),
+            *self.cwd.glob("outputs"),
+        ):
             remove(path)
         if not self.pristine or listing(self.directory, "cwd") != self.pristine:
             remove(self.cwd)

@@ -15,4 +15,6 @@ def pytest_runtest_teardown(item):
         from mutmut.state import state
 
         functions = json.loads(Path(f"{MODULE}.meta").read_text())["hash_by_function_name"]
-        state()._stats |= {f"{MODULE.with_suffix('')}.{name}".replace("/", ".") for name in functions}
+        state()._stats |= {
+            f"{MODULE.with_suffix('')}.{name}".replace("/", ".") for name in functions
+        }

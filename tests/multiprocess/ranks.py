@@ -1,7 +1,9 @@
-"""Ranks in processes of their own, which form a process group with the Runtime of the package, over gloo.
+"""Ranks in processes of their own, which form a process group with the Runtime of the package, over
+gloo.
 
-A test passes a function of its module; every rank calls it with the same keyword arguments, and its return value comes
-back as JSON. A fork server that has imported torch once forks the processes, so that they start quickly.
+A test passes a function of its module; every rank calls it with the same keyword arguments, and its
+return value comes back as JSON. A fork server that has imported torch once forks the processes, so
+that they start quickly.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from mingpt_ddp.config.hydra_utils import config_directory
 
 processes = multiprocessing.get_context("forkserver")
 # torch imports the latter two eventually.
-processes.set_forkserver_preload(["mingpt_ddp.training.run", "torch._inductor.config", "torch.utils.tensorboard"])
+processes.set_forkserver_preload(
+    ["mingpt_ddp.training.run", "torch._inductor.config", "torch.utils.tensorboard"]
+)
 
 
 def configure(*overrides: str) -> dict[str, Any]:
@@ -53,7 +57,10 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
 
 
 class Ranks:
-    """Some or all ranks of a running job; those still alive at the end of the `with` block are killed."""
+    """Some or all ranks of a running job.
+
+    Those still alive at the end of the `with` block are killed.
+    """
 
     def __init__(
         self,
@@ -69,7 +76,8 @@ class Ranks:
         Args:
             directory: for the results and the output of the ranks.
             port: of the key-value store of the job on this machine; by default a free one.
-            agent: the store exists already and outlives the ranks, like that of an elastic agent; else rank 0 hosts it.
+            agent: the store exists already and outlives the ranks, like that of an elastic agent;
+                else rank 0 hosts it.
             only: the ranks to start, by default all.
         """
         directory.mkdir(parents=True, exist_ok=True)
@@ -80,9 +88,14 @@ class Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": str(agent),
         }
         call = (inspect.getfile(work), work.__name__, arguments)
-        self.outputs = {rank: directory / f"rank{rank}" for rank in (range(world_size) if only is None else only)}
+        self.outputs = {
+            rank: directory / f"rank{rank}"
+            for rank in (range(world_size) if only is None else only)
+        }
         self.processes = {
-            rank: processes.Process(target=_run_rank, args=({**job, "RANK": str(rank)}, output, *call), daemon=True)
+            rank: processes.Process(
+                target=_run_rank, args=({**job, "RANK": str(rank)}, output, *call), daemon=True
+            )
             for rank, output in self.outputs.items()
         }
         for process in self.processes.values():
@@ -91,7 +104,12 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.kill(*self.processes)
 
     def kill(self, *ranks: int) -> None:
@@ -102,7 +120,9 @@ class Ranks:
             self.processes[rank].join()
 
     def printed(self) -> str:
-        return "\n".join(f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items())
+        return "\n".join(
+            f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items()
+        )
 
     def results(self, timeout: float = 120) -> list[Any]:
         """Return the results of all ranks, once all have exited with 0."""
@@ -116,16 +136,22 @@ class Ranks:
         codes = {rank: process.exitcode for rank, process in self.processes.items()}
         self.kill(*self.processes)
         assert set(codes.values()) == {0}, f"exit codes {codes}\n{self.printed()}"
-        return [json.loads(output.with_suffix(".json").read_text()) for output in self.outputs.values()]
+        return [
+            json.loads(output.with_suffix(".json").read_text()) for output in self.outputs.values()
+        ]
 
 
-def run_ranks(world_size: int, work: Callable[..., Any], directory: Path, **arguments: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, work: Callable[..., Any], directory: Path, **arguments: Any
+) -> list[Any]:
     """Run `work` on every rank; return the results in rank order."""
     with Ranks(world_size, work, directory, **arguments) as ranks:
         return ranks.results()
 
 
-def _run_rank(environment: dict[str, str], output: Path, file: str, name: str, arguments: dict[str, Any]) -> None:
+def _run_rank(
+    environment: dict[str, str], output: Path, file: str, name: str, arguments: dict[str, Any]
+) -> None:
     """Run the function of a rank in its process."""
     import torch
 

@@ -29,10 +29,17 @@ from mingpt_ddp.training import trainer
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
-SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=3", "trainer.max_steps=14", "trainer.eval_every=null"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    "trainer.micro_batch_size=3",
+    "trainer.max_steps=14",
+    "trainer.eval_every=null",
+]
 SETTINGS += ["snapshot.keep_last=100", "snapshot.keep_best=false"]
 
-# Name -> overrides, and the anomaly in micro-batch 1 (of rank 1, if there are two ranks) with its steps.
+# Name -> overrides, and the anomaly in micro-batch 1 (of rank 1, if there are two ranks) with its
+# steps.
 JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "uninterrupted": ([], {}),
     "stop": ([], {"kind": "loss", "steps": [6]}),
@@ -41,8 +48,14 @@ JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "skip": (["trainer.on_nonfinite=skip"], {"kind": "loss", "steps": [6]}),
     "skip gradient": (["trainer.on_nonfinite=skip"], {"kind": "gradient", "steps": [6]}),
     "rollback": (["trainer.on_nonfinite=rollback"], {"kind": "loss", "steps": [6]}),
-    "rollback without a snapshot": (["trainer.on_nonfinite=rollback"], {"kind": "loss", "steps": [2]}),
-    "spike": (["trainer.on_nonfinite=skip", "trainer.spike_factor=3"], {"kind": "spike", "steps": [6]}),
+    "rollback without a snapshot": (
+        ["trainer.on_nonfinite=rollback"],
+        {"kind": "loss", "steps": [2]},
+    ),
+    "spike": (
+        ["trainer.on_nonfinite=skip", "trainer.spike_factor=3"],
+        {"kind": "spike", "steps": [6]},
+    ),
     "skip, all bad": (
         ["trainer.on_nonfinite=skip", "trainer.max_steps=30"],
         {"kind": "loss", "steps": [*range(6, 31)]},
@@ -77,7 +90,9 @@ def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
             return loss * torch.nan
         if kind == "spike":
             return loss * 50
-        parameter = next(p for name, p in self.named_parameters() if name == anomalous_parameter(self))
+        parameter = next(
+            p for name, p in self.named_parameters() if name == anomalous_parameter(self)
+        )
         return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
 
     train_step.TrainStep._forward_backward, GPT.forward = record_position, forward_with_anomaly
@@ -92,8 +107,13 @@ def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(values)).hexdigest()
 
 
-def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train one run after the other; return the error, or the digest of the final weights of this rank, by run."""
+def train_all(
+    configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Train one run after the other.
+
+    Return the error, or the digest of the final weights of this rank, by run.
+    """
     # The watchdog would keep the store of a failed run open, whose port the next one needs.
     trainer.Watchdog = lambda *args: types.SimpleNamespace(stop=lambda: None)
     originals = train_step.TrainStep._forward_backward, GPT.forward
@@ -109,7 +129,8 @@ def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str,
     for job, (name, values) in enumerate(configs.items()):
         if anomalies[name]:
             inject_anomaly(**anomalies[name])
-        # The TensorBoard writer sleeps for a second so that event files get distinct names: too slow for so many.
+        # The TensorBoard writer sleeps for a second so that event files get distinct names: too
+        # slow for so many.
         no_sleep = types.SimpleNamespace(sleep=lambda _: None)
         tensorboard.time = no_sleep if name == "rollback, all bad" else time
         config = from_mapping(values)
@@ -128,15 +149,22 @@ def train_all(configs: dict[str, dict[str, Any]], anomalies: dict[str, dict[str,
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return, for a number of ranks, the outcomes of all runs by rank, and the directory of the runs."""
+    """Return, for a number of ranks, the outcomes of all runs by rank, and the directory of the
+    runs.
+    """
     top = tmp_path_factory.mktemp("anomaly")
 
     @functools.cache
     def start(ranks: int) -> tuple[list[dict[str, Any]], Path]:
         root = top / f"ranks{ranks}"
-        configs = {n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}") for n, (o, _) in JOBS.items()}
+        configs = {
+            n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}")
+            for n, (o, _) in JOBS.items()
+        }
         anomalies = {name: what for name, (_, what) in JOBS.items()}
-        return run_ranks(ranks, train_all, root / "ranks", configs=configs, anomalies=anomalies), root
+        return run_ranks(
+            ranks, train_all, root / "ranks", configs=configs, anomalies=anomalies
+        ), root
 
     return start
 
@@ -179,7 +207,11 @@ def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
 
 def curve(trained, ranks: int, name: str) -> dict[int, float]:
     directory = trained(ranks)[1] / slug(name) / "tensorboard" / "rank0"
-    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload().Scalars("train/loss")
+    events = (
+        EventAccumulator(str(directory), size_guidance={"scalars": 0})
+        .Reload()
+        .Scalars("train/loss")
+    )
     steps = [event.step for event in events]
     assert steps == sorted(set(steps)), "a step is duplicated"
     return {event.step: event.value for event in events}
@@ -187,14 +219,24 @@ def curve(trained, ranks: int, name: str) -> dict[int, float]:
 
 def test_a_nonfinite_loss_stops_all_ranks(trained, ranks):
     error = error_on_all_ranks(trained, ranks, "stop")
-    assert error.startswith("TrainingError: training error: step 6 has loss nan and gradient norm nan ")
+    assert error.startswith(
+        "TrainingError: training error: step 6 has loss nan and gradient norm nan "
+    )
     assert f"(rank {ranks - 1}: the loss of micro-batch 1)" in error
     assert committed(trained(ranks)[1] / "stop") == [4]
-    assert max_difference(weights(trained, ranks, "stop", 4), weights(trained, ranks, "uninterrupted", 4)) == 0
+    assert (
+        max_difference(
+            weights(trained, ranks, "stop", 4), weights(trained, ranks, "uninterrupted", 4)
+        )
+        == 0
+    )
 
 
 def test_a_nonfinite_gradient_is_attributed_to_its_parameter(trained, ranks):
-    error, parameter = error_on_all_ranks(trained, ranks, "gradient"), trained(ranks)[0][0]["parameter"]
+    error, parameter = (
+        error_on_all_ranks(trained, ranks, "gradient"),
+        trained(ranks)[0][0]["parameter"],
+    )
     assert "gradient norm nan" in error
     assert "loss nan" not in error
     assert f"(rank {ranks - 1}: the gradient of {parameter} in micro-batch 1)" in error
@@ -207,19 +249,25 @@ def test_an_anomaly_that_does_not_recur_is_attributed_to_the_hardware(trained, r
     assert "suspect the hardware" in error
 
 
-@pytest.mark.parametrize("name", ["skip", "skip gradient", "spike", "rollback", "rollback without a snapshot"])
+@pytest.mark.parametrize(
+    "name", ["skip", "skip gradient", "spike", "rollback", "rollback without a snapshot"]
+)
 def test_a_skipped_step_keeps_all_ranks_equal(trained, name):
     for ranks in (1, 2):
         check_equal_on_all_ranks(trained, ranks, name)
     assert max_difference(weights(trained, 1, name), weights(trained, 2, name)) < 1e-6
-    assert max_difference(weights(trained, 1, name), weights(trained, 1, "uninterrupted")) > 1e-5, "the step was taken"
+    assert max_difference(weights(trained, 1, name), weights(trained, 1, "uninterrupted")) > 1e-5, (
+        "the step was taken"
+    )
     assert all(tensor.isfinite().all() for tensor in weights(trained, 2, name).values())
 
 
 def test_skip_and_rollback_give_the_same_weights(trained, ranks):
     """Rolling back and repeating the steps before the anomaly equals skipping it."""
     for name in ("skip gradient", "spike", "rollback"):
-        assert max_difference(weights(trained, ranks, name), weights(trained, ranks, "skip")) == 0, name
+        assert (
+            max_difference(weights(trained, ranks, name), weights(trained, ranks, "skip")) == 0
+        ), name
 
 
 def test_rollback(trained, ranks):
@@ -241,7 +289,9 @@ def test_the_curve_has_every_step_once(trained, ranks, name):
     uninterrupted = curve(trained, ranks, "uninterrupted")
     assert all(points[step] == uninterrupted[step] for step in range(1, 6))
     history = read_history(trained(ranks)[1] / name / METRICS)
-    assert history.series("train_loss") == [(step, pytest.approx(value)) for step, value in points.items()]
+    assert history.series("train_loss") == [
+        (step, pytest.approx(value)) for step, value in points.items()
+    ]
     assert (history.faults, history.rollbacks) == (0, int(name == "rollback"))
 
 

@@ -1,4 +1,6 @@
-"""Asynchronous snapshots, sharded over the ranks: their contents, and failures while they are written."""
+"""Asynchronous snapshots, sharded over the ranks: their contents, and failures while they are
+written.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def settings(root: Path, name: str, *overrides: str) -> dict[str, Any]:
 
 def digest(tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
     content = [
-        f"{kind} {name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.detach().contiguous().numpy().tobytes()
+        f"{kind} {name} {tensor.dtype} {list(tensor.shape)}".encode()
+        + tensor.detach().contiguous().numpy().tobytes()
         for kind, named in sorted(tensors.items())
         for name, tensor in sorted(named.items())
     ]
@@ -59,10 +62,11 @@ def train(
 
     Args:
         part: bytes below which the tensors are not sharded.
-        lag: a file is written only when training is this many steps ahead; copies to the staging buffer are slow too.
+        lag: a file is written only when training is this many steps ahead; copies to the staging
+            buffer are slow too.
         fail: by rank, the steps whose files cannot be written.
-        hang: rank, step and file: in its first snapshot from this step on, the rank writes one file, writes the step
-            of the snapshot to `file`, and hangs.
+        hang: rank, step and file: in its first snapshot from this step on, the rank writes one
+            file, writes the step of the snapshot to `file`, and hangs.
         replace_at: at this step, a file replaces the directory of the snapshots.
     """
     format.MIN_SHARD_BYTES = part
@@ -100,7 +104,9 @@ def train(
         report["writes"].append([number, current["step"]])
         return files
 
-    def restore(found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> Any:
+    def restore(
+        found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any
+    ) -> Any:
         state = original_restore(found, model, optimizer, *others)
         tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
         report["restored"] = [found.step, digest(tensors)]
@@ -132,11 +138,15 @@ def train(
 
 
 def files(run: Path, step: int) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (run / "snapshots" / f"step_{step:08d}").iterdir()}
+    return {
+        path.name: path.read_bytes() for path in (run / "snapshots" / f"step_{step:08d}").iterdir()
+    }
 
 
 def tensor_files(run: Path, step: int) -> dict[str, bytes]:
-    return {name: content for name, content in files(run, step).items() if name.endswith(".safetensors")}
+    return {
+        name: content for name, content in files(run, step).items() if name.endswith(".safetensors")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +173,16 @@ def synchronous(root):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_rank_writes_a_shard(ranks, root, synchronous):
-    names = {f"{kind}-{i + 1:05d}-of-{ranks:05d}.safetensors" for kind in ("model", "optimizer") for i in range(ranks)}
+    names = {
+        f"{kind}-{i + 1:05d}-of-{ranks:05d}.safetensors"
+        for kind in ("model", "optimizer")
+        for i in range(ranks)
+    }
     found = files(synchronous(ranks), 4)
     assert found.keys() == {*names, "state.json", "manifest.json"}
-    shares = [sum(len(c) for name, c in found.items() if f"-{i + 1:05d}-of" in name) for i in range(ranks)]
+    shares = [
+        sum(len(c) for name, c in found.items() if f"-{i + 1:05d}-of" in name) for i in range(ranks)
+    ]
     assert max(shares) < 1.5 * min(shares)
 
 
@@ -188,20 +204,29 @@ def test_small_tensors_are_not_sharded(root, synchronous):
     values = settings(root, "whole", "trainer.max_steps=4", f"optimizer.schedule_steps={STEPS}")
     run_ranks(2, train, root / "ranks" / "whole", values=values, part=1 << 24)
     assert tensor_files(root / "whole", 4).keys() == {"model.safetensors", "optimizer.safetensors"}
-    one, other = (SnapshotStore(str(run / "snapshots")).read(4) for run in (root / "whole", synchronous(2)))
-    assert digest({"m": one.model, "o": one.optimizer}) == digest({"m": other.model, "o": other.optimizer})
+    one, other = (
+        SnapshotStore(str(run / "snapshots")).read(4) for run in (root / "whole", synchronous(2))
+    )
+    assert digest({"m": one.model, "o": one.optimizer}) == digest(
+        {"m": other.model, "o": other.optimizer}
+    )
 
 
 @pytest.fixture(scope="module")
 def slow_storage(root):
-    """Return, for a number of ranks, a run and its reports; training is seven steps ahead of every write."""
+    """Return, for a number of ranks, a run and its reports; training is seven steps ahead of every
+    write.
+    """
     done: dict[int, tuple[Path, list[dict[str, Any]]]] = {}
 
     def get(ranks: int) -> tuple[Path, list[dict[str, Any]]]:
         if ranks not in done:
             name = f"slow{ranks}"
             values = settings(root, name, "snapshot.every_steps=3")
-            done[ranks] = root / name, run_ranks(ranks, train, root / "ranks" / name, values=values, lag=7)
+            done[ranks] = (
+                root / name,
+                run_ranks(ranks, train, root / "ranks" / name, values=values, lag=7),
+            )
         return done[ranks]
 
     return get
@@ -221,7 +246,9 @@ def test_a_snapshot_is_the_state_of_its_step(ranks, slow_storage, synchronous):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_does_not_wait_for_slow_storage(ranks, slow_storage):
-    """Snapshots that are due meanwhile are postponed, and the newest state is saved as soon as possible."""
+    """Snapshots that are due meanwhile are postponed, and the newest state is saved as soon as
+    possible.
+    """
     run, outcomes = slow_storage(ranks)
     for outcome in outcomes:
         lags = [ahead - step for step, ahead in outcome["writes"] if step + 7 <= STEPS]
@@ -235,7 +262,9 @@ def test_training_does_not_wait_for_slow_storage(ranks, slow_storage):
 def test_staging_buffers_are_reused(ranks, slow_storage):
     run, outcomes = slow_storage(ranks)
     assert len(committed(run)) > 2
-    assert [outcome["buffers"] for outcome in outcomes] == [2] * ranks, "one buffer each for model and optimizer"
+    assert [outcome["buffers"] for outcome in outcomes] == [2] * ranks, (
+        "one buffer each for model and optimizer"
+    )
 
 
 # Failures
@@ -262,7 +291,10 @@ def test_one_failure_is_reported_and_training_continues(root, synchronous):
 def test_failures_in_a_row_end_the_run_on_all_ranks(root):
     values = settings(root, "always", "snapshot.every_steps=4", "snapshot.max_failures=1")
     fail = {"1": list(range(8, STEPS + 1))}
-    errors = [outcome["error"] for outcome in run_ranks(2, train, root / "ranks" / "always", values=values, fail=fail)]
+    errors = [
+        outcome["error"]
+        for outcome in run_ranks(2, train, root / "ranks" / "always", values=values, fail=fail)
+    ]
     assert errors[0] == errors[1]
     assert "StorageUnusableError" in errors[0]  # the disk is full: a restart would fail too
     assert "cannot write the snapshot of step 12" in errors[0]
@@ -279,7 +311,9 @@ def test_a_snapshot_directory_that_disappears(root):
     assert "Not a directory, 3 times in a row" in outcome["error"]
     run = root / "gone"
     assert len(warnings(run)) == 2
-    assert sorted(path.parent.name for path in run.glob("moved/*/manifest.json")) == ["step_00000004"]
+    assert sorted(path.parent.name for path in run.glob("moved/*/manifest.json")) == [
+        "step_00000004"
+    ]
 
 
 def test_a_kill_during_a_write_keeps_the_older_snapshot(root, synchronous):

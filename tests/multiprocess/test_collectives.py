@@ -19,7 +19,8 @@ from mingpt_ddp.metrics.meters import Meter
 from multiprocess.ranks import configure, run_ranks
 
 WORLD = 3
-VALUES = [None, "ä€😀" * 50, {"list": [1, 2.5, True], "of": "rank 2"}]  # of a different length on every rank
+# of a different length on every rank
+VALUES = [None, "ä€😀" * 50, {"list": [1, 2.5, True], "of": "rank 2"}]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -42,7 +43,9 @@ def is_preserved(received: dict[str, torch.Tensor]) -> dict[str, bool]:
     }
 
 
-def call_on_rank_zero(runtime: Runtime, error: Exception | None, worker: int = 0, per_node: bool = False) -> list[str]:
+def call_on_rank_zero(
+    runtime: Runtime, error: Exception | None, worker: int = 0, per_node: bool = False
+) -> list[str]:
     """Call `run_on_rank_zero`; return its value, or the class and message of its error."""
 
     def work() -> str:
@@ -82,7 +85,9 @@ def heartbeat_while_blocked(runtime: Runtime) -> list[dict[str, Any]]:
 
 
 def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
-    """Gather in the snapshot thread and in the training thread: rank 0 in this order, the others in the reverse."""
+    """Gather in the snapshot thread and in the training thread: rank 0 in this order, the others in
+    the reverse.
+    """
     group, values = runtime.group, {}
 
     def save() -> None:
@@ -117,7 +122,9 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         "async": runtime.group.all_gather_async(torch.tensor([rank, 10 * rank]))().tolist(),
         "all_gather": runtime.group.all_gather(VALUES[rank]),
         "all_reduce": runtime.group.all_reduce(torch.tensor([rank + 1.0, 10.0**rank])).tolist(),
-        "broadcast": is_preserved(runtime.group.broadcast_tensors(tensors() if rank == 0 else None)),
+        "broadcast": is_preserved(
+            runtime.group.broadcast_tensors(tensors() if rank == 0 else None)
+        ),
         "rank_zero": call_on_rank_zero(runtime, None),
         "data error": call_on_rank_zero(runtime, DataError("no text\nat  all")),
         "run error": call_on_rank_zero(runtime, RunError("busy")),
@@ -125,14 +132,21 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     }
     if rank == 2:  # from here on as the first rank of a second node
         object.__setattr__(runtime.group.env, "local_rank", 0)
-    observed["node error"] = call_on_rank_zero(runtime, DataError("node 2 has no disk"), worker=2, per_node=True)
+    observed["node error"] = call_on_rank_zero(
+        runtime, DataError("node 2 has no disk"), worker=2, per_node=True
+    )
     meter = Meter(runtime, 1, "tokens")
     for loss in (1.0, 2.0):
         meter.record({"loss": torch.tensor(loss * (rank + 1))}, torch.tensor(0.0), 0.0)
     state = meter.state()
     resumed = Meter(runtime, 1, "tokens")
     resumed.load_state(*state)
-    observed["meter"] = [state[0]["loss"], state[1], meter.read()["train/loss"], resumed.read()["train/loss"]]
+    observed["meter"] = [
+        state[0]["loss"],
+        state[1],
+        meter.read()["train/loss"],
+        resumed.read()["train/loss"],
+    ]
     if rank == 1:
         runtime.group.report_failure("out of memory")
     observed["failure"] = vars(runtime.group.reported_failure(wait_s=10))
@@ -145,7 +159,9 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory) -> dict[str, list[Any]]:
     """Results by key, then by rank."""
-    results = run_ranks(WORLD, call_collectives, tmp_path_factory.mktemp("ranks"), config=configure())
+    results = run_ranks(
+        WORLD, call_collectives, tmp_path_factory.mktemp("ranks"), config=configure()
+    )
     return {key: [result[key] for result in results] for key in results[0]}
 
 
@@ -166,7 +182,11 @@ def test_the_heartbeat_tells_who_waits(observed):
     assert [beat["activity"] for beat in blocked + after] == ["evaluating"] * 2 * WORLD
     assert [beat["waiting"] for beat in blocked] == [True, False, True]
     assert [beat["waiting"] for beat in after] == [False] * WORLD
-    assert [late["count"] - early["count"] for early, late in zip(blocked, after, strict=True)] == [1, 2, 1]
+    assert [late["count"] - early["count"] for early, late in zip(blocked, after, strict=True)] == [
+        1,
+        2,
+        1,
+    ]
 
 
 def test_the_transport_is_named(observed):
@@ -179,7 +199,11 @@ def test_the_first_value_is_kept(observed):
 
 
 def test_two_threads_gather_in_any_order(observed):
-    expected = {"snapshot": ["snapshot"] * WORLD, "training": ["training"] * WORLD, "rank zero": "rank zero"}
+    expected = {
+        "snapshot": ["snapshot"] * WORLD,
+        "training": ["training"] * WORLD,
+        "rank zero": "rank zero",
+    }
     assert observed["threads"] == [expected] * WORLD
 
 
@@ -250,7 +274,9 @@ def in_copies(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_ranks_of_a_copy_decide_alike(tmp_path):
-    for rank, found in enumerate(run_ranks(4, in_copies, tmp_path, config=configure("ddp.tensor_parallel=2"))):
+    for rank, found in enumerate(
+        run_ranks(4, in_copies, tmp_path, config=configure("ddp.tensor_parallel=2"))
+    ):
         first, second = rank < 2, rank >= 2
         assert found == {
             "copy": [first, first, second, second],
@@ -275,7 +301,10 @@ def failing_jobs(config: dict[str, Any], messages: list[str]) -> list[bool]:
 def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
     """Then the next job has a process group of its own."""
     messages = ["no text", "rank {} has no text", "no text"]
-    assert run_ranks(2, failing_jobs, tmp_path, config=configure(), messages=messages) == [[True, False, True]] * 2
+    assert (
+        run_ranks(2, failing_jobs, tmp_path, config=configure(), messages=messages)
+        == [[True, False, True]] * 2
+    )
 
 
 def one_rank_fails(config: dict[str, Any]) -> bool:
@@ -303,7 +332,10 @@ def one_process(config: dict[str, Any]) -> dict[str, Any]:
         "transport": runtime.group.transport,
         "in copy": [runtime.group.any_in_copy(flag) for flag in (True, False)],
         "get_or_set": runtime.group.get_or_set("name", lambda: "made"),
-        "failure": [runtime.group.report_failure("no text"), runtime.group.reported_failure(wait_s=0)],
+        "failure": [
+            runtime.group.report_failure("no text"),
+            runtime.group.reported_failure(wait_s=0),
+        ],
         "all failed": runtime.group.have_all_failed("no text"),
         "group": torch.distributed.is_initialized(),
     }

@@ -32,7 +32,12 @@ from mingpt_ddp.training.run import run
 from multiprocess.ranks import Ranks, configure, run_ranks
 
 STEPS = 8
-SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=2", f"optimizer.schedule_steps={STEPS}"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    "trainer.micro_batch_size=2",
+    f"optimizer.schedule_steps={STEPS}",
+]
 SETTINGS += ["trainer.eval_every=3", "snapshot.every_steps=null", "snapshot.keep_last=100"]
 GLOO = "ddp=gloo"
 # Overrides, the steps at which the job ends (and is resumed), and the world sizes, by name.
@@ -62,9 +67,12 @@ class JobPatch:
     def __init__(self, name: str, limit: int) -> None:
         self.patch = pytest.MonkeyPatch()
         if "later not" in name and limit == STEPS:
-            self.patch.setattr(shared_memory, "_machine", lambda: None)  # as if sockets had no abstract names
+            # as if sockets had no abstract names
+            self.patch.setattr(shared_memory, "_machine", lambda: None)
         if "nonfinite" in name:
-            self.patch.setattr(GPT, "forward", self.inject_nonfinite_loss(GPT.forward, nonfinite_step=3))
+            self.patch.setattr(
+                GPT, "forward", self.inject_nonfinite_loss(GPT.forward, nonfinite_step=3)
+            )
 
     @staticmethod
     def inject_nonfinite_loss(forward: Any, nonfinite_step: int) -> Any:
@@ -110,7 +118,8 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return outcomes
 
 
-Trained: TypeAlias = tuple[int, list[dict[str, Any]], Path]  # world size, results by rank, directory of the runs
+# world size, results by rank, directory of the runs
+Trained: TypeAlias = tuple[int, list[dict[str, Any]], Path]
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +128,10 @@ def start(tmp_path_factory) -> Callable[[int], Trained]:
     def train(world: int) -> Trained:
         root = tmp_path_factory.mktemp(f"ranks{world}")
         jobs = {name: options for name, (options, _, worlds) in JOBS.items() if world in worlds}
-        configs = {n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}") for n, o in jobs.items()}
+        configs = {
+            n: configure(*SETTINGS, *o, f"run.root={root}", f"run.name={slug(n)}")
+            for n, o in jobs.items()
+        }
         with Ranks(world, train_all, root / "ranks", configs=configs) as ranks:
             return world, ranks.results(timeout=280), root
 
@@ -168,7 +180,9 @@ def same_bytes(trained, one: str, other: str) -> bool:
 
 
 def test_all_ranks_return_the_same_loss(trained):
-    losses = [{name: outcome["loss"] for name, outcome in outcomes.items()} for outcomes in trained[1]]
+    losses = [
+        {name: outcome["loss"] for name, outcome in outcomes.items()} for outcomes in trained[1]
+    ]
     assert losses == [losses[0]] * trained[0]
 
 
@@ -179,9 +193,14 @@ def test_ranks_on_one_machine_share_memory_unless_gloo_is_wanted(trained):
         assert not outcomes["gloo"]["shared"]
 
 
-@pytest.mark.parametrize("job_name", ["gloo", "static", "static, shared", "unused", "small buckets", "ring"])
+@pytest.mark.parametrize(
+    "job_name", ["gloo", "static", "static, shared", "unused", "small buckets", "ring"]
+)
 def test_every_exact_transport_gives_the_same_bits_on_two_ranks(two, job_name):
-    """A sum of two does not depend on the order. The steps accumulate micro-batches, with evaluations in between."""
+    """A sum of two does not depend on the order.
+
+    The steps accumulate micro-batches, with evaluations in between.
+    """
     assert same_bytes(two, "shared", job_name)
 
 
@@ -231,7 +250,9 @@ def test_the_bucket_size_determines_the_order_of_additions(three):
 
 
 def destroy_group_before_model(config: dict[str, Any]) -> int:
-    """Drop the last reference to DDP while gloo threads wait for the GIL to free the tensors of collectives."""
+    """Drop the last reference to DDP while gloo threads wait for the GIL to free the tensors of
+    collectives.
+    """
     rounds = 5
     for job in range(rounds):
         runtime = Runtime(from_mapping(config), read_env(), job)
@@ -262,7 +283,9 @@ def wait_for_lost_peer(config: dict[str, Any]) -> str:
     assert shared_memory is not None
     shared_memory.send_all(b"unread", skip=True)
     shared_memory.send_all(bytes([runtime.group.rank]))
-    assert shared_memory.recv_all(1) == {other: bytes([other]) for other in range(3) if other != runtime.group.rank}
+    assert shared_memory.recv_all(1) == {
+        other: bytes([other]) for other in range(3) if other != runtime.group.rank
+    }
     memory = shared_memory.allocate(100)
     memory[runtime.group.rank][:] = runtime.group.rank + 1
     runtime.group.barrier()
@@ -284,7 +307,9 @@ def wait_for_lost_peer(config: dict[str, Any]) -> str:
 
 def test_a_silent_or_disconnected_peer_is_named(tmp_path):
     results = run_ranks(3, wait_for_lost_peer, tmp_path, config=configure())
-    assert results == ["rank 2 has sent nothing for 1 s; rank 2 has closed its connection"] * 2 + [""]
+    assert results == ["rank 2 has sent nothing for 1 s; rank 2 has closed its connection"] * 2 + [
+        ""
+    ]
 
 
 def test_ranks_on_different_machines_are_not_connected():
@@ -300,7 +325,8 @@ def test_another_user_cannot_impersonate_a_rank():
     """Every user of the machine can list the names of the sockets."""
     names, barrier = {}, threading.Barrier(2)
     script = (
-        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(chr(0) + sys.argv[1]);"
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        "s.connect(chr(0) + sys.argv[1]);"
         "s.sendall((1).to_bytes(4, 'little'))"
     )
 
@@ -309,7 +335,9 @@ def test_another_user_cannot_impersonate_a_rank():
             names[rank] = value
             barrier.wait()
             if rank == 1:
-                subprocess.run([sys.executable, "-c", script, names[0][1].removeprefix("\0")], check=True)
+                subprocess.run(
+                    [sys.executable, "-c", script, names[0][1].removeprefix("\0")], check=True
+                )
             return [names[0], names[1]]
 
         return connect_local_ranks(rank, all_gather, timeout_s=30)
@@ -323,8 +351,14 @@ def test_another_user_cannot_impersonate_a_rank():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["ddp.comm_hook=powersgd"], "ddp.comm_hook=powersgd must be one of none, fp16, bf16, ring$"),
-        (["ddp.comm_hook=rnig"], "ddp.comm_hook=rnig must be one of none, fp16, bf16, ring; did you mean ring\\?$"),
+        (
+            ["ddp.comm_hook=powersgd"],
+            "ddp.comm_hook=powersgd must be one of none, fp16, bf16, ring$",
+        ),
+        (
+            ["ddp.comm_hook=rnig"],
+            "ddp.comm_hook=rnig must be one of none, fp16, bf16, ring; did you mean ring\\?$",
+        ),
         (["+ddp.powersgd_rank=4"], "ddp.powersgd_rank is not a key"),
         (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs 16-bit all-reduce"),
         (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0.0 must be greater than 0"),

@@ -26,9 +26,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
-    """Return validation loss and number of graphs of each run; compilation after the warm-up is an error.
+    """Return validation loss and number of graphs of each run; compilation after the warm-up is an
+    error.
 
-    The backend captures graphs like inductor, but generates no code, which would take half a minute.
+    The backend captures graphs like inductor, but generates no code, which would take half a
+    minute.
     """
     from torch._dynamo.utils import counters
 
@@ -53,14 +55,21 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
     return results
 
 
-@pytest.mark.parametrize(("world_size", "recomputed"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world_size", "recomputed"), [(1, False), pytest.param(2, True, marks=pytest.mark.slow)]
+)
 def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
     """With dropout, gradient accumulation, evaluation with a short last window, and samples."""
 
     def settings(name: str, steps: int, *overrides: str) -> dict[str, Any]:
         paths = [f"run.root={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", f"run.name={name}"]
         intervals = ["trainer.eval_every=2", "trainer.sample_every=2", "optimizer.schedule_steps=6"]
-        small = ["model.n_layer=1", "model.dropout=0.1", "trainer.micro_batch_size=3", f"trainer.max_steps={steps}"]
+        small = [
+            "model.n_layer=1",
+            "model.dropout=0.1",
+            "trainer.micro_batch_size=3",
+            f"trainer.max_steps={steps}",
+        ]
         compiled = [f"trainer.activation_checkpointing={recomputed}", "trainer.compile=true"]
         return configure(*TINY, *intervals, *small, *compiled, *paths, *overrides)
 
@@ -74,7 +83,10 @@ def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
     whole, _, parts, plain = (loss for loss, _ in results[0])
     assert whole == parts
     assert whole == pytest.approx(plain, abs=1e-4)
-    files = [tmp_path / name / "snapshots" / "step_00000006" / "model.safetensors" for name in ("whole", "parts")]
+    files = [
+        tmp_path / name / "snapshots" / "step_00000006" / "model.safetensors"
+        for name in ("whole", "parts")
+    ]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert "compiled in" in (tmp_path / "whole" / "main.rank0.log").read_text()
 
@@ -92,7 +104,9 @@ def test_auto_compiles_built_in_models_on_a_gpu(monkeypatch):
     with pytest.raises(ConfigError, match="cuda_graphs needs a GPU"):
         compiling.should_compile(config("trainer.compile=cuda_graphs"), CPU)
     with monkeypatch.context() as patch:
-        patch.setattr(compiling, "is_user_defined", lambda kind, name: (kind, name) == ("model", "gpt"))
+        patch.setattr(
+            compiling, "is_user_defined", lambda kind, name: (kind, name) == ("model", "gpt")
+        )
         assert not compiling.should_compile(config(), GPU)
         assert compiling.should_compile(config("trainer.compile=true"), GPU)
     monkeypatch.setattr(compiling, "_missing_requirement", lambda device: "a compiler")
@@ -102,7 +116,9 @@ def test_auto_compiles_built_in_models_on_a_gpu(monkeypatch):
 def test_without_a_compiler(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(ConfigError, match=r"trainer.compile=true needs a compiler \(g\+\+ or clang\+\+\)"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.compile=true needs a compiler \(g\+\+ or clang\+\+\)"
+    ):
         compiling.should_compile(config("trainer.compile=true"), CPU)
 
 
@@ -118,7 +134,9 @@ def test_a_deterministic_run_makes_the_compiler_deterministic(deterministic):
     from torch._inductor import config as inductor
 
     settings = config("trainer.compile=true", f"trainer.deterministic={deterministic}")
-    SingleStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(nn.Linear(1, 1))
+    SingleStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(
+        nn.Linear(1, 1)
+    )
     assert inductor.deterministic is deterministic
 
 
@@ -130,6 +148,11 @@ class Printing(nn.Module):
 
 def test_a_graph_break_is_a_one_line_error():
     ones = torch.ones(2, 3)
-    with pytest.raises(ConfigError, match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false"):
-        compiling.check_compiles(Printing(), config("trainer.compile=true"), lambda model: model(ones, ones))
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer.compile=true: torch cannot compile the model gpt; set it to false",
+    ):
+        compiling.check_compiles(
+            Printing(), config("trainer.compile=true"), lambda model: model(ones, ones)
+        )
     torch.compiler.reset()

@@ -18,7 +18,9 @@ from multiprocess.ranks import configure, run_ranks
 
 
 def take_steps(config: dict[str, Any], sharded: bool) -> list[Any]:
-    """Return the digest of the parameters after three steps, and how many matrices this rank orthogonalized."""
+    """Return the digest of the parameters after three steps, and how many matrices this rank
+    orthogonalized.
+    """
     parsed = from_mapping(config)
     runtime = Runtime(parsed, read_env())
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,6 @@
-"""A profiled run: a trace per rank, a summary in the log of rank zero, and the bytes of the run without it."""
+"""A profiled run: a trace per rank, a summary in the log of rank zero, and the bytes of the run
+without it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from multiprocess.ranks import configure, run_ranks, train_in_turn
 
-STEPS = ["trainer.max_steps=6", "trainer.eval_every=null", "snapshot.every_steps=null", "trainer.sample_every=null"]
+STEPS = [
+    "trainer.max_steps=6",
+    "trainer.eval_every=null",
+    "snapshot.every_steps=null",
+    "trainer.sample_every=null",
+]
 # Overrides by name; `later` continues `ddp` after its window.
 RUNS = {
     "plain": [],
@@ -51,7 +58,9 @@ def steps_in(path: Path) -> set[str]:
 @pytest.mark.parametrize(("name", "steps"), [("ddp", (3, 4)), ("gloo", (5, 6)), ("fsdp", (3, 4))])
 def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
     for rank in (0, 1):
-        assert steps_in(root / name / "profile" / f"rank{rank}.json.gz") == {f"training step {step}" for step in steps}
+        assert steps_in(root / name / "profile" / f"rank{rank}.json.gz") == {
+            f"training step {step}" for step in steps
+        }
         text = (root / name / f"main.rank{rank}.log").read_text()
         assert ("profile of 2 steps" in text) == (rank == 0)
     text = (root / name / "main.rank0.log").read_text()
@@ -60,10 +69,15 @@ def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
     ).groups()
     assert 0 <= float(exposed) <= float(communication) > 0
     assert float(data) < 1e4
-    memory = re.search(r"peak memory (\S+) MiB: parameters (\S+), gradients (\S+), optimizer (\S+), activ", text)
+    memory = re.search(
+        r"peak memory (\S+) MiB: parameters (\S+), gradients (\S+), optimizer (\S+), activ", text
+    )
     assert float(memory[1]) > 0.1  # of the whole process
     assert re.search("aten::|c10d::|gloo:|FSDP", text), "the top operators"
-    assert {path.name for path in (root / name / "profile").iterdir()} == {"rank0.json.gz", "rank1.json.gz"}
+    assert {path.name for path in (root / name / "profile").iterdir()} == {
+        "rank0.json.gz",
+        "rank1.json.gz",
+    }
 
 
 def test_torch_writes_nothing_to_the_console(root):
@@ -80,6 +94,8 @@ def test_the_bytes_are_those_of_a_run_without_profile(root):
 
 def test_a_resumed_run_says_that_the_steps_are_past(root):
     text = (root / "ddp" / "main.rank0.log").read_text()
-    _, said, rest = text.partition("trainer.profile=[3,4], but this start trains steps 7 to 8: nothing is profiled")
+    _, said, rest = text.partition(
+        "trainer.profile=[3,4], but this start trains steps 7 to 8: nothing is profiled"
+    )
     assert said
     assert "profile of" not in rest

@@ -26,11 +26,15 @@ WORLD = 3
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
     """The key-value store of an elastic agent: in this process, so that it outlives every rank."""
-    yield TCPStore("127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False)
+    yield TCPStore(
+        "127.0.0.1", 0, None, is_master=True, timeout=timedelta(seconds=30), wait_for_workers=False
+    )
 
 
 def sum_over_ranks(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
-    """All-reduce over the ranks, and write the sum to a file, once or `forever`, until this rank is killed."""
+    """All-reduce over the ranks, and write the sum to a file, once or `forever`, until this rank is
+    killed.
+    """
     runtime = Runtime(from_mapping(config), read_env())
     while True:
         total: list[float] = runtime.group.all_reduce(
@@ -50,37 +54,65 @@ def all_ranks_summed(marks: Path, attempt: int):
 
 
 def test_six_restarts_after_a_kill_during_a_collective(tmp_path, store):
-    """Each attempt is killed in an all-reduce: another rank first each time, then the others, as an agent does."""
+    """Each attempt is killed in an all-reduce: another rank first each time, then the others, as an
+    agent does.
+    """
     arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
     for attempt in range(1, 7):
-        with Ranks(WORLD, sum_over_ranks, tmp_path / f"{attempt}", attempt=attempt, forever=True, **arguments) as ranks:
+        with Ranks(
+            WORLD,
+            sum_over_ranks,
+            tmp_path / f"{attempt}",
+            attempt=attempt,
+            forever=True,
+            **arguments,
+        ) as ranks:
             wait_for(all_ranks_summed(tmp_path, attempt))
             ranks.kill(attempt % WORLD)
-    with Ranks(WORLD, sum_over_ranks, tmp_path / "last", attempt=7, forever=False, **arguments) as ranks:
+    with Ranks(
+        WORLD, sum_over_ranks, tmp_path / "last", attempt=7, forever=False, **arguments
+    ) as ranks:
         assert ranks.results() == [[6.0, 2100.0]] * WORLD
 
 
 @pytest.mark.parametrize("killed", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
 def test_a_restart_after_ranks_were_killed_in_the_rendezvous(tmp_path, store, killed):
-    """They had set their hello key, or made or confirmed a proposal, and were killed before the others joined."""
+    """They had set their hello key, or made or confirmed a proposal, and were killed before the
+    others joined.
+    """
     arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
-    with Ranks(WORLD, sum_over_ranks, tmp_path / "killed", only=killed, attempt=1, forever=False, **arguments) as ranks:
+    with Ranks(
+        WORLD,
+        sum_over_ranks,
+        tmp_path / "killed",
+        only=killed,
+        attempt=1,
+        forever=False,
+        **arguments,
+    ) as ranks:
         keys = [f"mingpt_ddp/0/hello/{rank}" for rank in killed if rank > 0]
         wait_for(lambda: store.check(keys) if keys else True)
         time.sleep(0.2)  # enough for the next step of the handshake
         ranks.kill(*killed)
-    with Ranks(WORLD, sum_over_ranks, tmp_path / "new", attempt=2, forever=False, **arguments) as ranks:
+    with Ranks(
+        WORLD, sum_over_ranks, tmp_path / "new", attempt=2, forever=False, **arguments
+    ) as ranks:
         assert ranks.results() == [[6.0, 600.0]] * WORLD
 
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_rank_may_join_late(tmp_path, last):
     """Also the one that hosts the store if there is no agent."""
-    port, marks = free_port(), {"config": configure(), "marks": str(tmp_path), "attempt": 1, "forever": False}
+    port, marks = (
+        free_port(),
+        {"config": configure(), "marks": str(tmp_path), "attempt": 1, "forever": False},
+    )
     early = [rank for rank in range(WORLD) if rank != last]
     with Ranks(WORLD, sum_over_ranks, tmp_path / "early", port=port, only=early, **marks) as first:
         time.sleep(0.5)
-        with Ranks(WORLD, sum_over_ranks, tmp_path / "late", port=port, only=[last], **marks) as second:
+        with Ranks(
+            WORLD, sum_over_ranks, tmp_path / "late", port=port, only=[last], **marks
+        ) as second:
             assert second.results() == [[6.0, 300.0]]
         assert first.results() == [[6.0, 300.0]] * 2
 
@@ -96,9 +128,13 @@ def try_to_join(config: dict[str, Any]) -> str:
 def test_a_missing_rank_is_named(tmp_path, store):
     """Rank 0 knows that rank 1 has joined, and must not report it as missing."""
     config = configure("ddp.timeout_s=1")
-    with Ranks(WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config) as ranks:
+    with Ranks(
+        WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config
+    ) as ranks:
         rank_0, rank_1 = ranks.results()
-    assert rank_0.startswith("run error: rank 2 did not join in time; start all ranks, or raise ddp.timeout_s")
+    assert rank_0.startswith(
+        "run error: rank 2 did not join in time; start all ranks, or raise ddp.timeout_s"
+    )
     assert rank_1.startswith("run error: ")
 
 
@@ -111,13 +147,20 @@ def test_a_duplicate_rank_is_named(tmp_path, store, duplicate):
         wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{duplicate}"]))
         with Ranks(WORLD, try_to_join, tmp_path / "other", **options) as other:
             (first,), (second,) = one.results(), other.results()
-    assert first == f"run error: another process also has RANK={duplicate}; give every process its own rank"
+    assert (
+        first
+        == f"run error: another process also has RANK={duplicate}; give every process its own rank"
+    )
     assert second.startswith("run error: rank ")
 
 
 def test_an_unreachable_address_is_named(tmp_path):
     config = configure("ddp.timeout_s=1")
     port = free_port()
-    with Ranks(WORLD, try_to_join, tmp_path, port=port, agent=True, only=[1], config=config) as ranks:
+    with Ranks(
+        WORLD, try_to_join, tmp_path, port=port, agent=True, only=[1], config=config
+    ) as ranks:
         (message,) = ranks.results()
-    assert message.startswith(f"run error: rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: ")
+    assert message.startswith(
+        f"run error: rank 1 cannot reach MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: "
+    )

@@ -1,4 +1,6 @@
-"""The ring all-reduce: the same bits on every rank, and the sum of torch's all-reduce up to rounding."""
+"""The ring all-reduce: the same bits on every rank, and the sum of torch's all-reduce up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from multiprocess.ranks import configure, run_ranks
 
-SIZES = (1, 2, 3, 4, 5, 11, 1000, 65_537)  # some below the number of ranks, most not divisible by it
+# some below the number of ranks, most not divisible by it
+SIZES = (1, 2, 3, 4, 5, 11, 1000, 65_537)
 
 
 class Scaled(nn.Module):
@@ -43,7 +46,9 @@ def average(rank: int) -> list[float]:
 
 
 def reduce_all(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the bits of the sums by size, their largest distance from torch's, and averaged gradients."""
+    """Return the bits of the sums by size, their largest distance from torch's, and averaged
+    gradients.
+    """
     runtime = Runtime(from_mapping(config), read_env())
     bits, distances = [], []
     for size in SIZES:
@@ -59,7 +64,9 @@ def reduce_all(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {"bits": bits, "distance": max(distances), "gradients": gradients}
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (3, "float32"), (3, "bfloat16"), (4, "float32")])
+@pytest.mark.parametrize(
+    ("world_size", "dtype"), [(2, "float32"), (3, "float32"), (3, "bfloat16"), (4, "float32")]
+)
 def test_every_rank_has_the_same_sum(world_size, dtype, tmp_path):
     results = run_ranks(world_size, reduce_all, tmp_path, config=configure("ddp=gloo"), dtype=dtype)
     assert all(result == results[0] for result in results)
@@ -68,7 +75,9 @@ def test_every_rank_has_the_same_sum(world_size, dtype, tmp_path):
 
 
 def test_a_single_rank_keeps_its_values(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         values = torch.arange(5.0)
         ring_all_reduce(values)

@@ -1,4 +1,6 @@
-"""A rank that is slowed down is named, whatever it is slow at, although all ranks finish every step together."""
+"""A rank that is slowed down is named, whatever it is slow at, although all ranks finish every step
+together.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
 SLEEP_S = 0.1  # more than a loaded machine adds to a step
-STEPS = ["trainer.max_steps=20", "trainer.log_every=4", "trainer.eval_every=null", "snapshot.every_steps=null"]
+STEPS = [
+    "trainer.max_steps=20",
+    "trainer.log_every=4",
+    "trainer.eval_every=null",
+    "snapshot.every_steps=null",
+]
 # Overrides, and what rank 1 is slow at, or both ranks.
 RUNS: dict[str, tuple[list[str], str]] = {
     "compute": ([], "compute"),
@@ -66,7 +73,10 @@ def _slow_down(slow: str) -> None:
 
 
 def _restore() -> None:
-    TokenLoader.get_batch, torch.nn.Embedding.forward = _originals["get_batch"], _originals["forward"]
+    TokenLoader.get_batch, torch.nn.Embedding.forward = (
+        _originals["get_batch"],
+        _originals["forward"],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +84,13 @@ def root(tmp_path_factory) -> Path:
     """Train all runs, one after the other, with the same two ranks."""
     root = tmp_path_factory.mktemp("stragglers")
     where = [f"run.root={root}", f"data.cache_dir={root / 'cache'}"]
-    configs = [configure(*TINY, *STEPS, *words, *where, f"run.name={name}") for name, (words, _) in RUNS.items()]
-    run_ranks(2, train, root / "ranks", configs=configs, slow_at=[slow for _, slow in RUNS.values()])
+    configs = [
+        configure(*TINY, *STEPS, *words, *where, f"run.name={name}")
+        for name, (words, _) in RUNS.items()
+    ]
+    run_ranks(
+        2, train, root / "ranks", configs=configs, slow_at=[slow for _, slow in RUNS.values()]
+    )
     return root
 
 
@@ -86,7 +101,8 @@ def test_the_slow_rank_is_named(name, root):
         (line,) = [line for line in lines if "is slow:" in line]
         assert "WARNING rank 1 is slow: " in line
         found = re.search(r"x the median step since step (\d+) \((.*)\)$", line)
-        assert found and int(found[1]) <= 9, line  # earlier if a loaded machine slowed the rank down before
+        # earlier if a loaded machine slowed the rank down before
+        assert found and int(found[1]) <= 9, line
         assert found[2] == RUNS[name][1]
         assert any("rank 1 was slow in " in line for line in lines), lines[-5:]
 
@@ -94,8 +110,13 @@ def test_the_slow_rank_is_named(name, root):
 @pytest.mark.parametrize("name", ["compute", "fsdp"])
 def test_the_metrics_show_who_waits(name, root):
     """The whole step is as long on the rank that waits: only its work is shorter."""
-    events = [EventAccumulator(str(root / name / "tensorboard" / f"rank{r}")).Reload() for r in (0, 1)]
-    last = {tag: [e.Scalars(tag)[-1].value for e in events] for tag in ("speed/work_ms", "speed/step_ms")}
+    events = [
+        EventAccumulator(str(root / name / "tensorboard" / f"rank{r}")).Reload() for r in (0, 1)
+    ]
+    last = {
+        tag: [e.Scalars(tag)[-1].value for e in events]
+        for tag in ("speed/work_ms", "speed/step_ms")
+    }
     assert min(last["speed/step_ms"]) > 1e3 * SLEEP_S
     assert last["speed/work_ms"][0] < 1e3 * SLEEP_S / 2 < 1e3 * SLEEP_S < last["speed/work_ms"][1]
     assert events[0].Scalars("speed/slowest_rank")[-1].value == 1
@@ -110,5 +131,8 @@ def test_more_micro_batches_do_not_make_a_rank_slow(root):
 
 def test_the_run_is_the_same(root):
     """Slowness changes no number."""
-    losses = {json.loads((root / name / "result.json").read_text())["val_loss"] for name in ("compute", "data")}
+    losses = {
+        json.loads((root / name / "result.json").read_text())["val_loss"]
+        for name in ("compute", "data")
+    }
     assert len(losses) == 1

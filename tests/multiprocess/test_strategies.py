@@ -1,4 +1,6 @@
-"""Every `ddp.strategy` takes the same steps on any number of ranks, and resumes from the snapshots of all others."""
+"""Every `ddp.strategy` takes the same steps on any number of ranks, and resumes from the snapshots
+of all others.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,30 @@ from multiprocess.ranks import configure, run_ranks
 
 TOLERANCE = 1e-5
 STEPS = 12
-# Four micro-batches a step: on three ranks, one of them has two. The loss falls by one in these steps.
+# Four micro-batches a step: on three ranks, one of them has two. The loss falls by one in these
+# steps.
 SETTINGS = [*TINY, f"trainer.max_steps={STEPS}", "trainer.micro_batch_size=3", "optimizer.lr=1e-2"]
-SETTINGS += ["optimizer.schedule_steps=12", "model.dropout=0.1", "trainer.sample_every=6", "snapshot.keep_last=9"]
+SETTINGS += [
+    "optimizer.schedule_steps=12",
+    "model.dropout=0.1",
+    "trainer.sample_every=6",
+    "snapshot.keep_last=9",
+]
 SETTINGS += ["trainer.ema=0.5"]
-STRATEGIES = {1: ["auto", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"], 3: ["ddp", "manual", "zero1", "fsdp"]}
+STRATEGIES = {
+    1: ["auto", "dp"],
+    2: ["ddp", "manual", "zero1", "fsdp"],
+    3: ["ddp", "manual", "zero1", "fsdp"],
+}
 STRATEGIES[4] = ["hsdp"]
 MUON = ["optimizer=muon", "optimizer.lr=1e-2", "optimizer.schedule_steps=12"]
-NORMS = ["task=classification", "data=digits", "model=convnet", "ddp.sync_batchnorm=true", "trainer.batch_size=24"]
+NORMS = [
+    "task=classification",
+    "data=digits",
+    "model=convnet",
+    "ddp.sync_batchnorm=true",
+    "trainer.batch_size=24",
+]
 NORMS += ["trainer.micro_batch_size=null"]
 
 
@@ -53,12 +71,18 @@ def local_bytes(tensor: Tensor) -> int:
 
 
 def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict[str, Any]]:
-    """Train one run after the other; return its loss or error, and the bytes of this rank's state."""
+    """Train one run after the other.
+
+    Return its loss or error, and the bytes of this rank's state.
+    """
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
     build, built = composition.build_model_and_optimizer, []
-    composition.build_model_and_optimizer = lambda *arguments: built.append(build(*arguments)) or built[-1]
+    composition.build_model_and_optimizer = lambda *arguments: (
+        built.append(build(*arguments)) or built[-1]
+    )
     if nan_at is None:
-        dataloader.TOKENS_PER_BATCH = 5 * 16  # 13 batches of evaluation; by default 2, fewer than 3 ranks
+        # 13 batches of evaluation; by default 2, fewer than 3 ranks
+        dataloader.TOKENS_PER_BATCH = 5 * 16
     else:
         break_step(nan_at)
     results = []
@@ -70,7 +94,9 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
             loss = composition.run(config, runtime, {})
             model, optimizer = built[-1]
             state = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values())
-            results.append({"loss": loss, "state": state, "weights": sum(map(local_bytes, model.parameters()))})
+            results.append(
+                {"loss": loss, "state": state, "weights": sum(map(local_bytes, model.parameters()))}
+            )
         except UserError as error:
             results.append({"error": str(error)})
         if runtime is not None:
@@ -108,7 +134,10 @@ def trained(tmp_path_factory) -> Callable[[int], dict[str, list[dict[str, Any]]]
         names = STRATEGIES[world_size]
         configs = [settings(root, name, f"ddp.strategy={name}") for name in names]
         results = run_ranks(world_size, train, root / "ranks", configs=configs)
-        return {"root": root, **{name: [rank[i] for rank in results] for i, name in enumerate(names)}}
+        return {
+            "root": root,
+            **{name: [rank[i] for rank in results] for i, name in enumerate(names)},
+        }
 
     return start
 
@@ -119,7 +148,9 @@ def trained(tmp_path_factory) -> Callable[[int], dict[str, list[dict[str, Any]]]
 def test_the_same_loss(trained, world_size, name):
     expected = trained(1)["auto"][0]["loss"]
     assert expected < 3.5, "nothing was trained"
-    assert [rank["loss"] for rank in trained(world_size)[name]] == [pytest.approx(expected, abs=TOLERANCE)] * world_size
+    assert [rank["loss"] for rank in trained(world_size)[name]] == [
+        pytest.approx(expected, abs=TOLERANCE)
+    ] * world_size
 
 
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
@@ -158,7 +189,9 @@ def test_snapshots_are_interchangeable(trained, tmp_path):
     """Each attempt takes two steps more than the one before, with another strategy."""
     for i, (name, world_size) in enumerate(CHAIN):
         steps = 2 * i + 2 if i + 1 < len(CHAIN) else STEPS
-        config = settings(tmp_path, "run", f"ddp.strategy={name}", f"trainer.max_steps={min(steps, STEPS)}")
+        config = settings(
+            tmp_path, "run", f"ddp.strategy={name}", f"trainer.max_steps={min(steps, STEPS)}"
+        )
         results = run_ranks(world_size, train, tmp_path / f"ranks{i}", configs=[config])
     assert results[0][0]["loss"] == pytest.approx(trained(1)["auto"][0]["loss"], abs=TOLERANCE)
     log = (tmp_path / "run" / "main.rank0.log").read_text()
@@ -167,7 +200,10 @@ def test_snapshots_are_interchangeable(trained, tmp_path):
 
 
 def digests(snapshot: Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in snapshot.glob("*.safetensors")}
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in snapshot.glob("*.safetensors")
+    }
 
 
 @pytest.mark.parametrize(
@@ -180,7 +216,10 @@ def digests(snapshot: Path) -> dict[str, str]:
     ],
 )
 def test_exact_resumption(trained, world_size, name, tmp_path):
-    parts = [settings(tmp_path, "run", f"ddp.strategy={name}", f"trainer.max_steps={n}") for n in (5, STEPS)]
+    parts = [
+        settings(tmp_path, "run", f"ddp.strategy={name}", f"trainer.max_steps={n}")
+        for n in (5, STEPS)
+    ]
     run_ranks(world_size, train, tmp_path / "ranks", configs=parts)
     last = Path("snapshots", f"step_{STEPS:08d}")
     assert digests(tmp_path / "run" / last) == digests(trained(world_size)["root"] / name / last)
@@ -188,13 +227,21 @@ def test_exact_resumption(trained, world_size, name, tmp_path):
 
 @pytest.mark.parametrize(
     ("policy", "world_size", "name"),
-    [("skip", 3, "fsdp"), ("rollback", 2, "zero1"), pytest.param("rollback", 3, "fsdp", marks=pytest.mark.slow)],
+    [
+        ("skip", 3, "fsdp"),
+        ("rollback", 2, "zero1"),
+        pytest.param("rollback", 3, "fsdp", marks=pytest.mark.slow),
+    ],
 )
 def test_a_loss_that_is_not_a_number(policy, world_size, name, tmp_path):
-    """The ranks stay together: one finds it in its micro-batch, all skip the step, or restore their parts."""
+    """The ranks stay together: one finds it in its micro-batch, all skip the step, or restore their
+    parts.
+    """
     config = settings(tmp_path, "run", f"ddp.strategy={name}", f"trainer.on_nonfinite={policy}")
     results = run_ranks(world_size, train, tmp_path / "ranks", configs=[config], nan_at=6)
-    assert len({rank[0]["loss"] for rank in results}) == 1, "or a rank without a batch of evaluation did not wait"
+    assert len({rank[0]["loss"] for rank in results}) == 1, (
+        "or a rank without a batch of evaluation did not wait"
+    )
     log = (tmp_path / "run" / "main.rank0.log").read_text()
     assert "step 6 has loss nan" in log
     assert "rank 1: the loss of micro-batch 1" in log
@@ -205,18 +252,30 @@ def test_batch_normalization_over_all_ranks(tmp_path):
     names = ["ddp", "manual", "zero1", "fsdp"]
     one = run_ranks(1, train, tmp_path / "one", configs=[of_images(tmp_path, "one")])
     configs = [of_images(tmp_path, name, f"ddp.strategy={name}") for name in names]
-    half = [of_images(tmp_path, f"{n}16", f"ddp.strategy={n}", "trainer.precision=bf16") for n in ("ddp", "fsdp")]
+    half = [
+        of_images(tmp_path, f"{n}16", f"ddp.strategy={n}", "trainer.precision=bf16")
+        for n in ("ddp", "fsdp")
+    ]
     results = run_ranks(2, train, tmp_path / "two", configs=[*configs, *half])
     for rank in results:
-        assert [result["loss"] for result in rank[:4]] == [pytest.approx(one[0][0]["loss"], abs=TOLERANCE)] * 4
+        assert [result["loss"] for result in rank[:4]] == [
+            pytest.approx(one[0][0]["loss"], abs=TOLERANCE)
+        ] * 4
         assert rank[4]["loss"] == pytest.approx(rank[5]["loss"], abs=1e-3)
 
 
 def test_optimizers_and_precisions(tmp_path):
-    """Muon, whose state is whole under zero1, and overflows of fp16, which all ranks must skip alike."""
+    """Muon, whose state is whole under zero1, and overflows of fp16, which all ranks must skip
+    alike.
+    """
     names = ["ddp", "zero1", "fsdp"]
-    muon = [settings(tmp_path, f"muon {n}".replace(" ", "_"), *MUON, f"ddp.strategy={n}") for n in names]
-    fp16 = [settings(tmp_path, f"fp16_{n}", "trainer.precision=fp16", f"ddp.strategy={n}") for n in names]
+    muon = [
+        settings(tmp_path, f"muon {n}".replace(" ", "_"), *MUON, f"ddp.strategy={n}") for n in names
+    ]
+    fp16 = [
+        settings(tmp_path, f"fp16_{n}", "trainer.precision=fp16", f"ddp.strategy={n}")
+        for n in names
+    ]
     for rank in run_ranks(2, train, tmp_path / "ranks", configs=[*muon, *fp16]):
         assert rank[1]["loss"] == pytest.approx(rank[0]["loss"], abs=TOLERANCE)
         assert rank[1]["state"] < 0.6 * rank[0]["state"]
@@ -226,7 +285,9 @@ def test_optimizers_and_precisions(tmp_path):
 
 
 def shard_odd_model() -> dict[str, Any]:
-    """Shard a model with fewer rows than ranks, tied weights, a frozen parameter and buffers; take a step."""
+    """Shard a model with fewer rows than ranks, tied weights, a frozen parameter and buffers; take
+    a step.
+    """
     config = from_mapping(configure("ddp.strategy=fsdp", "ddp.timeout_s=60"))
     runtime = Runtime(config, read_env())
     torch.manual_seed(0)
@@ -274,12 +335,16 @@ def see_own_files(values: dict[str, Any], root: str) -> str:
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_storage_that_a_rank_does_not_reach(name, tmp_path):
     config = settings(Path("outputs"), "run", f"ddp.strategy={name}")
-    for message in run_ranks(2, see_own_files, tmp_path / "ranks", values=config, root=str(tmp_path)):
+    for message in run_ranks(
+        2, see_own_files, tmp_path / "ranks", values=config, root=str(tmp_path)
+    ):
         assert f"ddp.strategy={name} needs snapshots that every rank reaches, but rank 1" in message
 
 
 def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]]:
-    """Return the weights after three steps, and the tensors in the optimizer's state on this rank."""
+    """Return the weights after three steps, and the tensors in the optimizer's state on this
+    rank.
+    """
     found = {}
     for job, (name, optimizer_name) in enumerate((n, o) for n in names for o in optimizers):
         runtime = Runtime(from_mapping(configure(f"ddp.strategy={name}")), read_env(), job)
@@ -299,9 +364,16 @@ def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]
         weights = strategy.on_whole_model(
             model,
             lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),
-            lambda whole: torch.cat([t.flatten().float() for t in whole.state_dict().values()]).tolist(),
+            lambda whole: torch.cat(
+                [t.flatten().float() for t in whole.state_dict().values()]
+            ).tolist(),
         )
-        states = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor))
+        states = sum(
+            local_bytes(t)
+            for s in optimizer.state.values()
+            for t in s.values()
+            if isinstance(t, Tensor)
+        )
         found[f"{name} {optimizer_name}"] = [weights, states]
         runtime.close()
         del runtime, strategy, parallel
@@ -311,11 +383,16 @@ def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]
 def test_optimizers_of_torch(tmp_path):
     """Also those whose state exists before the first step (Adagrad)."""
     optimizers = ["Adagrad", "RMSprop", "NAdam", "Adamax"]
-    results = run_ranks(2, take_steps, tmp_path, names=["ddp", "manual", "zero1", "fsdp"], optimizers=optimizers)
+    results = run_ranks(
+        2, take_steps, tmp_path, names=["ddp", "manual", "zero1", "fsdp"], optimizers=optimizers
+    )
     for optimizer in optimizers:
         expected, whole = results[0][f"ddp {optimizer}"]
         for name in ("manual", "zero1", "fsdp"):
-            assert results[0][f"{name} {optimizer}"][0] == pytest.approx(expected, abs=TOLERANCE), (name, optimizer)
+            assert results[0][f"{name} {optimizer}"][0] == pytest.approx(expected, abs=TOLERANCE), (
+                name,
+                optimizer,
+            )
         for rank in results:
             assert rank[f"zero1 {optimizer}"][1] < 0.8 * whole
             assert rank[f"fsdp {optimizer}"][1] < 0.8 * whole

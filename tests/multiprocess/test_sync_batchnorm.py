@@ -1,4 +1,6 @@
-"""Batch normalization over ranks equals that of the whole batch: outputs, gradients, running statistics."""
+"""Batch normalization over ranks equals that of the whole batch: outputs, gradients, running
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def worker(values: dict[str, Any]) -> dict[str, Any]:
     for name, (norm, shape) in NORMS.items():
         share = shape[0] // ranks
         synchronized = synchronize(copy.deepcopy(norm), CPU)
-        found[name] = train(synchronized, shape, slice(rank * share, (rank + 1) * share), reduce=True)
+        found[name] = train(
+            synchronized, shape, slice(rank * share, (rank + 1) * share), reduce=True
+        )
         synchronized.eval()
         found[name]["evaluated"] = synchronized(batch(shape, 5)[0]).detach().tolist()
     runtime.close()
@@ -78,20 +82,29 @@ def test_it_equals_that_of_the_whole_batch(name, ranks):
     for key, value in expected.items():
         parts = [rank[name][key] for rank in ranks]
         found = [*itertools.chain(*parts)] if key[0] in "xy" else parts[0]
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(value), rtol=1e-4, atol=1e-4, msg=key)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(value), rtol=1e-4, atol=1e-4, msg=key
+        )
         assert key[0] in "xy" or all(part == parts[0] for part in parts), "ranks differ"
 
 
 def test_one_rank_computes_alike():
     norm, shape = NORMS["2d"]
-    alone, torchs = train(synchronize(copy.deepcopy(norm), CPU), shape, slice(None), False), copy.deepcopy(norm)
+    alone, torchs = (
+        train(synchronize(copy.deepcopy(norm), CPU), shape, slice(None), False),
+        copy.deepcopy(norm),
+    )
     expected = train(torchs, shape, slice(None), reduce=False)
     for key, value in expected.items():
-        torch.testing.assert_close(torch.tensor(alone[key]), torch.tensor(value), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(alone[key]), torch.tensor(value), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_names_and_tensors_stay():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
     synchronized = synchronize(model, CPU)
-    assert {name: id(tensor) for name, tensor in synchronized.state_dict(keep_vars=True).items()} == before
+    assert {
+        name: id(tensor) for name, tensor in synchronized.state_dict(keep_vars=True).items()
+    } == before

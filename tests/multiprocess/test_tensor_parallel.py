@@ -1,4 +1,6 @@
-"""Tensor parallelism: a GPT split over ranks has the losses, gradients and snapshots of a whole one."""
+"""Tensor parallelism: a GPT split over ranks has the losses, gradients and snapshots of a whole
+one.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +29,32 @@ from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
 from multiprocess.ranks import Ranks, configure, run_ranks, train_in_turn
 
-MODEL = [*TINY, "model.n_head=4", "model.dropout=0.0", "trainer.batch_size=8", "trainer.micro_batch_size=4"]
-BIASED = [*MODEL, "model.bias=true", "trainer.activation_checkpointing=true", "trainer.grad_norm_clip=0.1"]
+MODEL = [
+    *TINY,
+    "model.n_head=4",
+    "model.dropout=0.0",
+    "trainer.batch_size=8",
+    "trainer.micro_batch_size=4",
+]
+BIASED = [
+    *MODEL,
+    "model.bias=true",
+    "trainer.activation_checkpointing=true",
+    "trainer.grad_norm_clip=0.1",
+]
 SGD = [*MODEL, "optimizer=sgd", "optimizer.lr=0.1", "optimizer.warmup_steps=0"]
 
 
 def settings(root: Path, *overrides: str) -> dict[str, Any]:
-    return configure(*MODEL, *overrides, f"run.root={root}", f"data.cache_dir={root.parent / 'cache'}")
+    return configure(
+        *MODEL, *overrides, f"run.root={root}", f"data.cache_dir={root.parent / 'cache'}"
+    )
 
 
 def one_step(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the loss of a step, the gradients, their norm, what clipping leaves, the new weights, logits, a text."""
+    """Return the loss of a step, the gradients, their norm, what clipping leaves, the new weights,
+    logits, a text.
+    """
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     task = build_task(config, runtime.group)
@@ -45,7 +62,9 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
     randomize(model)
     loader = task.train_loader(runtime.device)
     assert isinstance(loader, TokenLoader)
-    step = TrainStep(runtime, task, loader, plan_batches(config, runtime.group.data_size), model, optimizer)
+    step = TrainStep(
+        runtime, task, loader, plan_batches(config, runtime.group.data_size), model, optimizer
+    )
     loss = runtime.group.all_reduce(step.forward_backward(1)["loss"].clone())
     gradients = whole_gradients(model)
     norm = step.clip_grad_norm()
@@ -57,7 +76,12 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
         logits = model(tokens)
     text = torch.stack(list(generate(model, tokens, 20, SamplingParams(temperature=0))))
     runtime.close()
-    numbers = {"loss": float(loss), "norm": float(norm), "logits": logits.tolist(), "text": text.tolist()}
+    numbers = {
+        "loss": float(loss),
+        "norm": float(norm),
+        "logits": logits.tolist(),
+        "text": text.tolist(),
+    }
     return {**numbers, "gradients": gradients, "clipped": clipped, "weights": updated}
 
 
@@ -67,7 +91,9 @@ def randomize(model: nn.Module) -> None:
         if parameter.dim() == 1 and "qkv" not in name and "up" not in name:
             seed_everything(name)
             with torch.no_grad():
-                parameter.to_local().normal_() if hasattr(parameter, "to_local") else parameter.normal_()
+                parameter.to_local().normal_() if hasattr(
+                    parameter, "to_local"
+                ) else parameter.normal_()
 
 
 def whole_gradients(model: nn.Module) -> dict[str, list[float]]:
@@ -87,7 +113,9 @@ def test_a_step_equals_that_of_a_whole_model(ranks, size, options, tmp_path):
         for kind in ("gradients", "clipped", "weights"):
             assert result[kind].keys() == whole[kind].keys()
             for name, values in whole[kind].items():
-                np.testing.assert_allclose(result[kind][name], values, rtol=1e-4, atol=1e-6, err_msg=f"{kind} {name}")
+                np.testing.assert_allclose(
+                    result[kind][name], values, rtol=1e-4, atol=1e-6, err_msg=f"{kind} {name}"
+                )
                 assert np.any(values), name
 
 
@@ -101,11 +129,17 @@ def tensors(root: Path, name: str, step: int = 20) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The directory of runs of 20 steps: on one rank; split; and in two parts, one of which is split."""
+    """The directory of runs of 20 steps: on one rank; split; and in two parts, one of which is
+    split.
+    """
     root = tmp_path_factory.mktemp("tensor") / "outputs"
 
     def config(name: str, steps: int = 20, size: int = 1) -> dict[str, Any]:
-        options = [f"trainer.max_steps={steps}", "optimizer.schedule_steps=20", "trainer.eval_every=20"]
+        options = [
+            f"trainer.max_steps={steps}",
+            "optimizer.schedule_steps=20",
+            "trainer.eval_every=20",
+        ]
         options += [
             f"run.name={name}",
             f"ddp.tensor_parallel={size}",
@@ -116,10 +150,16 @@ def runs(tmp_path_factory) -> Path:
         return settings(root, *options)
 
     train_in_turn([config("whole"), config("whole-then-split", 10)])
-    two = [config("split", 20, 2), config("split-then-whole", 10, 2), config("whole-then-split", 20, 2)]
+    two = [
+        config("split", 20, 2),
+        config("split-then-whole", 10, 2),
+        config("whole-then-split", 20, 2),
+    ]
     two += [config("parts", 10, 2), config("parts", 20, 2)]
     for world_size, configs in ((2, two), (4, [config("four", 20, 2)])):
-        with Ranks(world_size, train_in_turn, root.parent / f"ranks{world_size}", configs=configs) as ranks:
+        with Ranks(
+            world_size, train_in_turn, root.parent / f"ranks{world_size}", configs=configs
+        ) as ranks:
             ranks.results(timeout=240)
     train_in_turn([config("split-then-whole", 20)])
     return root
@@ -134,7 +174,9 @@ def test_the_same_run_split_or_whole(runs, name):
     """Also with a snapshot that was saved split and resumed whole, or the other way round."""
     assert loss(runs, name) == pytest.approx(loss(runs, "whole"), abs=1e-5)
     whole, split = tensors(runs, "whole"), tensors(runs, name)
-    assert {key: tensor.shape for key, tensor in split.items()} == {key: tensor.shape for key, tensor in whole.items()}
+    assert {key: tensor.shape for key, tensor in split.items()} == {
+        key: tensor.shape for key, tensor in whole.items()
+    }
     for key, tensor in whole.items():
         torch.testing.assert_close(split[key], tensor, rtol=1e-4, atol=1e-4, msg=key)
 
@@ -158,10 +200,16 @@ def test_the_training_loss_counts_each_copy_once(runs):
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["model=modern_nano", "model.dropout=0.0"], "=2 needs model.architecture=gpt; or set it to 1"),
+        (
+            ["model=modern_nano", "model.dropout=0.0"],
+            "=2 needs model.architecture=gpt; or set it to 1",
+        ),
         (["model.dropout=0.1"], "=2 needs model.dropout=0, because"),
         (["model.dropout=0.0", "optimizer=muon"], "=2 needs optimizer=adamw or sgd, because"),
-        (["model.dropout=0.0", "trainer.precision=fp16"], "=2 needs trainer.precision=fp32 or bf16, because"),
+        (
+            ["model.dropout=0.0", "trainer.precision=fp16"],
+            "=2 needs trainer.precision=fp32 or bf16, because",
+        ),
         (["model.dropout=0.0", "model.n_head=3"], "=2 must divide model.n_head=3"),
         (["model.dropout=0.0"], "=2 must divide the number of ranks, 1"),
         (["model.devices=2"], "=2 needs model.devices=1"),
@@ -172,12 +220,21 @@ def test_the_training_loss_counts_each_copy_once(runs):
 def test_what_cannot_be_split_is_refused(overrides, reason):
     with pytest.raises(ConfigError, match=f"ddp.tensor_parallel{reason}"):
         Runtime(
-            from_mapping(configure("model=gpt_nano", "model.n_head=4", "ddp.tensor_parallel=2", *overrides)), read_env()
+            from_mapping(
+                configure("model=gpt_nano", "model.n_head=4", "ddp.tensor_parallel=2", *overrides)
+            ),
+            read_env(),
         )
 
 
 def test_compiling_is_refused():
-    options = ["model=gpt_nano", "model.n_head=4", "model.dropout=0.0", "trainer.compile=true", "ddp.tensor_parallel=2"]
+    options = [
+        "model=gpt_nano",
+        "model.n_head=4",
+        "model.dropout=0.0",
+        "trainer.compile=true",
+        "ddp.tensor_parallel=2",
+    ]
     with pytest.raises(ConfigError, match=r"trainer.compile=true needs ddp.tensor_parallel=1"):
         Runtime(from_mapping(configure(*options)), read_env())
 
@@ -190,4 +247,7 @@ def test_the_key_renames_no_run():
 def test_the_whole_model_is_the_same_architecture():
     """Names and shapes of the snapshots above are those that a model of one rank has."""
     config = from_mapping(configure(*MODEL)).model
-    assert build_model(config, 5, 16).state_dict()["blocks.0.attention.qkv.weight"].shape == (72, 24)
+    assert build_model(config, 5, 16).state_dict()["blocks.0.attention.qkv.weight"].shape == (
+        72,
+        24,
+    )

@@ -31,13 +31,32 @@ from mingpt_ddp.training.evaluate import Evaluator
 from multiprocess.ranks import configure, run_ranks, train_in_turn
 
 STEPS = 3
-SGD = ["optimizer=sgd", "optimizer.lr=0.1", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=null"]
-ADAMW = ["optimizer=adamw", "optimizer.lr=3e-3", "optimizer.warmup_steps=0", "trainer.grad_norm_clip=0.5"]
+SGD = [
+    "optimizer=sgd",
+    "optimizer.lr=0.1",
+    "optimizer.warmup_steps=0",
+    "trainer.grad_norm_clip=null",
+]
+ADAMW = [
+    "optimizer=adamw",
+    "optimizer.lr=3e-3",
+    "optimizer.warmup_steps=0",
+    "trainer.grad_norm_clip=0.5",
+]
 # Overrides by kind of run, and the world sizes that its 12 sequences a step allow.
 KINDS: dict[str, tuple[list[str], list[int]]] = {
-    "sgd, dropout, micro 1": ([*SGD, "model.dropout=0.1", "trainer.micro_batch_size=1"], [1, 2, 3, 7]),
-    "adamw, dropout, micro 3": ([*ADAMW, "model.dropout=0.1", "trainer.micro_batch_size=3"], [1, 2, 3]),
-    **{f"sgd, micro {m}": ([*SGD, f"trainer.micro_batch_size={m}"], [1, 2, 3]) for m in (1, 2, 3, 4)},
+    "sgd, dropout, micro 1": (
+        [*SGD, "model.dropout=0.1", "trainer.micro_batch_size=1"],
+        [1, 2, 3, 7],
+    ),
+    "adamw, dropout, micro 3": (
+        [*ADAMW, "model.dropout=0.1", "trainer.micro_batch_size=3"],
+        [1, 2, 3],
+    ),
+    **{
+        f"sgd, micro {m}": ([*SGD, f"trainer.micro_batch_size={m}"], [1, 2, 3])
+        for m in (1, 2, 3, 4)
+    },
     "sgd, micro null": ([*SGD, "trainer.micro_batch_size=null"], [1, 2, 3, 7]),
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -54,7 +73,10 @@ def slug(kind: str) -> str:
 
 
 def train_all(configs: list[dict[str, Any]]) -> list[float]:
-    """Train one run after the other, as in a sweep; return their validation losses, and that of an untrained model."""
+    """Train one run after the other, as in a sweep.
+
+    Return their validation losses, and that of an untrained model.
+    """
     return [*train_in_turn(configs), untrained_loss(configs[0], len(configs))]
 
 
@@ -73,7 +95,9 @@ def untrained_loss(values: dict[str, Any], job: int) -> float:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Callable[[int], dict[str, Any]]:
-    """Return, for a number of ranks, the validation losses of all kinds of runs by rank, and their root directory."""
+    """Return, for a number of ranks, the validation losses of all kinds of runs by rank, and their
+    root directory.
+    """
     top = tmp_path_factory.mktemp("training")
 
     @functools.cache
@@ -88,7 +112,9 @@ def trained(tmp_path_factory) -> Callable[[int], dict[str, Any]]:
 
 
 def weights(root: Path, kind: str, step: int = STEPS) -> dict[str, Tensor]:
-    return safetensors.torch.load_file(root / slug(kind) / "snapshots" / f"step_{step:08d}" / "model.safetensors")
+    return safetensors.torch.load_file(
+        root / slug(kind) / "snapshots" / f"step_{step:08d}" / "model.safetensors"
+    )
 
 
 def max_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -102,7 +128,9 @@ def initial(trained) -> dict[str, Tensor]:
     config = from_mapping(settings(trained(1)["root"]))
     corpus = TextDataset(prepare(config.data), config.data)
     seed_everything(config.run.seed)
-    return build_model(config.model, corpus.tokenizer.vocab_size, config.data.block_size).state_dict()
+    return build_model(
+        config.model, corpus.tokenizer.vocab_size, config.data.block_size
+    ).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -114,7 +142,9 @@ def test_the_same_steps_on_any_number_of_ranks(trained, initial, kind, world_siz
     one, many = weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)
     assert max_difference(one, initial) > 1e-3, "nothing was trained"
     for name in one:
-        torch.testing.assert_close(many[name], one[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            many[name], one[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -125,20 +155,37 @@ def test_the_same_steps_for_every_micro_batch_size(trained, initial, kind, world
     split = weights(trained(world_size)["root"], kind)
     assert max_difference(whole, initial) > 1e-3, "nothing was trained"
     for name in whole:
-        torch.testing.assert_close(split[name], whole[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            split[name], whole[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_without_a_micro_batch_size_every_number_of_ranks_works(trained, world_size):
-    state = trained(world_size)["root"] / slug("sgd, micro null") / "snapshots" / f"step_{STEPS:08d}" / "state.json"
-    assert json.loads(state.read_text())["micro_batch_size"] == {1: 12, 2: 6, 3: 4, 7: 1}[world_size]
+    state = (
+        trained(world_size)["root"]
+        / slug("sgd, micro null")
+        / "snapshots"
+        / f"step_{STEPS:08d}"
+        / "state.json"
+    )
+    assert (
+        json.loads(state.read_text())["micro_batch_size"] == {1: 12, 2: 6, 3: 4, 7: 1}[world_size]
+    )
     kind = "sgd, micro null"
-    assert max_difference(weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)) < 1e-5
+    assert (
+        max_difference(
+            weights(trained(1)["root"], kind), weights(trained(world_size)["root"], kind)
+        )
+        < 1e-5
+    )
 
 
 def test_dropout_is_active(trained):
     root = trained(1)["root"]
-    assert max_difference(weights(root, "sgd, dropout, micro 1"), weights(root, "sgd, micro 1")) > 1e-3
+    assert (
+        max_difference(weights(root, "sgd, dropout, micro 1"), weights(root, "sgd, micro 1")) > 1e-3
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
@@ -147,7 +194,9 @@ def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_s
     by_rank = trained(world_size)["losses"]
     assert by_rank == [by_rank[0]] * world_size
     assert by_rank[0][-1] == pytest.approx(trained(1)["losses"][0][-1], rel=1e-9)
-    trained_losses = dict(zip([k for k in KINDS if world_size in KINDS[k][1]], by_rank[0], strict=False))
+    trained_losses = dict(
+        zip([k for k in KINDS if world_size in KINDS[k][1]], by_rank[0], strict=False)
+    )
     alone = dict(zip(KINDS, trained(1)["losses"][0], strict=False))
     for kind, loss in trained_losses.items():
         assert loss == pytest.approx(alone[kind], rel=1e-5), kind
@@ -160,14 +209,23 @@ def test_the_validation_loss_is_the_same_on_any_number_of_ranks(trained, world_s
 def runs(tmp_path_factory) -> Path:
     """The directory of three runs of 60 steps on two ranks, one per precision."""
     root = tmp_path_factory.mktemp("precision") / "outputs"
-    options = ["trainer.max_steps=60", "optimizer.lr=1e-2", "optimizer.warmup_steps=5", "trainer.micro_batch_size=3"]
-    configs = [settings(root, *options, f"trainer.precision={p}", f"run.name={p}") for p in PRECISIONS]
+    options = [
+        "trainer.max_steps=60",
+        "optimizer.lr=1e-2",
+        "optimizer.warmup_steps=5",
+        "trainer.micro_batch_size=3",
+    ]
+    configs = [
+        settings(root, *options, f"trainer.precision={p}", f"run.name={p}") for p in PRECISIONS
+    ]
     run_ranks(2, train_all, root.parent / "ranks", configs=configs)
     return root
 
 
 def logged(run_directory: Path, tag: str) -> list[float]:
-    events = EventAccumulator(str(run_directory / "tensorboard" / "rank0"), size_guidance={"scalars": 0})
+    events = EventAccumulator(
+        str(run_directory / "tensorboard" / "rank0"), size_guidance={"scalars": 0}
+    )
     events.Reload()
     return [event.value for event in events.Scalars(tag)]
 
@@ -178,18 +236,24 @@ def test_every_precision_learns(runs, precision):
     assert len(losses) == 60
     assert losses[-1] < losses[0] - 0.7
     assert losses[-1] == pytest.approx(logged(runs / "fp32", "train/loss")[-1], abs=0.1)
-    weight = safetensors.torch.load_file(runs / precision / "snapshots" / "step_00000060" / "model.safetensors")
+    weight = safetensors.torch.load_file(
+        runs / precision / "snapshots" / "step_00000060" / "model.safetensors"
+    )
     assert {tensor.dtype for tensor in weight.values()} == {torch.float32}
 
 
 def test_the_hparams_tab_shows_every_run_once(runs):
-    """As the TensorBoard plugin reads the directory of a sweep: settings and objective, from rank zero only."""
+    """As the TensorBoard plugin reads the directory of a sweep: settings and objective, from rank
+    zero only.
+    """
     events = EventMultiplexer().AddRunsFromDirectory(str(runs)).Reload()
     found = events.PluginRunToTagToContent(hparams.PLUGIN_NAME)
     assert sorted(found) == sorted(f"{precision}/tensorboard/rank0" for precision in PRECISIONS)
     for precision in PRECISIONS:
         board = f"{precision}/tensorboard/rank0"
-        start = hparams.parse_session_start_info_plugin_data(found[board][hparams.SESSION_START_INFO_TAG])
+        start = hparams.parse_session_start_info_plugin_data(
+            found[board][hparams.SESSION_START_INFO_TAG]
+        )
         assert start.hparams["trainer.precision"].string_value == precision
         assert start.hparams["optimizer.lr"].number_value == 1e-2
         experiment = hparams.parse_experiment_plugin_data(found[board][hparams.EXPERIMENT_TAG])
@@ -206,7 +270,10 @@ def test_a_lower_precision_is_used(runs, precision):
 
 def test_gradients_are_unscaled_before_they_are_measured_and_clipped(runs):
     """The norm that is logged and used for clipping is that of fp32, not 65,536 times as large."""
-    norms, expected = logged(runs / "fp16", "train/grad_norm"), logged(runs / "fp32", "train/grad_norm")
+    norms, expected = (
+        logged(runs / "fp16", "train/grad_norm"),
+        logged(runs / "fp32", "train/grad_norm"),
+    )
     ratios = np.array(norms) / np.array(expected)
     assert 0.8 < float(np.median(ratios)) < 1.25
 
@@ -214,7 +281,9 @@ def test_gradients_are_unscaled_before_they_are_measured_and_clipped(runs):
 def test_the_gradient_scale_is_in_the_snapshot(runs):
     """Without it, a resumed run would start with the initial scale, and skip its first steps."""
     states = {
-        precision: json.loads((runs / precision / "snapshots" / "step_00000060" / "state.json").read_text())
+        precision: json.loads(
+            (runs / precision / "snapshots" / "step_00000060" / "state.json").read_text()
+        )
         for precision in PRECISIONS
     }
     assert states["fp16"]["scaler"]["scale"] >= 1

@@ -37,7 +37,9 @@ class Mean(nn.Module):
             self.mean.lerp_(logits.detach().mean(dim=(0, 1)), 0.3)
             self.known[tokens] = True
         logits = logits - self.mean * self.known
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (
+            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
 
 
 def train(configs: list[dict[str, Any]]) -> list[float]:
@@ -55,15 +57,31 @@ def train(configs: list[dict[str, Any]]) -> list[float]:
 def state(run: Path) -> dict[str, Tensor]:
     files = sorted((run / "snapshots" / f"step_{STEPS:08d}").glob("model*.safetensors"))
     assert len(files) == 2
-    return {name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()}
+    return {
+        name: tensor for file in files for name, tensor in safetensors.torch.load_file(file).items()
+    }
 
 
 def test_buffers_that_ranks_fill_differently_resume_byte_for_byte(tmp_path):
     def settings(name: str, steps: int) -> dict[str, Any]:
-        overrides = ["optimizer.schedule=constant", "trainer.micro_batch_size=2", "trainer.eval_every=null"]
-        values = configure(*TINY, *overrides, f"run.root={tmp_path}", f"run.name={name}", f"trainer.max_steps={steps}")
+        overrides = [
+            "optimizer.schedule=constant",
+            "trainer.micro_batch_size=2",
+            "trainer.eval_every=null",
+        ]
+        values = configure(
+            *TINY,
+            *overrides,
+            f"run.root={tmp_path}",
+            f"run.name={name}",
+            f"trainer.max_steps={steps}",
+        )
         model = {"name": "mean", "architecture": "mean"}
-        return {**values, "model": model, "data": {**values["data"], "cache_dir": str(tmp_path / "cache")}}
+        return {
+            **values,
+            "model": model,
+            "data": {**values["data"], "cache_dir": str(tmp_path / "cache")},
+        }
 
     configs = [settings("whole", STEPS), settings("halves", STEPS // 2), settings("halves", STEPS)]
     losses = run_ranks(2, train, tmp_path / "ranks", configs=configs)

@@ -20,16 +20,48 @@ PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # From top to bottom: a layer imports itself and lower layers, never a higher one.
 ROOMS = (
-    *("cli", "sweeps", "training", "snapshots", "metrics", "tasks", "inference", "distributed", "optim", "data"),
+    *(
+        "cli",
+        "sweeps",
+        "training",
+        "snapshots",
+        "metrics",
+        "tasks",
+        "inference",
+        "distributed",
+        "optim",
+        "data",
+    ),
     *("models", "storage", "config", "torch_internals", "errors"),
 )
-# Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind them.
+# Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind
+# them.
 DOORS = (
-    *("__init__.py", "__main__.py", "again.py", "collectives.py", "evaluate.py", "plan.py", "registry.py"),
+    *(
+        "__init__.py",
+        "__main__.py",
+        "again.py",
+        "collectives.py",
+        "evaluate.py",
+        "plan.py",
+        "registry.py",
+    ),
     *("report.py", "sample.py", "snapshots/__main__.py"),
 )
 WORDS = (
-    *("told", "tells", "hears", "heard", "sick", "sickness", "anew", "hopeless", "beside", "put_down", "passed_over"),
+    *(
+        "told",
+        "tells",
+        "hears",
+        "heard",
+        "sick",
+        "sickness",
+        "anew",
+        "hopeless",
+        "beside",
+        "put_down",
+        "passed_over",
+    ),
     *("sick_in_a_row", "neighbours", "leave_out", "meet", "hurry", "insist"),
 )
 
@@ -46,13 +78,19 @@ every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules of the package that a module imports, also in functions and for type checking."""
+    """Yield the modules of the package that a module imports, also in functions and for type
+    checking.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "mingpt_ddp")
+            yield from (
+                a.name.partition(".")[2] for a in node.names if a.name.split(".")[0] == "mingpt_ddp"
+            )
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mingpt_ddp":
             below = str(node.module).partition(".")[2]
-            yield from ([below] if below else [a.name for a in node.names if a.name != "__version__"])
+            yield from (
+                [below] if below else [a.name for a in node.names if a.name != "__version__"]
+            )
 
 
 @every_module
@@ -60,19 +98,29 @@ def test_imports_run_down(path):
     if name_of(path) in DOORS:
         return
     own = name_of(path).removesuffix(".py").split("/")[0]
-    wrong = [name for name in imported(tree_of(path)) if ROOMS.index(name.split(".")[0]) < ROOMS.index(own)]
+    wrong = [
+        name
+        for name in imported(tree_of(path))
+        if ROOMS.index(name.split(".")[0]) < ROOMS.index(own)
+    ]
     assert not wrong, f"{own} may not import {wrong}"
 
 
 def test_no_import_cycle():
-    names = {name_of(p).removesuffix(".py").removesuffix("/__init__").replace("/", "."): p for p in MODULES}
+    names = {
+        name_of(p).removesuffix(".py").removesuffix("/__init__").replace("/", "."): p
+        for p in MODULES
+    }
     edges: dict[str, set[str]] = {}
     for name, path in names.items():
         edges[name] = set()
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mingpt_ddp."):
                 below = str(node.module).partition(".")[2]
-                full = {f"{below}.{a.name}" if f"{below}.{a.name}" in names else below for a in node.names}
+                full = {
+                    f"{below}.{a.name}" if f"{below}.{a.name}" in names else below
+                    for a in node.names
+                }
                 edges[name] |= {target for target in full if target in names} - {name}
     while edges:
         leaves = [name for name, targets in edges.items() if not targets & edges.keys()]
@@ -82,7 +130,11 @@ def test_no_import_cycle():
 
 
 def test_top_of_the_package():
-    top = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    top = {
+        p.name.removesuffix(".py")
+        for p in PACKAGE.iterdir()
+        if p.suffix == ".py" or (p / "__init__.py").exists()
+    }
     doors = {door.removesuffix(".py") for door in DOORS if "/" not in door}
     assert top - doors == set(ROOMS)
 
@@ -99,7 +151,10 @@ def test_size(path):
 
 def test_what_counts_as_code():
     """An f-string is one token, also on Pythons that split it."""
-    source = '"""A docstring."""\n\n# comment\nx = f"{y!r:>{width}} and {f(1)}"\nif x:\n    pass  # more\n'
+    source = (
+        '"""A docstring."""\n\n# comment\nx = f"{y!r:>{width}} and {f(1)}"\nif x:\n    '
+        "pass  # more\n"
+    )
     assert (code_tokens(source), code_lines(source)) == (7, 3)
 
 
@@ -112,7 +167,13 @@ def test_constructors_take_six_things(path):
 
 
 def is_rank(node: ast.expr) -> bool:
-    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    name = (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
     return name in ("rank", "local_rank", "RANK", "LOCAL_RANK")
 
 
@@ -121,9 +182,17 @@ def test_rank_conditions(path):
     if name_of(path).startswith("distributed/"):
         return
     for node in ast.walk(tree_of(path)):
-        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        name = (
+            node.attr
+            if isinstance(node, ast.Attribute)
+            else node.id
+            if isinstance(node, ast.Name)
+            else ""
+        )
         named = name in ("is_rank_zero", "is_main")
-        compared = isinstance(node, ast.Compare) and any(map(is_rank, [node.left, *node.comparators]))
+        compared = isinstance(node, ast.Compare) and any(
+            map(is_rank, [node.left, *node.comparators])
+        )
         compared &= any(isinstance(n, ast.Constant) and n.value == 0 for n in ast.walk(node))
         assert not (named or compared), f"line {node.lineno}: belongs into distributed/"
 
@@ -133,22 +202,28 @@ def test_no_stand_in_for_torch(path):
     for node in ast.walk(tree_of(path)):
         for target in node.targets if isinstance(node, ast.Assign) else []:
             if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "sys.modules":
-                assert ast.unparse(target.slice) == "module.__name__", f"line {node.lineno}"  # of a user's file
+                # of a user's file
+                assert ast.unparse(target.slice) == "module.__name__", f"line {node.lineno}"
 
 
 def identifiers_and_strings(path: Path) -> Iterator[tuple[int, str]]:
     """Yield identifiers, strings and docstrings with their lines, without comments."""
     for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type in (tokenize.NAME, tokenize.STRING) or token.type == getattr(tokenize, "FSTRING_MIDDLE", -1):
+        if token.type in (tokenize.NAME, tokenize.STRING) or token.type == getattr(
+            tokenize, "FSTRING_MIDDLE", -1
+        ):
             yield token.start[0], token.string
 
 
-@pytest.mark.parametrize("path", [path for path in MODULES if name_of(path).startswith("training/")], ids=name_of)
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if name_of(path).startswith("training/")], ids=name_of
+)
 def test_training_knows_no_task(path):
     """What is learnt stands in tasks/; a model may count its operations per token."""
     for line, text in identifiers_and_strings(path):
         found = re.findall(
-            r"character|\bgpt|vocab|causal|token(?!s?_per_s)", text.replace("flops_per_token", "").lower()
+            r"character|\bgpt|vocab|causal|token(?!s?_per_s)",
+            text.replace("flops_per_token", "").lower(),
         )
         assert not found, f"line {line}: {found}"
 
@@ -160,5 +235,8 @@ def test_words(path):
         found = [w for w in WORDS if re.search(rf"(?<![a-zA-Z]){w}(?![a-zA-Z])", text.lower())]
         assert not found, f"line {line}: {found}"
     for node in ast.walk(tree):
-        name = next((getattr(node, key) for key in ("id", "arg", "attr", "name") if hasattr(node, key)), None)
+        name = next(
+            (getattr(node, key) for key in ("id", "arg", "attr", "name") if hasattr(node, key)),
+            None,
+        )
         assert str(name).lower() != "place", f"line {node.lineno}: place"

@@ -25,7 +25,9 @@ def named_tests() -> list[tuple[str, str]]:
         text = (ROOT / document).read_text()
         found += [
             (document, name)
-            for name in re.findall(r"`((?:tests/)?(?:unit|multiprocess|e2e)/[\w/]+\.py|test_\w+)", text)
+            for name in re.findall(
+                r"`((?:tests/)?(?:unit|multiprocess|e2e)/[\w/]+\.py|test_\w+)", text
+            )
         ]
     return sorted(set(found))
 
@@ -40,4 +42,7 @@ def test_named_test_exists(document, name):
 
 
 def test_documents_name_tests():
-    assert {document for document, _ in named_tests()} >= {"docs/fault-tolerance.md", "docs/multi-node.md"}
+    assert {document for document, _ in named_tests()} >= {
+        "docs/fault-tolerance.md",
+        "docs/multi-node.md",
+    }

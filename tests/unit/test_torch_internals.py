@@ -1,4 +1,6 @@
-"""Private API of torch: it exists in this version, no other module uses it, and runs work without it."""
+"""Private API of torch: it exists in this version, no other module uses it, and runs work without
+it.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,16 @@ def test_the_compiler_has_what_is_used():
 
 
 def test_every_function_is_listed_here():
-    defined = {n.name for n in ast.parse(FILES[MODULE].read_text()).body if isinstance(n, ast.FunctionDef)}
-    others = {"can_pack", "compile_deterministically", "compile_error", "cut_graph_at_buckets", "keep_process_group"}
+    defined = {
+        n.name for n in ast.parse(FILES[MODULE].read_text()).body if isinstance(n, ast.FunctionDef)
+    }
+    others = {
+        "can_pack",
+        "compile_deterministically",
+        "compile_error",
+        "cut_graph_at_buckets",
+        "keep_process_group",
+    }
     assert defined == {*NAMES, *others, "without_profiler_marks"}
 
 
@@ -78,7 +88,9 @@ def test_every_function_is_listed_here():
 
 
 def private_uses(source: str) -> Iterator[str]:
-    """`torch.x._y` by any name that an import has given to torch or a part of it, and imports of private names."""
+    """`torch.x._y` by any name that an import has given to torch or a part of it, and imports of
+    private names.
+    """
     tree = ast.parse(source)
     aliases: dict[str, str] = {}
     imported = []
@@ -86,7 +98,9 @@ def private_uses(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 imported.append(alias.name)
-                aliases[alias.asname or alias.name.partition(".")[0]] = alias.name if alias.asname else ""
+                aliases[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else ""
+                )
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 imported.append(f"{node.module}.{alias.name}")
@@ -95,7 +109,11 @@ def private_uses(source: str) -> Iterator[str]:
     yield from (name for name in imported if name.startswith("torch.") and is_private(name))
     for node in ast.walk(tree):
         chain = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if re.fullmatch(r"\w+(\.\w+)+", chain) and chain.partition(".")[0] in torchs and is_private(chain):
+        if (
+            re.fullmatch(r"\w+(\.\w+)+", chain)
+            and chain.partition(".")[0] in torchs
+            and is_private(chain)
+        ):
             yield chain
 
 
@@ -125,7 +143,11 @@ def test_no_other_module_uses_private_names(module):
     source = FILES[module].read_text()
     assert not list(private_uses(source))
     names = [name for _, *names in NAMES.values() for name in names if name != "clone"]
-    assert not [name for name in [*names, "bucket_bytes_cap", "optimize_ddp"] if re.search(rf"\b{name}\b", source)]
+    assert not [
+        name
+        for name in [*names, "bucket_bytes_cap", "optimize_ddp"]
+        if re.search(rf"\b{name}\b", source)
+    ]
 
 
 # With it and without it
@@ -200,7 +222,9 @@ def test_a_layer_packed_in_fp16_computes_nearly_the_same():
     if not internals.can_pack(torch.float16):
         pytest.skip("this torch has no FBGEMM")
     layer, x = nn.Linear(5, 3), torch.randn(2, 4, 5)
-    packed = internals.pack_linear(layer.weight.detach(), layer.bias.detach(), torch.float16, batch=4)
+    packed = internals.pack_linear(
+        layer.weight.detach(), layer.bias.detach(), torch.float16, batch=4
+    )
     torch.testing.assert_close(packed(x), layer(x).detach(), rtol=0.01, atol=0.01)
 
 
@@ -210,12 +234,16 @@ def test_packing_is_disabled_after_a_failure(error, monkeypatch):
         raise error("not on this CPU")
 
     monkeypatch.setattr(internals, "pack_linear", fail)
-    assert not any(map(internals.can_pack.__wrapped__, (torch.float32, torch.bfloat16, torch.float16)))
+    assert not any(
+        map(internals.can_pack.__wrapped__, (torch.float32, torch.bfloat16, torch.float16))
+    )
 
 
 @pytest.fixture
 def wrapped(tmp_path):
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     yield DDP(nn.Linear(64, 64))
     dist.destroy_process_group()
 
@@ -247,7 +275,9 @@ def test_the_process_group_outlives_ddp(wrapped):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-@pytest.mark.parametrize(("mib", "wanted", "cuts"), [(25, True, True), (0.5, True, False), (25, False, False)])
+@pytest.mark.parametrize(
+    ("mib", "wanted", "cuts"), [(25, True, True), (0.5, True, False), (25, False, False)]
+)
 def test_where_torch_can_cut_the_graph(wrapped, mib, wanted, cuts):
     from torch._dynamo import config
 
@@ -269,7 +299,9 @@ def test_a_store_is_cloned(tmp_path):
 
 
 def test_a_profile_writes_no_lines_of_its_own(capfd):
-    """All else that arrives at standard error meanwhile, such as errors of the profiler, is kept."""
+    """All else that arrives at standard error meanwhile, such as errors of the profiler, is
+    kept.
+    """
     with internals.without_profiler_marks():
         profile = torch.profiler.profile()
         profile.start()
@@ -281,7 +313,10 @@ def test_a_profile_writes_no_lines_of_its_own(capfd):
         raise ValueError("x")
     os.write(2, b" and after it\n")
     lines = capfd.readouterr().err.splitlines()
-    assert lines == ["ERROR:2026 CuptiActivityApi.cpp:1] no permission", "before an exception and after it"]
+    assert lines == [
+        "ERROR:2026 CuptiActivityApi.cpp:1] no permission",
+        "before an exception and after it",
+    ]
 
 
 def test_a_profile_without_standard_error(capfd):

@@ -1,4 +1,7 @@
-"""How the ranks train one model, selected by `ddp.strategy`: one file each. base.py says what a strategy does."""
+"""How the ranks train one model, selected by `ddp.strategy`: one file each.
+
+base.py says what a strategy does.
+"""
 
 import torch
 
@@ -23,14 +26,23 @@ def check_strategy(config: Config, world_size: int) -> None:
     """
     name = config.ddp.strategy
     if name in ("single", "dp") and world_size > 1:
-        raise ConfigError(f"ddp.strategy={name} trains in one process, not {world_size} ranks; use ddp.strategy=ddp")
+        raise ConfigError(
+            f"ddp.strategy={name} trains in one process, not {world_size} ranks; use "
+            "ddp.strategy=ddp"
+        )
     if name == "hsdp" and world_size < MIN_HSDP_RANKS:
-        raise ConfigError(f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp")
+        raise ConfigError(
+            f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp"
+        )
     if config.model.devices > 1 and name not in ("auto", "single", "ddp"):
-        raise ConfigError(f"model.devices={config.model.devices} needs ddp.strategy=auto, not {name}; or set it to 1")
+        raise ConfigError(
+            f"model.devices={config.model.devices} needs ddp.strategy=auto, not {name}; or "
+            "set it to 1"
+        )
     if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
         raise ConfigError(
-            f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} splits; use "
+            f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} "
+            "splits; use "
             "ddp.strategy=zero1"
         )
 
@@ -57,4 +69,6 @@ def build_strategy(
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
 
         return FSDPStrategy(config, device, group, dtype)
-    return {"manual": ManualStrategy, "zero1": Zero1Strategy}.get(name, DDPStrategy)(config, device, group, compiles)
+    return {"manual": ManualStrategy, "zero1": Zero1Strategy}.get(name, DDPStrategy)(
+        config, device, group, compiles
+    )

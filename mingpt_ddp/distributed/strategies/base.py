@@ -1,8 +1,8 @@
 """The base class of all strategies: what the train step, evaluation and snapshots may ask.
 
-A model passes `prepare` before its optimizer is built and `wrap` before the first step. Then every step calls
-`begin_step`, `maybe_no_sync` around each forward and backward pass, `reduce_gradients`, `clip_grad_norm`, `update` and
-`broadcast_buffers`.
+A model passes `prepare` before its optimizer is built and `wrap` before the first step. Then every
+step calls `begin_step`, `maybe_no_sync` around each forward and backward pass, `reduce_gradients`,
+`clip_grad_norm`, `update` and `broadcast_buffers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,20 +32,30 @@ class Strategy:
 
     name = "single"
     is_sharded = False  # each rank writes and reads its own part of a snapshot
-    shards_model = False  # each rank holds a part of the weights, and every forward pass is a collective
+    # each rank holds a part of the weights, and every forward pass is a collective
+    shards_model = False
     shards = 1  # parts of what is sharded
 
-    def __init__(self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool) -> None:
-        self.config, self.device, self.group, self.compiles = config, device, group, compiles
+    def __init__(
+        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.group = group
+        self.compiles = compiles
         self.devices = devices_of_rank(device, config.model.devices)
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
         self.clock = StepClock(device)
-        self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0  # the first compiles, the second records CUDA graphs
+        # the first compiles, the second records CUDA graphs
+        self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
     # The model.
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return the model on the device, with batch normalization over all ranks if requested. A collective."""
+        """Return the model on the device, with batch normalization over all ranks if requested.
+
+        A collective.
+        """
         return self._synchronize_batchnorm(split_blocks(model, self.devices))
 
     def _synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
@@ -58,7 +68,9 @@ class Strategy:
         """Return a prepared model for training. All ranks receive the weights of rank zero."""
         return compile_model(model, self.config) if self.compiles else model
 
-    def on_whole_model(self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]) -> T:
+    def on_whole_model(
+        self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
+    ) -> T:
         """Return the result of `work` for a model that holds all weights. A collective.
 
         Args:
@@ -69,9 +81,11 @@ class Strategy:
     # A step.
 
     def warm_up(self, parallel_model: nn.Module, forward: Callable[[], Tensor]) -> None:
-        """Run warm-up passes, so that a resumed run sums gradients in the same order as an uninterrupted one.
+        """Run warm-up passes, so that a resumed run sums gradients in the same order as an
+        uninterrupted one.
 
-        DDP rebuilds its buckets after the first backward, which changes the summation order on three or more ranks.
+        DDP rebuilds its buckets after the first backward, which changes the summation order on
+        three or more ranks.
 
         Args:
             forward: returns the loss of a micro-batch.
@@ -117,7 +131,9 @@ class Strategy:
         return tensor
 
     def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Take an optimizer step; afterwards all ranks have the same weights, or their parts of them."""
+        """Take an optimizer step; afterwards all ranks have the same weights, or their parts of
+        them.
+        """
         scaler.step(optimizer)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -127,7 +143,9 @@ class Strategy:
                 dist.broadcast(buffer, src=0)
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
-        """Return the seconds of gradient communication in the latest timed step: in total, and not overlapped."""
+        """Return the seconds of gradient communication in the latest timed step: in total, and not
+        overlapped.
+        """
         return self.all_reduce_s, self.all_reduce_s
 
     # Snapshots, unless `is_sharded`.
@@ -137,13 +155,16 @@ class Strategy:
         return tensors
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Return what this rank holds of whole tensors: those of the model, or optimizer state `<parameter>:<name>`."""
+        """Return what this rank holds of whole tensors: those of the model, or optimizer state
+        `<parameter>:<name>`.
+        """
         return tensors
 
     # Snapshots, if `is_sharded`. Rows are indices of a tensor's first dimension.
 
     def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
-        """Return the first row and the rows that this rank writes of a tensor; None if it writes nothing of it.
+        """Return the first row and the rows that this rank writes of a tensor; None if it writes
+        nothing of it.
 
         Args:
             name: of the parameter or buffer; the tensor may be optimizer state of it.
@@ -151,7 +172,9 @@ class Strategy:
         raise NotImplementedError
 
     def owns_state(self, name: str) -> bool:
-        """Return whether this rank updates a parameter, or a part of it, and so needs its optimizer state."""
+        """Return whether this rank updates a parameter, or a part of it, and so needs its optimizer
+        state.
+        """
         return True
 
     def assemble(self, own: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:

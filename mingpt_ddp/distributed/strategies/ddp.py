@@ -23,8 +23,8 @@ from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
 ALL_REDUCE = "all_reduce of gradients"  # name of the profiler's events
 TIMED_EVERY = 10  # steps between two that DDP times
-# Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32. DDP accepts torch's
-# bf16 hook only with NCCL, although gloo can sum bf16 too.
+# Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32.
+# DDP accepts torch's bf16 hook only with NCCL, although gloo can sum bf16 too.
 BUILDERS["comm_hook"].update(
     fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook, ring=ring_hook
 )
@@ -35,7 +35,9 @@ class DDPStrategy(Strategy):
 
     name = "ddp"
 
-    def __init__(self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+    ) -> None:
         super().__init__(config, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
 
@@ -43,38 +45,54 @@ class DDPStrategy(Strategy):
         ddp = self.config.ddp
         parallel = DDP(
             super().wrap(model),
-            device_ids=[self.device.index] if self.device.type == "cuda" and len(self.devices) == 1 else None,
+            device_ids=[self.device.index]
+            if self.device.type == "cuda" and len(self.devices) == 1
+            else None,
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
             static_graph=ddp.static_graph,
             find_unused_parameters=ddp.find_unused_parameters,
         )
         if self.compiles:
-            # A graph with activation checkpointing cannot be split; outside of DDP the compiler finds no single graph.
-            torch_internals.cut_graph_at_buckets(parallel, not self.config.trainer.activation_checkpointing)
+            # A graph with activation checkpointing cannot be split; outside of DDP the compiler
+            # finds no single graph.
+            torch_internals.cut_graph_at_buckets(
+                parallel, not self.config.trainer.activation_checkpointing
+            )
         torch_internals.keep_process_group(parallel)
         torch_internals.time_communication(parallel, TIMED_EVERY)
         if ddp.comm_hook != "none":
-            parallel.register_comm_hook(partial(BUILDERS["comm_hook"][ddp.comm_hook], None), self._comm_hook)
+            parallel.register_comm_hook(
+                partial(BUILDERS["comm_hook"][ddp.comm_hook], None), self._comm_hook
+            )
         elif self.group.shared_memory is not None:
             gradients = [p for p in model.parameters() if p.requires_grad]
             all_reduce = SharedMemoryAllReduce(self.group.shared_memory, gradients).all_reduce
             parallel.register_comm_hook(all_reduce, self._comm_hook)
         return parallel
 
-    def _comm_hook(self, all_reduce: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket) -> Future[Tensor]:
+    def _comm_hook(
+        self, all_reduce: Callable[[GradBucket], Future[Tensor]], bucket: GradBucket
+    ) -> Future[Tensor]:
         """Return the average of a bucket over all ranks, and measure the time.
 
-        The order of the buckets is the same on every rank. Hooks are stateless, so snapshots need not hold them.
+        The order of the buckets is the same on every rank. Hooks are stateless, so snapshots need
+        not hold them.
         """
         start = time.perf_counter()
         with torch.profiler.record_function(ALL_REDUCE):
             future = all_reduce(bucket)
-        self.all_reduce_s = time.perf_counter() - start + (self.all_reduce_s if bucket.index() else 0.0)
+        self.all_reduce_s = (
+            time.perf_counter() - start + (self.all_reduce_s if bucket.index() else 0.0)
+        )
         return future
 
     def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last or not isinstance(parallel_model, DDP) else parallel_model.no_sync()
+        return (
+            nullcontext()
+            if last or not isinstance(parallel_model, DDP)
+            else parallel_model.no_sync()
+        )
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
         total, hidden = torch_internals.communication_times(parallel_model)

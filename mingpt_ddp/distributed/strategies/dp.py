@@ -15,7 +15,11 @@ class _DataParallel(nn.DataParallel[nn.Module]):
         outputs = super().parallel_apply(replicas, inputs, kwargs)
         sizes = [len(arguments[0]) for arguments in inputs]
         scalar = all(isinstance(output, Tensor) and output.dim() == 0 for output in outputs)
-        return [o * (n / sum(sizes)) for o, n in zip(outputs, sizes, strict=True)] if scalar else list(outputs)
+        return (
+            [o * (n / sum(sizes)) for o, n in zip(outputs, sizes, strict=True)]
+            if scalar
+            else list(outputs)
+        )
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:

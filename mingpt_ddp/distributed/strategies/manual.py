@@ -1,4 +1,6 @@
-"""Data parallelism by hand: what DistributedDataParallel does, without its overlap with the backward pass."""
+"""Data parallelism by hand: what DistributedDataParallel does, without its overlap with the
+backward pass.
+"""
 
 import time
 
@@ -23,14 +25,18 @@ class ManualStrategy(Strategy):
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients: every rank has those of its own micro-batches.
 
-        The mean over ranks of the gradients of equal shares is the gradient of the whole batch. All ranks then take the
-        same step from the same weights, so the weights need no further communication.
+        The mean over ranks of the gradients of equal shares is the gradient of the whole batch. All
+        ranks then take the same step from the same weights, so the weights need no further
+        communication.
         """
         start = time.perf_counter()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])  # one message: each has a latency
+        # one message: each has a latency
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         flat /= self.group.world_size
-        for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, mean in zip(
+            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(mean.view_as(gradient))
         self.all_reduce_s = time.perf_counter() - start

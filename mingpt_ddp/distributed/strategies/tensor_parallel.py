@@ -1,4 +1,6 @@
-"""Tensor parallelism: consecutive ranks hold one copy of the model together; gradients are averaged between copies."""
+"""Tensor parallelism: consecutive ranks hold one copy of the model together; gradients are averaged
+between copies.
+"""
 
 import time
 from collections.abc import Callable, Mapping
@@ -39,10 +41,18 @@ class TensorParallelStrategy(Strategy):
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         own = dict(model.named_parameters())
         owners = {name: name.partition(":")[0] for name in tensors}
-        return {name: scatter(o, tensors[name], own[o]) if o in own else tensors[name] for name, o in owners.items()}
+        return {
+            name: scatter(o, tensors[name], own[o]) if o in own else tensors[name]
+            for name, o in owners.items()
+        }
 
-    def on_whole_model(self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]) -> T:
-        """Call `work` on rank zero, which alone keeps what all ranks gather; return None elsewhere."""
+    def on_whole_model(
+        self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
+    ) -> T:
+        """Call `work` on rank zero, which alone keeps what all ranks gather.
+
+        Return None elsewhere.
+        """
         tensors = self.join_tensors(model.state_dict())
 
         def call() -> T:

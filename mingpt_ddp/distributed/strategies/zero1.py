@@ -1,7 +1,7 @@
 """ZeRO stage 1: the optimizer's state is divided over ranks, gradients and weights are not.
 
-Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models"
-(arXiv:1910.02054).
+Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models" (arXiv:1910.02054).
 """
 
 import torch
@@ -16,8 +16,11 @@ from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 
 def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Assign the trainable parameters to ranks: largest first, each to the rank with the fewest elements."""
-    loads, owners = [0] * ranks, {}
+    """Assign the trainable parameters to ranks: largest first, each to the rank with the fewest
+    elements.
+    """
+    loads = [0] * ranks
+    owners = {}
     trainable = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
     for name, numel in sorted(trainable, key=lambda item: (-item[1], item[0])):
         owners[name] = loads.index(min(loads))
@@ -26,12 +29,16 @@ def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
 
 
 class Zero1Strategy(DDPStrategy):
-    """Each parameter has an owner, which alone keeps its optimizer state, updates it and broadcasts it."""
+    """Each parameter has an owner, which alone keeps its optimizer state, updates it and broadcasts
+    it.
+    """
 
     name = "zero1"
     is_sharded = True
 
-    def __init__(self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+    ) -> None:
         super().__init__(config, device, group, compiles)
         self.shards = group.world_size
         self._owners: dict[str, int] = {}  # by the name of the parameter
@@ -42,14 +49,17 @@ class Zero1Strategy(DDPStrategy):
         self._owners = assign_owners(model, self.group.world_size)
         parameters = dict(model.named_parameters())
         ranks = range(self.group.world_size)
-        self._parameters = [[parameters[name] for name, owner in self._owners.items() if owner == r] for r in ranks]
+        self._parameters = [
+            [parameters[name] for name, owner in self._owners.items() if owner == r] for r in ranks
+        ]
         return model
 
     def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters of this rank, then receive the others.
 
-        An optimizer skips a parameter without a gradient and creates no state for it. The scaler has checked all
-        gradients before. An optimizer that creates all state when it is built loses that of others here.
+        An optimizer skips a parameter without a gradient and creates no state for it. The scaler
+        has checked all gradients before. An optimizer that creates all state when it is built loses
+        that of others here.
         """
         for owner, parameters in enumerate(self._parameters):
             for parameter in parameters if owner != self.group.rank else []:
@@ -68,7 +78,9 @@ class Zero1Strategy(DDPStrategy):
         flat = torch.cat(parts)
         dist.broadcast(flat, src=owner)
         if owner != self.group.rank:
-            for parameter, part in zip(parameters, flat.split([len(part) for part in parts]), strict=True):
+            for parameter, part in zip(
+                parameters, flat.split([len(part) for part in parts]), strict=True
+            ):
                 parameter.copy_(part.view(parameter.dtype).view(parameter.shape))
 
     def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:

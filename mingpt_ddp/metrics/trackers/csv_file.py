@@ -19,11 +19,13 @@ NAME = "metrics.csv"
 class CSVLogger:
     """Append rows to a file, and write it again from metrics.jsonl where that is not enough.
 
-    So it must be called after the JSONLLogger. If a write fails, training continues without the file.
+    So it must be called after the JSONLLogger. If a write fails, training continues without the
+    file.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path, self._source = directory / NAME, directory / METRICS
+        self._path = directory / NAME
+        self._source = directory / METRICS
         self._columns: list[str] = []
         self._last: dict[str, Any] = {}  # the last row
         self._offset = 0  # where it begins, in bytes
@@ -64,7 +66,10 @@ class CSVLogger:
     def _rebuild(self) -> None:
         rows = [*read_history(self._source).by_step().values()]
         self._columns = [*dict.fromkeys(key for row in rows for key in row)]
-        lines = [self._line(dict(zip(self._columns, self._columns, strict=True))), *map(self._line, rows)]
+        lines = [
+            self._line(dict(zip(self._columns, self._columns, strict=True))),
+            *map(self._line, rows),
+        ]
         atomic_write(self._path, b"".join(lines) if rows else b"")
         self._last = rows[-1] if rows else {}
         self._offset = sum(map(len, lines[:-1]))

@@ -10,7 +10,9 @@ from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.metrics.trackers.outbox import Points
 
 TAG = "mingpt_ddp.run_id"
-MAX_METRICS, MAX_PARAMS = 1000, 100  # per request, as the server allows
+# per request, as the server allows
+MAX_METRICS = 1000
+MAX_PARAMS = 100
 MAX_TEXT = 5000  # characters of a tag
 
 
@@ -20,7 +22,8 @@ class MLflowTracker:
     name = "mlflow"
 
     def __init__(self, config: Config, directory: Path, run_id: str) -> None:
-        self._config, self._id = config, run_id
+        self._config = config
+        self._id = run_id
         self._uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
         self.is_remote = urlsplit(self._uri or "").scheme in ("http", "https", "databricks")
 
@@ -30,31 +33,59 @@ class MLflowTracker:
         from mlflow import entities
         from mlflow.tracking import MlflowClient
 
-        self._entities, self._client_of = entities, MlflowClient
+        self._entities = entities
+        self._client_of = MlflowClient
 
     def connect(self) -> None:
         self._client = self._client_of(self._uri)
-        name, project = self._config.run_name(), self._config.tracker.project
+        name = self._config.run_name()
+        project = self._config.tracker.project
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([number], filter_string=f"tags.`{TAG}` = '{self._id}'")
-        run = found[0] if found else self._client.create_run(number, run_name=name, tags={TAG: self._id})
+        run = (
+            found[0]
+            if found
+            else self._client.create_run(number, run_name=name, tags={TAG: self._id})
+        )
         self._run = run.info.run_id
         self._client.update_run(self._run, status="RUNNING")
         params = {key: str(value)[:500] for key, value in flatten(self._config.to_dict()).items()}
-        new = [self._entities.Param(key, value) for key, value in params.items() if key not in run.data.params]
+        new = [
+            self._entities.Param(key, value)
+            for key, value in params.items()
+            if key not in run.data.params
+        ]
         for begin in range(0, len(new), MAX_PARAMS):
             self._client.log_batch(self._run, params=new[begin : begin + MAX_PARAMS])
-        self._tags, keys = run.data.tags, run.data.metrics
-        self._sent = {(key, point.step) for key in keys for point in self._client.get_metric_history(self._run, key)}
+        self._tags = run.data.tags
+        keys = run.data.metrics
+        self._sent = {
+            (key, point.step)
+            for key in keys
+            for point in self._client.get_metric_history(self._run, key)
+        }
 
     def send(self, points: Points) -> None:
         now = int(1000 * time.time())
-        flat = [(key, step, value) for step, metrics in points for key, value in metrics.items() if key != "sample"]
-        new = [self._entities.Metric(k, value, now, step) for k, step, value in flat if (k, step) not in self._sent]
+        flat = [
+            (key, step, value)
+            for step, metrics in points
+            for key, value in metrics.items()
+            if key != "sample"
+        ]
+        new = [
+            self._entities.Metric(k, value, now, step)
+            for k, step, value in flat
+            if (k, step) not in self._sent
+        ]
         for begin in range(0, len(new), MAX_METRICS):
             self._client.log_batch(self._run, metrics=new[begin : begin + MAX_METRICS])
-        for tag, text in ((f"sample.{step:08d}", metrics["sample"]) for step, metrics in points if "sample" in metrics):
+        for tag, text in (
+            (f"sample.{step:08d}", metrics["sample"])
+            for step, metrics in points
+            if "sample" in metrics
+        ):
             if tag not in self._tags:
                 self._client.set_tag(self._run, tag, text[:MAX_TEXT])
 

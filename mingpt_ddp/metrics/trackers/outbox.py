@@ -1,7 +1,9 @@
-"""Send the points of a run to a tracker that cannot take points back: each point once, from a thread.
+"""Send the points of a run to a tracker that cannot take points back: each point once, from a
+thread.
 
-A step is sent once a snapshot of a later step is durable, so that no restart repeats it, or at the end of the run. What
-a killed attempt has logged is read from metrics.jsonl; which steps the run has already, the tracker itself is asked.
+A step is sent once a snapshot of a later step is durable, so that no restart repeats it, or at the
+end of the run. What a killed attempt has logged is read from metrics.jsonl; which steps the run has
+already, the tracker itself is asked.
 """
 
 import contextlib
@@ -20,14 +22,20 @@ from mingpt_ddp.storage.storage import atomic_write
 
 log = logging.getLogger(__name__)
 
-Points = list[tuple[int, dict[str, Any]]]  # step, and numbers by tag, perhaps with a text as `sample`; by step
+# step, and numbers by tag, perhaps with a text as `sample`; by step
+Points = list[tuple[int, dict[str, Any]]]
 MAX_CACHED = 5_000  # steps; more are read from metrics.jsonl when they are due
 BATCH = 200  # steps per call
-LOCAL_S, REMOTE_S = 60.0, 8.0  # how long the end of a run waits for one call, on this machine or over a network
+# how long the end of a run waits for one call, on this machine or over a network
+LOCAL_S = 60.0
+REMOTE_S = 8.0
 
 
 class Tracker(Protocol):
-    """A run in the store of a tracker. Any method may raise anything; `connect` is then called again."""
+    """A run in the store of a tracker.
+
+    Any method may raise anything; `connect` is then called again.
+    """
 
     name: str
     is_remote: bool
@@ -46,9 +54,14 @@ class Tracker(Protocol):
 
 
 class Outbox:
-    """The points of a run on their way to one tracker. Only `join` waits, for seconds, and only at the end."""
+    """The points of a run on their way to one tracker.
 
-    def __init__(self, tracker: Tracker, directory: Path, run_id: str, step: int, covered: int) -> None:
+    Only `join` waits, for seconds, and only at the end.
+    """
+
+    def __init__(
+        self, tracker: Tracker, directory: Path, run_id: str, step: int, covered: int
+    ) -> None:
         """
         Args:
             directory: of the run, with metrics.jsonl.
@@ -56,18 +69,26 @@ class Outbox:
             step: steps done; metrics.jsonl has their points.
             covered: the step of the snapshot that has recorded `run_id`; 0 if there is none yet.
         """
-        self._tracker, self._history, self._id = tracker, directory / METRICS, run_id
-        self._marker = directory / f".tracked-{tracker.name}"  # the run and its last step, when all is sent
-        self._thread = threading.Thread(target=self._run, name=f"tracker {tracker.name}", daemon=True)
+        self._tracker = tracker
+        self._history = directory / METRICS
+        self._id = run_id
+        # the run and its last step, when all is sent
+        self._marker = directory / f".tracked-{tracker.name}"
+        self._thread = threading.Thread(
+            target=self._run, name=f"tracker {tracker.name}", daemon=True
+        )
         self._changed = threading.Condition()
         self._cache: dict[int, dict[str, Any]] = {}  # records by step
         self._only_in_file: float = step  # for steps up to this one, metrics.jsonl is read
-        # Steps below it will not be repeated. A complete run that is started again has nothing to connect for.
+        # Steps below it will not be repeated. A complete run that is started again has nothing to
+        # connect for.
         self._covered: float = 0 if self._has_sent_all(step) else covered
         self._tried: float = 1  # steps below it have been sent, or their sending has failed
         self._sent: float = 1
         self._result: dict[str, Any] = {}
-        self._is_connected, self._has_failed, self._is_closed = False, False, False
+        self._is_connected = False
+        self._has_failed = False
+        self._is_closed = False
         self._deadline = 0.0  # time.monotonic() until which `join` waits
 
     # Called by training: a sink of metrics.
@@ -83,7 +104,8 @@ class Outbox:
         with self._changed:
             self._cache.setdefault(step, {}).update(to_record(step, metrics))
             if len(self._cache) > MAX_CACHED:
-                self._cache, self._only_in_file = {}, step
+                self._cache = {}
+                self._only_in_file = step
 
     def complete(self, step: int, config: Config) -> None:
         pass
@@ -99,7 +121,8 @@ class Outbox:
         if self._has_sent_all(step):
             return
         self._id_and_step = f"{self._id} {step}"
-        self._result, self._deadline = result, time.monotonic() + self._patience
+        self._result = result
+        self._deadline = time.monotonic() + self._patience
         self.cover(math.inf)
 
     def _has_sent_all(self, step: int) -> bool:
@@ -110,10 +133,17 @@ class Outbox:
 
     def join(self) -> None:
         """Wait until all is sent, but not for a call that takes longer than it should."""
-        while self._covered == math.inf and self._thread.is_alive() and time.monotonic() < self._deadline:
+        while (
+            self._covered == math.inf
+            and self._thread.is_alive()
+            and time.monotonic() < self._deadline
+        ):
             self._thread.join(0.05)
         if self._covered == math.inf and (self._thread.is_alive() or self._has_failed):
-            log.warning("%s lacks the last points; run the same command again to send them", self._tracker.name)
+            log.warning(
+                "%s lacks the last points; run the same command again to send them",
+                self._tracker.name,
+            )
 
     def close(self) -> None:
         """End the thread, after the call in progress."""
@@ -138,11 +168,16 @@ class Outbox:
                 self._send(covered)
                 self._has_failed = False
             except (Exception, SystemExit) as error:
-                self._is_connected, self._sent = False, 1
+                self._is_connected = False
+                self._sent = 1
                 self._only_in_file = max(self._only_in_file, covered)  # send it all again
                 if not self._has_failed:
                     reason = redact(describe(error))
-                    log.warning("cannot send to %s, training continues without it: %s", self._tracker.name, reason)
+                    log.warning(
+                        "cannot send to %s, training continues without it: %s",
+                        self._tracker.name,
+                        reason,
+                    )
                 self._has_failed = True
             self._tried = covered
 

@@ -1,4 +1,6 @@
-"""Generated texts in `samples.jsonl`, from which a restart sends those that the last attempt did not."""
+"""Generated texts in `samples.jsonl`, from which a restart sends those that the last attempt did
+not.
+"""
 
 import contextlib
 import json

@@ -17,7 +17,8 @@ class TrackioTracker:
     name = "trackio"
 
     def __init__(self, config: Config, directory: Path, run_id: str) -> None:
-        self._config, self._id = config, run_id
+        self._config = config
+        self._id = run_id
         self._server = os.environ.get("TRACKIO_SERVER_URL")
         self.is_remote = bool(self._server or os.environ.get("TRACKIO_SPACE_ID"))
 
@@ -29,19 +30,34 @@ class TrackioTracker:
     def connect(self) -> None:
         if self._server:  # trackio.init would take a server that is away for an empty one
             parts = urlsplit(self._server)
-            urllib.request.urlopen(f"{parts.scheme}://{parts.netloc}{parts.path}", timeout=REMOTE_S).close()
-        project, name = self._config.tracker.project, f"{self._config.run_name()}-{self._id}"
+            urllib.request.urlopen(
+                f"{parts.scheme}://{parts.netloc}{parts.path}", timeout=REMOTE_S
+            ).close()
+        project = self._config.tracker.project
+        name = f"{self._config.run_name()}-{self._id}"
         config = flatten(self._config.to_dict())
         self._run = self._trackio.init(
-            project, name, config=config, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+            project,
+            name,
+            config=config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
         )
         self._next = self._run._next_step
 
     def send(self, points: Points) -> None:
         for step, metrics in points:
             if step >= self._next:
-                texts = {tag: textwrap.indent(text, "    ") for tag, text in metrics.items() if type(text) is str}
-                self._run.log(metrics | {tag: self._trackio.Markdown(texts[tag]) for tag in texts}, step=step)
+                texts = {
+                    tag: textwrap.indent(text, "    ")
+                    for tag, text in metrics.items()
+                    if type(text) is str
+                }
+                self._run.log(
+                    metrics | {tag: self._trackio.Markdown(texts[tag]) for tag in texts}, step=step
+                )
                 self._next = step + 1
 
     def finish(self, result: dict[str, Any]) -> None:

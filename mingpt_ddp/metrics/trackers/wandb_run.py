@@ -12,12 +12,17 @@ from mingpt_ddp.metrics.trackers.outbox import Points
 
 
 class WandbTracker:
-    """Online, W&B says which step comes next. Offline, the files of a killed attempt are written again."""
+    """Online, W&B says which step comes next.
+
+    Offline, the files of a killed attempt are written again.
+    """
 
     name = "wandb"
 
     def __init__(self, config: Config, directory: Path, run_id: str) -> None:
-        self._config, self._directory, self._id = config, directory, run_id
+        self._config = config
+        self._directory = directory
+        self._id = run_id
         self.is_remote = os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled")
 
     def load(self) -> None:
@@ -49,7 +54,9 @@ class WandbTracker:
             reinit="create_new",
             settings=self._wandb.Settings(**settings),
         )
-        for other in self._directory.glob(f"wandb/offline-run-*-{self._id}") if self._run.offline else ():
+        for other in (
+            self._directory.glob(f"wandb/offline-run-*-{self._id}") if self._run.offline else ()
+        ):
             if other != Path(self._run.dir).parent:
                 shutil.rmtree(other)
         self._next = self._run.step
@@ -57,8 +64,15 @@ class WandbTracker:
     def send(self, points: Points) -> None:
         for step, metrics in points:
             if step >= self._next:
-                texts = {tag: f"<pre>{html.escape(text)}</pre>" for tag, text in metrics.items() if type(text) is str}
-                self._run.log({**metrics, **{tag: self._wandb.Html(text) for tag, text in texts.items()}}, step=step)
+                texts = {
+                    tag: f"<pre>{html.escape(text)}</pre>"
+                    for tag, text in metrics.items()
+                    if type(text) is str
+                }
+                self._run.log(
+                    {**metrics, **{tag: self._wandb.Html(text) for tag, text in texts.items()}},
+                    step=step,
+                )
                 self._next = step + 1
 
     def finish(self, result: dict[str, Any]) -> None:

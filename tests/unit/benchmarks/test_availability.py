@@ -23,7 +23,9 @@ def goodput():
         yield benchmarks.availability.goodput
 
 
-def simulate(interval: float, cost: float, durable: float, restart: float, mtbf: float, failures: int) -> float:
+def simulate(
+    interval: float, cost: float, durable: float, restart: float, mtbf: float, failures: int
+) -> float:
     """Simulate one attempt after another, snapshot by snapshot."""
     random_times = random.Random(0)
     lasting = total = 0.0
@@ -50,11 +52,17 @@ def test_no_interval_is_better_in_a_simulation(cost, durable):
     best = best_interval(cost, 2000, durable)
     reached = simulate(best, **case)
     grid = [best * 5 ** (i / 20) for i in range(-20, 21)]
-    assert max(simulate(interval, **case) for interval in grid if interval >= durable) <= 1.01 * reached
+    assert (
+        max(simulate(interval, **case) for interval in grid if interval >= durable)
+        <= 1.01 * reached
+    )
 
 
 def test_goodput_by_hand(goodput):
-    """T = 90, C = 10, M = 100: 0.9 / (e - 1). Durable 20 after the stall, a restart of 30: e ** -0.5 of it."""
+    """T = 90, C = 10, M = 100: 0.9 / (e - 1).
+
+    Durable 20 after the stall, a restart of 30: e ** -0.5 of it.
+    """
     assert goodput(90, 10, 10, 0, 100) == pytest.approx(0.9 / (math.e - 1))
     assert goodput(90, 10, 30, 30, 100) == pytest.approx(0.9 / (math.e - 1) * math.exp(-0.5))
 
@@ -65,11 +73,15 @@ def test_goodput_without_failures_or_without_time_between_them(goodput):
 
 
 def test_goodput_to_first_order(goodput):
-    """Besides the stalls, each rare failure costs half a period, the time until durable, and the restart."""
+    """Besides the stalls, each rare failure costs half a period, the time until durable, and the
+    restart.
+    """
     interval, cost, durable, restart, mtbf = 1000, 10, 50, 60, 1e8
     remaining = interval / (interval + cost)
     lost = ((interval + cost) / 2 + durable - cost + restart) / mtbf
-    assert 1 - goodput(interval, cost, durable, restart, mtbf) / remaining == pytest.approx(lost, rel=1e-5)
+    assert 1 - goodput(interval, cost, durable, restart, mtbf) / remaining == pytest.approx(
+        lost, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,7 +112,13 @@ def test_goodput_falls_with_every_cost(goodput, cost, mtbf, factor, delay, resta
 
 @pytest.mark.parametrize(
     "bad",
-    [(0, 1, 1, 0, 100), (math.inf, 1, 1, 0, 100), (10, 1, 12, 0, 100), (10, -1, 1, 0, 100), (10, 1, 1, 0, 0)],
+    [
+        (0, 1, 1, 0, 100),
+        (math.inf, 1, 1, 0, 100),
+        (10, 1, 12, 0, 100),
+        (10, -1, 1, 0, 100),
+        (10, 1, 1, 0, 0),
+    ],
 )
 def test_impossible_goodput_is_refused(goodput, bad):
     with pytest.raises(ValueError):

@@ -12,7 +12,9 @@ def benchmarks():
     yield from modules("fits", "limits", "time_to_loss")
 
 
-@pytest.mark.parametrize(("constant", "factor", "exponent"), [(0.02, 0.003, 1.0), (5.0, 0.01, 2.0), (0.0, 3.0, 0.5)])
+@pytest.mark.parametrize(
+    ("constant", "factor", "exponent"), [(0.02, 0.003, 1.0), (5.0, 0.01, 2.0), (0.0, 3.0, 0.5)]
+)
 def test_a_power_law_is_recovered(benchmarks, constant, factor, exponent):
     xs = [1, 2, 4, 8, 16, 32]
     law = benchmarks.fits.fit(xs, [constant + factor * x**exponent for x in xs])
@@ -48,7 +50,9 @@ def test_too_few_points_are_refused(benchmarks):
 
 def test_the_steps_that_fit_leave_time_for_fixed_costs(benchmarks):
     run = lambda steps, cpu: benchmarks.time_to_loss.Run(steps, 2.0, 99.0, cpu)  # noqa: E731
-    assert benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 11.0), 101.0) == 40 + int(96 / 0.05)
+    assert benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 11.0), 101.0) == 40 + int(
+        96 / 0.05
+    )
     with pytest.raises(SystemExit, match="--long-steps"):
         benchmarks.time_to_loss.steps_that_fit(run(40, 5.0), run(160, 4.0), 100.0)
     with pytest.raises(SystemExit, match="--long-steps"):
@@ -66,4 +70,6 @@ def test_the_lower_bound_of_a_step_by_hand(benchmarks):
 
     machine = limits.Machine(flops_per_s=need.flops, bytes_per_s=need.traffic / 2, imports_mb=100)
     least = limits.limits(limits.Point(layers=2, width=64, context=32, batch=5, ranks=2), machine)
-    assert least == pytest.approx({"flops_ms": 1000, "bytes_ms": 2000, "held_mb": 300 + 2e-6 * need.held})
+    assert least == pytest.approx(
+        {"flops_ms": 1000, "bytes_ms": 2000, "held_mb": 300 + 2e-6 * need.held}
+    )

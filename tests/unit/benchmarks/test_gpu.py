@@ -1,4 +1,6 @@
-"""The GPU script without a GPU: what it refuses, how it keeps to its time, and how it handles failures."""
+"""The GPU script without a GPU: what it refuses, how it keeps to its time, and how it handles
+failures.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,34 @@ def benchmarks():
 def part(benchmarks, tmp_path):
     text = tmp_path / "random.txt"
     text.write_text("ab" * 100)
-    return benchmarks.gpu_runs.Part(True, tmp_path, text, None, 3, time.monotonic() + 100, {"precision": "fp32"})
+    return benchmarks.gpu_runs.Part(
+        True, tmp_path, text, None, 3, time.monotonic() + 100, {"precision": "fp32"}
+    )
 
 
 def test_missing_packages_are_one_line(benchmarks, monkeypatch, capsys):
     assert benchmarks.gpu.missing_packages() == []
-    monkeypatch.setattr(benchmarks.gpu, "is_installed", lambda name: name not in ("hydra-core", "fsspec"))
+    monkeypatch.setattr(
+        benchmarks.gpu, "is_installed", lambda name: name not in ("hydra-core", "fsspec")
+    )
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--part", "1", "--wheels", "/wheels"])
     with pytest.raises(
-        SystemExit, match=r"^missing: hydra-core fsspec; python .*--find-links /wheels hydra-core fsspec$"
+        SystemExit,
+        match=r"^missing: hydra-core fsspec; python .*--find-links /wheels hydra-core fsspec$",
     ):
         benchmarks.gpu.main()
 
 
 def test_the_wheels_to_bring_along_are_what_is_required(benchmarks, monkeypatch):
     monkeypatch.setattr(benchmarks.gpu, "is_installed", lambda name: False)
-    line = re.search("pip wheel -w WHEELS -c constraints.txt (.*)", (ROOT / "benchmarks" / "README.md").read_text())[1]
-    assert ["torch", *(word.strip("'").partition("[")[0] for word in line.split())] == benchmarks.gpu.missing_packages()
+    line = re.search(
+        "pip wheel -w WHEELS -c constraints.txt (.*)",
+        (ROOT / "benchmarks" / "README.md").read_text(),
+    )[1]
+    assert [
+        "torch",
+        *(word.strip("'").partition("[")[0] for word in line.split()),
+    ] == benchmarks.gpu.missing_packages()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +60,14 @@ def test_the_wheels_to_bring_along_are_what_is_required(benchmarks, monkeypatch)
     ],
 )
 def test_invalid_arguments_are_one_line(args, message, tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--part", "3", "--out", str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu.py"),
+        "--part",
+        "3",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     done = call([*command, *args], tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert message in done.stdout.splitlines()[-1]
@@ -55,10 +75,17 @@ def test_invalid_arguments_are_one_line(args, message, tmp_path):
 
 
 def test_repetitions_end_with_the_time(part):
-    """The first repetition is run, the second would take too long; omitted measurements are noted."""
+    """The first repetition is run, the second would take too long; omitted measurements are
+    noted.
+    """
     part.ends_at = time.monotonic() + 8  # of which 5 s are for the report
-    measured = part.alternate("speed", {"slow": lambda: time.sleep(1.6) or 1.0, "quick": lambda: 2.0})
-    assert measured == {"slow": [1.0], "quick": [2.0, 2.0, 2.0]} or measured == {"slow": [1.0], "quick": [2.0]}
+    measured = part.alternate(
+        "speed", {"slow": lambda: time.sleep(1.6) or 1.0, "quick": lambda: 2.0}
+    )
+    assert measured == {"slow": [1.0], "quick": [2.0, 2.0, 2.0]} or measured == {
+        "slow": [1.0],
+        "quick": [2.0],
+    }
     assert "speed, slow, repetition 2: no time left" in part.notes
     assert part.failures == []
 
@@ -73,7 +100,9 @@ def test_a_failure_keeps_the_other_figures(part):
     def fail() -> float:
         raise RuntimeError("out of memory")
 
-    assert part.alternate("speed", {"large": fail, "small": lambda: 2.0}) == {"small": [2.0, 2.0, 2.0]}
+    assert part.alternate("speed", {"large": fail, "small": lambda: 2.0}) == {
+        "small": [2.0, 2.0, 2.0]
+    }
     assert part.failures == ["speed, large, repetition 1: out of memory"]
 
 
@@ -95,8 +124,13 @@ def test_different_bytes_after_a_kill_fail_the_part(benchmarks, part, monkeypatc
 
 
 def test_a_failed_test_fails_the_part(benchmarks, part, monkeypatch):
-    output = "tests/e2e/test_gpu.py::test_a[x-1] PASSED [ 3%]\ntests/e2e/test_gpu.py::test_b FAILED [ 6%]\n"
-    monkeypatch.setattr(benchmarks.gpu_parts, "pytest", lambda part, args: "" if args == "two_parts" else output)
+    output = (
+        "tests/e2e/test_gpu.py::test_a[x-1] PASSED [ 3%]\ntests/e2e/test_gpu.py::test_b "
+        "FAILED [ 6%]\n"
+    )
+    monkeypatch.setattr(
+        benchmarks.gpu_parts, "pytest", lambda part, args: "" if args == "two_parts" else output
+    )
     figures, _, rows = benchmarks.gpu_parts.run_tests(part)
     assert figures["outcomes"] == {"PASSED": 1, "FAILED": 1}
     assert part.failures == ["test test_b"]
@@ -115,5 +149,7 @@ def test_utilization(benchmarks, part, monkeypatch):
 
 
 def test_the_time_to_a_loss(benchmarks):
-    descent = benchmarks.gpu_runs.Descent([(5.0, 0, 4.2), (9.0, 50, 1.6), (12.0, 100, 1.46), (15.0, 150, 1.5)], 6.0)
+    descent = benchmarks.gpu_runs.Descent(
+        [(5.0, 0, 4.2), (9.0, 50, 1.6), (12.0, 100, 1.46), (15.0, 150, 1.5)], 6.0
+    )
     assert (descent.best, descent.seconds_to(1.47), descent.seconds_to(1.4)) == (1.46, 12.0, None)

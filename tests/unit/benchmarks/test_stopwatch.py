@@ -1,4 +1,6 @@
-"""The stopwatch of the benchmarks: which steps it times, whose time and memory it counts, what it kills."""
+"""The stopwatch of the benchmarks: which steps it times, whose time and memory it counts, what it
+kills.
+"""
 
 import sys
 import time
@@ -21,7 +23,10 @@ def trainer(code: str) -> list[str]:
 
 
 def test_the_span_starts_after_the_warm_up_and_ends_the_trainer(stopwatch, tmp_path):
-    code = f"for step in range(0, 10**9, 5):\n {BUSY}\n time.sleep(0.5 if step < 5 else 0.01)\n print('step', step)"
+    code = (
+        f"for step in range(0, 10**9, 5):\n {BUSY}\n time.sleep(0.5 if step < 5 else "
+        "0.01)\n print('step', step)"
+    )
     begun = time.monotonic()
     pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (7, 200))
     assert 0 < pace.wall_s <= (time.monotonic() - begun - 0.5) / 200
@@ -44,11 +49,20 @@ def test_workers_are_counted_and_killed(stopwatch, tmp_path):
 
 def test_the_output_of_a_trainer_that_ends_early_is_reported(stopwatch, tmp_path):
     with pytest.raises(RuntimeError, match=r"before its step 30(.|\n)*out of cheese"):
-        stopwatch.pace(trainer("print('step 3')\nsys.exit('out of cheese')"), tmp_path, r"^step (\d+)", (10, 20))
+        stopwatch.pace(
+            trainer("print('step 3')\nsys.exit('out of cheese')"),
+            tmp_path,
+            r"^step (\d+)",
+            (10, 20),
+        )
 
 
 def test_a_trainer_that_hangs_is_killed_at_the_limit(stopwatch, tmp_path):
     with pytest.raises(RuntimeError, match="before its step 30"):
         stopwatch.pace(
-            trainer("print('step 3', flush=True)\ntime.sleep(999)"), tmp_path, r"^step (\d+)", (10, 20), limit_s=2
+            trainer("print('step 3', flush=True)\ntime.sleep(999)"),
+            tmp_path,
+            r"^step (\d+)",
+            (10, 20),
+            limit_s=2,
         )

@@ -1,4 +1,6 @@
-"""The commands with which the benchmarks start this project name existing keys and presets, and the right ones."""
+"""The commands with which the benchmarks start this project name existing keys and presets, and the
+right ones.
+"""
 
 import sys
 
@@ -20,13 +22,21 @@ def trainers():
 @pytest.mark.parametrize("recipe", ["PLAIN", "PLAIN_FP32", "MODERN"])
 def test_a_benchmark_trains_what_it_says(trainers, tmp_path, recipe, device):
     setting = trainers.SETTINGS[trainers.ON[device][1]]
-    program, script, *overrides = trainers.ours(setting, tmp_path / "text", tmp_path, getattr(trainers, recipe), device)
+    program, script, *overrides = trainers.ours(
+        setting, tmp_path / "text", tmp_path, getattr(trainers, recipe), device
+    )
     assert (program, script) == (sys.executable, str(ROOT / "main.py"))
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_mapping(to_plain(compose("config", overrides)))
     model, trainer = config.model, config.trainer
     shape = (model.n_layer, model.n_head, model.n_embd, config.data.block_size, trainer.batch_size)
-    assert shape == (setting.n_layer, setting.n_head, setting.n_embd, setting.context, setting.batch)
+    assert shape == (
+        setting.n_layer,
+        setting.n_head,
+        setting.n_embd,
+        setting.context,
+        setting.batch,
+    )
     assert (model.architecture, config.optimizer.name) == (
         ("modern", "muon") if recipe == "MODERN" else ("gpt", "adamw")
     )

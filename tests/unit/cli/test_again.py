@@ -24,7 +24,13 @@ def recorded(root: Path, *overrides: str, name: str = "run", **changes: Any) -> 
     return str(root / name)
 
 
-EXPERIMENTS = ["demo", "shakespeare_char_cpu_long", "shakespeare_char_best", "digits_convnet", "toy"]
+EXPERIMENTS = [
+    "demo",
+    "shakespeare_char_cpu_long",
+    "shakespeare_char_best",
+    "digits_convnet",
+    "toy",
+]
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -72,9 +78,19 @@ def test_one_limit_and_one_batch_size(tmp_path):
 
 
 def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, capsys):
-    changes = {"snapshot__path": "s3://theirs/x", "run__resume": "http://theirs/y", "model__code": "theirs.py"}
+    changes = {
+        "snapshot__path": "s3://theirs/x",
+        "run__resume": "http://theirs/y",
+        "model__code": "theirs.py",
+    }
     changes |= {"tracker__entity": "theirs", "tracker__uri": "/home/theirs"}
-    run = recorded(tmp_path, **changes, data__path="/tmp/a::b", data__cache_dir="/home/x", model__code_sha256="0" * 64)
+    run = recorded(
+        tmp_path,
+        **changes,
+        data__path="/tmp/a::b",
+        data__cache_dir="/home/x",
+        model__code_sha256="0" * 64,
+    )
     words = command_words(run, [])
     assert not any(word in " ".join(words) for word in ("theirs", "::", "/home/x", "code"))
     line = capsys.readouterr().err
@@ -86,7 +102,9 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
 
 def test_code_of_yours_needs_its_preset(tmp_path):
     run = recorded(tmp_path, model__architecture="lstm", model__code="mine.py")
-    with pytest.raises(ConfigError, match=r"model.architecture=lstm is in code of yours; type .* model=NAME"):
+    with pytest.raises(
+        ConfigError, match=r"model.architecture=lstm is in code of yours; type .* model=NAME"
+    ):
         command_words(run, [])
     words = command_words(run, ["--config-dir=mine", "model=lstm", "optimizer.lr=1"])
     assert "++model.n_layer=4" in words, "the recorded keys of the preset"

@@ -19,8 +19,13 @@ FORMAT_2 = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
 
 
 def test_the_import_loads_no_library():
-    code = "import mingpt_ddp, sys; print(sorted({'torch', 'numpy', 'hydra', 'pydantic', 'yaml'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import mingpt_ddp, sys; print(sorted({'torch', 'numpy', 'hydra', 'pydantic', "
+        "'yaml'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout == "[]\n"
 
 
@@ -29,7 +34,11 @@ def test_a_loaded_model():
     assert not run.model.training
     ids = torch.tensor([run.tokenizer.encode("the sea")] * 2)
     logits = run.model(ids)
-    assert logits.shape == (2, 7, run.config["model"] and len(set((FORMAT_2.parent / "text.txt").read_text())))
+    assert logits.shape == (
+        2,
+        7,
+        run.config["model"] and len(set((FORMAT_2.parent / "text.txt").read_text())),
+    )
     torch.testing.assert_close(logits[0], logits[1])
     assert run.step == 4
     assert mingpt_ddp.load(str(FORMAT_2), step=4).config["run"]["seed"] == run.config["run"]["seed"]
@@ -40,7 +49,11 @@ def test_generated_text_depends_on_the_seed_alone():
     one = run.generate("the ", max_new_tokens=40)
     assert one.startswith("the ")
     assert len(one) == 44
-    assert run.generate("the ", max_new_tokens=40) == one != run.generate("the ", max_new_tokens=40, seed=2)
+    assert (
+        run.generate("the ", max_new_tokens=40)
+        == one
+        != run.generate("the ", max_new_tokens=40, seed=2)
+    )
     greedy = run.generate("the ", 9, temperature=0)
     ids = run.tokenizer.encode("the ")
     for _ in range(9):
@@ -51,14 +64,38 @@ def test_generated_text_depends_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda: mingpt_ddp.load("nothing"), SnapshotError, "there is no whole snapshot at nothing"),
-        (lambda: mingpt_ddp.load(FORMAT_2, step=3), SnapshotError, "there is no snapshot of step 3"),
-        (lambda: mingpt_ddp.load(FORMAT_2).generate("\u2603"), DataError, "the model does not know"),
-        (lambda: mingpt_ddp.load(FORMAT_2).generate(temperature=-1), ConfigError, "temperature=-1.0 must be at least"),
-        (lambda: mingpt_ddp.history(ROOT), RunError, "is not a run directory: it has no metrics.jsonl"),
+        (
+            lambda: mingpt_ddp.load("nothing"),
+            SnapshotError,
+            "there is no whole snapshot at nothing",
+        ),
+        (
+            lambda: mingpt_ddp.load(FORMAT_2, step=3),
+            SnapshotError,
+            "there is no snapshot of step 3",
+        ),
+        (
+            lambda: mingpt_ddp.load(FORMAT_2).generate("\u2603"),
+            DataError,
+            "the model does not know",
+        ),
+        (
+            lambda: mingpt_ddp.load(FORMAT_2).generate(temperature=-1),
+            ConfigError,
+            "temperature=-1.0 must be at least",
+        ),
+        (
+            lambda: mingpt_ddp.history(ROOT),
+            RunError,
+            "is not a run directory: it has no metrics.jsonl",
+        ),
         (lambda: mingpt_ddp.history(ROOT / "setup.cfg"), RunError, "is not a run directory"),
         (lambda: mingpt_ddp.train(["-m", "run.seed=1,2"]), ConfigError, "train runs one job"),
-        (lambda: mingpt_ddp.train("run.seed=1"), ConfigError, "train takes a list of overrides: train(['run.seed=1'])"),
+        (
+            lambda: mingpt_ddp.train("run.seed=1"),
+            ConfigError,
+            "train takes a list of overrides: train(['run.seed=1'])",
+        ),
     ],
 )
 def test_errors_are_one_line(call, kind, message):
@@ -69,10 +106,19 @@ def test_errors_are_one_line(call, kind, message):
 
 
 def test_the_history_has_each_step_once(tmp_path):
-    records = [{"start": 1.0, "step": 0}, {"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": 2.9}]
+    records = [
+        {"start": 1.0, "step": 0},
+        {"step": 1, "train_loss": 3.0},
+        {"step": 2, "train_loss": 2.9},
+    ]
     records += [{"start": 2.0, "step": 1}, {"step": 2, "train_loss": 2.8, "lr": 0.1}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    assert mingpt_ddp.history(tmp_path) == [{"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": 2.8, "lr": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    assert mingpt_ddp.history(tmp_path) == [
+        {"step": 1, "train_loss": 3.0},
+        {"step": 2, "train_loss": 2.8, "lr": 0.1},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +138,10 @@ def test_the_error_of_a_process(line, kind):
 
 def test_a_caller_that_is_interrupted_twice_kills_the_command(monkeypatch, capsys):
     """The first interrupt asks the command to save, which this one never does."""
-    script = "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    script = (
+        "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', "
+        "flush=True); time.sleep(60)"
+    )
 
     def interrupt(*args, **options):
         raise KeyboardInterrupt

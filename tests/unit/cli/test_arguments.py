@@ -58,7 +58,9 @@ def test_arguments(args, expected):
 
 
 def test_a_list_takes_all_arguments_without_a_key():
-    assert parse_arguments(Several, ["a", "follow=true", "b/c=1", "runs=d"]) == Several(["a", "b/c=1", "d"], True)
+    assert parse_arguments(Several, ["a", "follow=true", "b/c=1", "runs=d"]) == Several(
+        ["a", "b/c=1", "d"], True
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,10 @@ def test_a_list_takes_all_arguments_without_a_key():
         ([], "url is missing; give it a value"),
         (["keep_last=2"], "url is missing; give it a value"),
         ([" "], "url is empty; name a run directory"),
-        (["a", "b"], "b is not of the form key=value; the keys are keep_last, step, rate, follow, text"),
+        (
+            ["a", "b"],
+            "b is not of the form key=value; the keys are keep_last, step, rate, follow, text",
+        ),
         (["a", "url=b"], "url is given twice; give it one value"),
         (["a", "step=1", "--step", "1"], "step is given twice; give it one value"),
         (["a", "keep=1"], "keep is not a key; did you mean keep_last?"),
@@ -107,7 +112,15 @@ def test_no_credentials(url):
 
 @pytest.mark.parametrize("config", [Config, Several])
 @pytest.mark.parametrize(
-    "args", [["{}"], ["--step", "{}"], ["a", "step={}"], ["a", "b", "{}"], ["a", "to={}"], ["a", "--follow={}"]]
+    "args",
+    [
+        ["{}"],
+        ["--step", "{}"],
+        ["a", "step={}"],
+        ["a", "b", "{}"],
+        ["a", "to={}"],
+        ["a", "--follow={}"],
+    ],
 )
 @pytest.mark.parametrize("url", URLS_WITH_SECRETS)
 def test_credentials_are_refused_and_not_printed(args, url, config):
@@ -116,12 +129,23 @@ def test_credentials_are_refused_and_not_printed(args, url, config):
     assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize("args", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"], ["mingpt_ddp.snapshots"]])
+@pytest.mark.parametrize(
+    "args", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"], ["mingpt_ddp.snapshots"]]
+)
 def test_a_reader_that_closed_the_pipe(args, tmp_path):
     """`... | head -1` may close the pipe before the first line is printed."""
-    command = [sys.executable, "-c", "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv("]
+    command = [
+        sys.executable,
+        "-c",
+        "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv(",
+    ]
     command[2] += f"sys.executable, [sys.executable, '-m', *{args!r}])"
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(tmp_path, PYTHONUNBUFFERED=""), capture_output=True, text=True, timeout=60
+        command,
+        cwd=ROOT,
+        env=environment(tmp_path, PYTHONUNBUFFERED=""),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,7 +1,9 @@
-"""Bad input gives one line that says what to fix, exit code 2, no traceback, and nothing is written.
+"""Bad input gives one line that says what to fix, exit code 2, no traceback, and nothing is
+written.
 
-The program runs from its entry point to `os._exit`, once per case, in a child forked from one process that has already
-imported the heavy modules. A few cases are launched the way users do, alone and under torchrun.
+The program runs from its entry point to `os._exit`, once per case, in a child forked from one
+process that has already imported the heavy modules. A few cases are launched the way users do,
+alone and under torchrun.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ for line in sys.stdin:
         os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 os._exit(0)
-"""
+"""  # noqa: E501
 # Files with user code, each named by a model of the same name.
 CODE = {
     "good": """from dataclasses import dataclass
@@ -88,7 +90,10 @@ def lines(config):
     "name": "import os\nos.nowhere()\n",
     "syntax": "import os\n\nif os\n",
     "taken": "from mingpt_ddp.registry import *\nregister('model', 'gpt', ModelConfig)(print)\n",
-    "plain": "from mingpt_ddp.registry import *\nclass Mine(ModelConfig): pass\nregister('model', 'mine', Mine)\n",
+    "plain": (
+        "from mingpt_ddp.registry import *\nclass Mine(ModelConfig): "
+        "pass\nregister('model', 'mine', Mine)\n"
+    ),
     "hint": """from dataclasses import dataclass
 from mingpt_ddp.registry import *
 @dataclass(frozen=True)
@@ -111,16 +116,22 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def program():
-    """Return a function that runs the program with arguments in a directory: `program(args, cwd)`."""
-    fonts = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))  # Optuna's plots, not ours
+    """Return a function that runs the program with arguments in a directory: `program(args,
+    cwd)`.
+    """
+    # Optuna's plots, not ours
+    fonts = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
     env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MPLCONFIGDIR=fonts)
     command = [sys.executable, "-c", SERVER]
-    server = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
     def run(args: list[str], cwd: Path, **env: str) -> Outcome:
         before = set(os.listdir(cwd))
         output = cwd.parent / f"{cwd.name}.output"
-        env = {"XDG_CACHE_HOME": str(cwd / "cache"), **env}  # a refused configuration leaves no cache of its text
+        # a refused configuration leaves no cache of its text
+        env = {"XDG_CACHE_HOME": str(cwd / "cache"), **env}
         case = {"args": args, "cwd": str(cwd), "env": env, "output": str(output)}
         server.stdin.write(json.dumps(case) + "\n")
         server.stdin.flush()
@@ -171,35 +182,66 @@ def own(name: str) -> str:
     return f"model={name} --config-dir=own"
 
 
-needs_no_s3fs = pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
-needs_no_trackio = pytest.mark.skipif(importlib.util.find_spec("trackio") is not None, reason="trackio is installed")
+needs_no_s3fs = pytest.mark.skipif(
+    importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed"
+)
+needs_no_trackio = pytest.mark.skipif(
+    importlib.util.find_spec("trackio") is not None, reason="trackio is installed"
+)
 needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI")
 
 # Command line, and the start of the error line.
 CASES = [
     # Unknown keys, with the intended one
-    ("trainer.max_epoch=5", "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+    (
+        "trainer.max_epoch=5",
+        "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
+    ),
     ("modle.n_head=3", "config error: modle.n_head is not a key; did you mean model.n_head?"),
     ("seed=1", "config error: seed is not a key; did you mean run.seed?"),
-    ("+trainer.epochs=1", "config error: trainer.epochs is not a key; did you mean trainer.max_epochs ("),
-    ("optimizer=sgd optimizer.betas=[0.9,0.95]", "config error: optimizer.betas is not a key of the chosen optimizer"),
+    (
+        "+trainer.epochs=1",
+        "config error: trainer.epochs is not a key; did you mean trainer.max_epochs (",
+    ),
+    (
+        "optimizer=sgd optimizer.betas=[0.9,0.95]",
+        "config error: optimizer.betas is not a key of the chosen optimizer",
+    ),
     ("+nosuch=1", "config error: nosuch is not a key"),
     # Names of the keys in other programs
-    ("learning_rate=1e-3", "config error: learning_rate is not a key; did you mean optimizer.lr (learning rate at the"),
-    ("trainer.eval_interval=9", "config error: trainer.eval_interval is not a key; did you mean trainer.eval_every ("),
-    ("+model.hidden_size=9", "config error: model.hidden_size is not a key; did you mean model.n_embd (features:"),
+    (
+        "learning_rate=1e-3",
+        "config error: learning_rate is not a key; did you mean optimizer.lr (learning rate at the",
+    ),
+    (
+        "trainer.eval_interval=9",
+        "config error: trainer.eval_interval is not a key; did you mean trainer.eval_every (",
+    ),
+    (
+        "+model.hidden_size=9",
+        "config error: model.hidden_size is not a key; did you mean model.n_embd (features:",
+    ),
     # A habit from other templates
-    ("+experiment=demo", "config error: experiment is already in the defaults list; write experiment=demo, without"),
+    (
+        "+experiment=demo",
+        "config error: experiment is already in the defaults list; write experiment=demo, without",
+    ),
     # Values of another type
     ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a finite number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
     ("optimizer.lr=null", "config error: optimizer.lr=null must be a finite number"),
     ("optimizer.betas=[0.9]", "config error: optimizer.betas=[0.9] must be a list of 2 values"),
     ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a whole number"),
-    ("trainer.compile=1", "config error: trainer.compile=1 must be true or false or auto or cuda_graphs"),
+    (
+        "trainer.compile=1",
+        "config error: trainer.compile=1 must be true or false or auto or cuda_graphs",
+    ),
     ("run.seed=[1]", "config error: run.seed=[1] must be a whole number"),
     ("trainer.device=tpu", "config error: trainer.device='tpu' must be one of auto, cpu, cuda"),
-    ("optimizer.schedule=cubic", "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd"),
+    (
+        "optimizer.schedule=cubic",
+        "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd",
+    ),
     # Values out of range
     ("model.n_layer=0", "config error: model.n_layer=0 must be at least 1"),
     ("model.n_layer=100000000", "config error: model.n_layer=100000000 must be at most 1,000"),
@@ -207,27 +249,51 @@ CASES = [
     ("model=modern_nano model.n_embd=120000", "config error: the model modern_nano has 518,4"),
     ("model.dropout=1", "config error: model.dropout=1.0 must lie in [0, 1)"),
     ("optimizer.lr=0", "config error: optimizer.lr=0.0 must be greater than 0"),
-    ("optimizer=muon optimizer.lr=1e300", "config error: optimizer.lr=1e+300 must lie in [1e-30, 1e30]"),
-    ("optimizer=muon optimizer.head_lr=5e-324", "config error: optimizer.head_lr=5e-324 must lie in [1e-30, 1e30]"),
-    ("optimizer.weight_decay=1e200", "config error: optimizer.weight_decay=1e+200 must be at most 1e6"),
+    (
+        "optimizer=muon optimizer.lr=1e300",
+        "config error: optimizer.lr=1e+300 must lie in [1e-30, 1e30]",
+    ),
+    (
+        "optimizer=muon optimizer.head_lr=5e-324",
+        "config error: optimizer.head_lr=5e-324 must lie in [1e-30, 1e30]",
+    ),
+    (
+        "optimizer.weight_decay=1e200",
+        "config error: optimizer.weight_decay=1e+200 must be at most 1e6",
+    ),
     ("optimizer.decay_ratio=0", "config error: optimizer.decay_ratio=0.0 must lie in (0, 1]"),
     ("data.train_split=1", "config error: data.train_split=1.0 must lie in (0, 1)"),
-    ("data.sha256=abc", "config error: data.sha256=abc must be 64 lower-case hexadecimal digits or null"),
+    (
+        "data.sha256=abc",
+        "config error: data.sha256=abc must be 64 lower-case hexadecimal digits or null",
+    ),
     ("run.seed=-1", "config error: run.seed=-1 must be at least 0"),
     ("snapshot.keep_last=0", "config error: snapshot.keep_last=0 must be at least 1"),
     ("snapshot.every_minutes=0", "config error: snapshot.every_minutes=0.0 must be greater than 0"),
     ("ddp.nproc_per_node=-1", "config error: ddp.nproc_per_node=-1 must be at least 0"),
     # Invalid combinations
-    ("model.n_embd=64 model.n_head=5", "config error: model.n_embd=64 must be divisible by model.n_head=5"),
+    (
+        "model.n_embd=64 model.n_head=5",
+        "config error: model.n_embd=64 must be divisible by model.n_head=5",
+    ),
     (
         "trainer.batch_size=12 trainer.micro_batch_size=5",
         "config error: trainer.batch_size=12 must be a multiple of trainer.micro_batch_size=5",
     ),
-    ("trainer.max_epochs=null", "config error: trainer.max_epochs and trainer.max_steps are both null"),
-    ("optimizer=sgd optimizer.momentum=0", "config error: optimizer.nesterov=true needs optimizer.momentum > 0"),
+    (
+        "trainer.max_epochs=null",
+        "config error: trainer.max_epochs and trainer.max_steps are both null",
+    ),
+    (
+        "optimizer=sgd optimizer.momentum=0",
+        "config error: optimizer.nesterov=true needs optimizer.momentum > 0",
+    ),
     (
         "ddp.static_graph=true ddp.find_unused_parameters=true",
-        "config error: ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
+        (
+            "config error: ddp.static_graph=true cannot be combined with "
+            "ddp.find_unused_parameters=true"
+        ),
     ),
     (
         "ddp.preempted_exit_code=75",
@@ -235,21 +301,37 @@ CASES = [
     ),
     (
         "experiment=toy task=classification",
-        "config error: task=classification needs samples (x, y) with a whole number as y, but toy has others",
+        (
+            "config error: task=classification needs samples (x, y) with a whole number as y, "
+            "but toy has others"
+        ),
     ),
-    ("model=gpt_nano model.devices=9", "config error: model.devices=9, but the model has 3 blocks; lower it"),
+    (
+        "model=gpt_nano model.devices=9",
+        "config error: model.devices=9, but the model has 3 blocks; lower it",
+    ),
     (
         "model=gpt_nano ddp.tensor_parallel=2",
         "config error: ddp.tensor_parallel=2 must divide model.n_head=3; change one of them",
     ),
     # Hardware and software that this machine lacks
     ("trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
-    ("ddp.nproc_per_node=2 trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
+    (
+        "ddp.nproc_per_node=2 trainer.device=cuda",
+        "config error: trainer.device=cuda, but torch sees no GPU here",
+    ),
     ("ddp=nccl", "config error: ddp.backend=nccl needs a GPU and there is none"),
-    pytest.param("ddp=mpi", "config error: ddp.backend=mpi, but this torch is built without MPI", marks=needs_no_mpi),
+    pytest.param(
+        "ddp=mpi",
+        "config error: ddp.backend=mpi, but this torch is built without MPI",
+        marks=needs_no_mpi,
+    ),
     pytest.param(
         text_file("s3://bucket/text.txt"),
-        "config error: data.path=s3://bucket/text.txt: s3:// is not installed; pip install 'mingpt_ddp[s3]'",
+        (
+            "config error: data.path=s3://bucket/text.txt: s3:// is not installed; pip install "
+            "'mingpt_ddp[s3]'"
+        ),
         marks=needs_no_s3fs,
     ),
     pytest.param(
@@ -259,7 +341,10 @@ CASES = [
     ),
     # Trackers
     ("tracker=tensorbord", "config error: Could not find 'tracker/tensorbord'"),
-    ("tracker.project=../up", "config error: tracker.project=../up must be a name of letters, digits, spaces"),
+    (
+        "tracker.project=../up",
+        "config error: tracker.project=../up must be a name of letters, digits, spaces",
+    ),
     ("tracker.uri=http://me:secret@host:5000", "config error: tracker.uri holds credentials"),
     # Paths
     ("run.name=../elsewhere", "config error: run.name=../elsewhere must be a directory name"),
@@ -269,45 +354,90 @@ CASES = [
     ("run.root=good.txt", "run error: cannot write to the run directory good.txt/"),
     ("snapshot.path=good.txt", "run error: cannot write to the snapshot directory /"),
     ("snapshot.fallback_path=good.txt/a/b", "run error: cannot write to the snapshot directory /"),
-    ("snapshot.path=foo://bar", "config error: snapshot.path=foo://bar: no such protocol as foo://"),
-    ("snapshot.path=http://127.0.0.1:9/snapshots", "config error: snapshot.path=http://127.0.0.1:9/snapshots"),
-    ("snapshot.path=reference://x", "config error: snapshot.path=reference://x: reference:// needs more than a URL"),
-    ("run.resume=dir://x", "config error: run.resume=dir://x: dir:// needs more than a URL; use a directory or"),
+    (
+        "snapshot.path=foo://bar",
+        "config error: snapshot.path=foo://bar: no such protocol as foo://",
+    ),
+    (
+        "snapshot.path=http://127.0.0.1:9/snapshots",
+        "config error: snapshot.path=http://127.0.0.1:9/snapshots",
+    ),
+    (
+        "snapshot.path=reference://x",
+        "config error: snapshot.path=reference://x: reference:// needs more than a URL",
+    ),
+    (
+        "run.resume=dir://x",
+        "config error: run.resume=dir://x: dir:// needs more than a URL; use a directory or",
+    ),
     ("run.resume=foo://bar", "config error: run.resume=foo://bar: no such protocol as foo://"),
     ("run.resume=nowhere", "snapshot error: there is no whole snapshot at nowhere"),
     # Texts
     ("data=text_file", "config error: data.path is missing; give it a value"),
     (text_file("nowhere.txt"), "data error: data.path=nowhere.txt: there is no such file"),
     (text_file("/dev/null"), "data error: data.path=/dev/null is not a regular file"),
-    (text_file("https://host.invalid/text.txt"), "data error: cannot read data.path=https://host.invalid/text.txt"),
-    (text_file("http://127.0.0.1:9/text.txt"), "data error: cannot read data.path=http://127.0.0.1:9/text.txt"),
+    (
+        text_file("https://host.invalid/text.txt"),
+        "data error: cannot read data.path=https://host.invalid/text.txt",
+    ),
+    (
+        text_file("http://127.0.0.1:9/text.txt"),
+        "data error: cannot read data.path=http://127.0.0.1:9/text.txt",
+    ),
     (
         text_file("latin1.txt"),
-        f"data error: data.path=latin1.txt is not UTF-8 at byte {len(TEXT) + 3}; convert it with iconv",
+        (
+            f"data error: data.path=latin1.txt is not UTF-8 at byte {len(TEXT) + 3}; convert it "
+            "with iconv"
+        ),
     ),
     (text_file("empty.txt"), "data error: data.path=empty.txt is empty"),
-    (text_file("same.txt"), "data error: data.path=same.txt has one distinct character; there is nothing to learn"),
+    (
+        text_file("same.txt"),
+        "data error: data.path=same.txt has one distinct character; there is nothing to learn",
+    ),
     (text_file("not.gz"), "data error: data.path=not.gz is not a whole gzip file"),
     (text_file("half.gz"), "data error: data.path=half.gz is not a whole gzip file"),
-    (text_file("good.txt") + f" data.sha256={OTHER_SHA}", "data error: data.path=good.txt has SHA-256 "),
+    (
+        text_file("good.txt") + f" data.sha256={OTHER_SHA}",
+        "data error: data.path=good.txt has SHA-256 ",
+    ),
     (  # 19 characters, of which int(19 * 0.9) = 17 train
         text_file("short.txt") + " data.block_size=17",
         "data error: the training text has 17 tokens, one window needs data.block_size + 1 = 18",
     ),
     (  # 4,300 characters, 3,870 of them train: (3870 - 64) // 64 = 59 windows
         text_file("good.txt") + " trainer.batch_size=60",
-        "data error: the training text has 59 windows of data.block_size=64, fewer than trainer.batch_size=60",
+        (
+            "data error: the training text has 59 windows of data.block_size=64, fewer than "
+            "trainer.batch_size=60"
+        ),
     ),
     # User code
-    (own("name"), "code error: own/name.py:2: AttributeError: module 'os' has no attribute 'nowhere'"),
+    (
+        own("name"),
+        "code error: own/name.py:2: AttributeError: module 'os' has no attribute 'nowhere'",
+    ),
     (own("syntax"), "code error: own/syntax.py:3: SyntaxError: expected ':'"),
-    (own("taken"), "code error: own/taken.py:2: ValueError: @register('model', 'gpt', ...): the name is taken"),
+    (
+        own("taken"),
+        "code error: own/taken.py:2: ValueError: @register('model', 'gpt', ...): the name is taken",
+    ),
     (
         own("plain"),
-        "code error: own/plain.py:3: TypeError: Mine must be a subclass of ModelConfig with @dataclass",
+        (
+            "code error: own/plain.py:3: TypeError: Mine must be a subclass of ModelConfig with "
+            "@dataclass"
+        ),
     ),
-    (own("hint"), "code error: own/hint.py:6: TypeError: Mine.widths has a type that YAML cannot represent"),
-    (own("good") + " model.code=nowhere.py", "config error: model.code=nowhere.py was not found in /"),
+    (
+        own("hint"),
+        "code error: own/hint.py:6: TypeError: Mine.widths has a type that YAML cannot represent",
+    ),
+    (
+        own("good") + " model.code=nowhere.py",
+        "config error: model.code=nowhere.py was not found in /",
+    ),
     (
         own("good") + " model.code=good",
         "config error: model.code=good must be a local Python file, as in mine.py",
@@ -317,7 +447,10 @@ CASES = [
         "config error: model.code=https://x.org/a.py must be a local",
     ),
     (own("good") + f" +model.code_sha256={OTHER_SHA}", "config error: model.code=/"),
-    (own("good") + " model.widht=2", "config error: model.widht is not a key; did you mean model.width?"),
+    (
+        own("good") + " model.widht=2",
+        "config error: model.widht is not a key; did you mean model.width?",
+    ),
     (own("good") + " model.width=wide", "config error: model.width='wide' must be a whole number"),
     (own("good") + " model.width=0", "config error: model.width=0 must be at least 1"),
     (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
@@ -326,8 +459,14 @@ CASES = [
         "config error: model.architecture=tabel must be one of gpt, modern, convnet, toy, table",
     ),
     (own("good"), "code error: own/good.py:19: TypeError: 'Embedding' object is not subscriptable"),
-    (own("good") + " +data.reader=words", "config error: data.reader=words must be one of null, lines"),
-    (own("good") + " +data.reader=lines data.path=0", "code error: own/good.py:24: ZeroDivisionError"),
+    (
+        own("good") + " +data.reader=words",
+        "config error: data.reader=words must be one of null, lines",
+    ),
+    (
+        own("good") + " +data.reader=lines data.path=0",
+        "code error: own/good.py:24: ZeroDivisionError",
+    ),
     (
         own("good") + " +data.reader=lines data.path=7",
         "data error: data.reader=lines must yield text: 'int' object",
@@ -346,84 +485,198 @@ CASES = [
     ("optimizer.lr = 1e-3", "config error: optimizer.lr: write key=value without spaces around ="),
     ("optimizer.lr= 1e-3", "config error: 1e-3: write key=value without spaces around ="),
     ("epochs=3", "config error: epochs is not a key; did you mean trainer.max_epochs (epochs:"),
-    ("trainer.devices=2", "config error: trainer.devices is not a key; did you mean ddp.nproc_per_node ("),
+    (
+        "trainer.devices=2",
+        "config error: trainer.devices is not a key; did you mean ddp.nproc_per_node (",
+    ),
     (
         "trainer.precision=float16",
-        "config error: trainer.precision='float16' must be one of auto, fp32, bf16, fp16; did you mean fp16?",
+        (
+            "config error: trainer.precision='float16' must be one of auto, fp32, bf16, fp16; "
+            "did you mean fp16?"
+        ),
     ),
     # More than any machine has
     ("model.n_layer=10000", "config error: model.n_layer=10000 must be at most 1,000"),
     ("ddp.nproc_per_node=100000", "config error: ddp.nproc_per_node=100000 must be at most "),
-    ("-m ddp.nproc_per_node=100000 run.seed=1,2", "config error: ddp.nproc_per_node=100000 must be at most "),
+    (
+        "-m ddp.nproc_per_node=100000 run.seed=1,2",
+        "config error: ddp.nproc_per_node=100000 must be at most ",
+    ),
     (
         "task=classification model=convnet data=digits data.num_workers=100000",
         "config error: data.num_workers=100000 must be at most ",
     ),
     # Once the text is encoded
     ("trainer.batch_size=1000000", "data error: the training text has "),
-    ("data.val_paths={a:nowhere}", "data error: data.val_paths.a: data.path=nowhere: there is no such file"),
-    ("run.init_from=gpt2", "snapshot error: run.init_from=gpt2 does not exist; name the directory of a run, "),
-    ("data.tokenizer=gpt2", "data error: data.tokenizer=gpt2: there is no such file; name a tokenizer.json, or use"),
-    ("data.sources=[[good.txt,1e308],[short.txt,1e308]]", "config error: the weights of data.sources have no finite"),
-    ("optimizer.lr", "config error: optimizer.lr is not of the form key=value; for a recipe write experiment=NAME"),
-    ("config/train_char.py", "config error: config/train_char.py is not of the form key=value; for a recipe write"),
-    ("--batch_size=8", "config error: --batch_size is not an option; did you mean trainer.batch_size?"),
-    ("--learning-rate 1e-3", "config error: --learning-rate is not an option; did you mean optimizer.lr"),
-    ("--optimizer.lr=1e-3", "config error: --optimizer.lr is not an option; write optimizer.lr=1e-3"),
+    (
+        "data.val_paths={a:nowhere}",
+        "data error: data.val_paths.a: data.path=nowhere: there is no such file",
+    ),
+    (
+        "run.init_from=gpt2",
+        "snapshot error: run.init_from=gpt2 does not exist; name the directory of a run, ",
+    ),
+    (
+        "data.tokenizer=gpt2",
+        "data error: data.tokenizer=gpt2: there is no such file; name a tokenizer.json, or use",
+    ),
+    (
+        "data.sources=[[good.txt,1e308],[short.txt,1e308]]",
+        "config error: the weights of data.sources have no finite",
+    ),
+    (
+        "optimizer.lr",
+        (
+            "config error: optimizer.lr is not of the form key=value; for a recipe write "
+            "experiment=NAME"
+        ),
+    ),
+    (
+        "config/train_char.py",
+        "config error: config/train_char.py is not of the form key=value; for a recipe write",
+    ),
+    (
+        "--batch_size=8",
+        "config error: --batch_size is not an option; did you mean trainer.batch_size?",
+    ),
+    (
+        "--learning-rate 1e-3",
+        "config error: --learning-rate is not an option; did you mean optimizer.lr",
+    ),
+    (
+        "--optimizer.lr=1e-3",
+        "config error: --optimizer.lr is not an option; write optimizer.lr=1e-3",
+    ),
     ("--config x.yaml", "config error: --config is not an option"),
     ("optimizer.lr=[1", "config error: "),
-    ("optimizer.lr=interval(1,2)", "config error: optimizer.lr=interval(1,2) has several values: add -m for a sweep"),
-    ("optimizer.lr=1,2", "config error: optimizer.lr=1,2 has several values: add -m for a sweep, or write key=[a,b]"),
+    (
+        "optimizer.lr=interval(1,2)",
+        "config error: optimizer.lr=interval(1,2) has several values: add -m for a sweep",
+    ),
+    (
+        "optimizer.lr=1,2",
+        "config error: optimizer.lr=1,2 has several values: add -m for a sweep, or write key=[a,b]",
+    ),
     ("=3", "config error: "),
     (
         "model=huge",
-        "config error: Could not find 'model/huge'; choose one of convnet, gpt2, gpt_micro, gpt_mini",
+        (
+            "config error: Could not find 'model/huge'; choose one of convnet, gpt2, gpt_micro, "
+            "gpt_mini"
+        ),
     ),
     ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),
     ("model=null", "config error: "),
     ("~model", "config error: the group model is missing"),
     ("~model.n_head", "config error: model.n_head is missing; give it a value"),
-    ("optimizer.lr='${nowhere}'", "config error: optimizer.lr: Interpolation key 'nowhere' not found"),
-    ("optimizer.lr='${oc.env:NOWHERE}'", "config error: optimizer.lr: \"Environment variable 'NOWHERE' not found\""),
+    (
+        "optimizer.lr='${nowhere}'",
+        "config error: optimizer.lr: Interpolation key 'nowhere' not found",
+    ),
+    (
+        "optimizer.lr='${oc.env:NOWHERE}'",
+        "config error: optimizer.lr: \"Environment variable 'NOWHERE' not found\"",
+    ),
     ("optimizer.lr='${optimizer.lr}'", "config error: optimizer.lr: Recursive interpolation"),
     ("--config-name nowhere", "config error: Cannot find primary config 'nowhere'"),
     ("--config-dir nowhere", "config error: Additional config directory '"),
     ("--config-dir extra experiment=broken", "config error: "),
     ("--config-dir extra experiment=number", "config error: "),
-    ("--config-dir extra experiment=deep", "config error: a value on the command line or in a configuration file is"),
+    (
+        "--config-dir extra experiment=deep",
+        "config error: a value on the command line or in a configuration file is",
+    ),
 ]
 
 SWEEPS = [
-    ("-m trainer.max_epoch=1,2", "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+    (
+        "-m trainer.max_epoch=1,2",
+        "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
+    ),
     ("-m optimizer.lr=1e-3,-1", "config error: optimizer.lr=-1.0 must be greater than 0"),
     ("-m model=gpt_nano,huge", "config error: Could not find 'model/huge'"),
-    ("-m run.name=a,b", "config error: run.root and run.name must be the same for all jobs of a sweep"),
+    (
+        "-m run.name=a,b",
+        "config error: run.root and run.name must be the same for all jobs of a sweep",
+    ),
     ("-m run.seed=range(3,3)", "config error: run.seed=range(3,3) has no values to sweep over"),
-    ("-m model.n_head=range(2,400) model.n_embd=2", "config error: model.n_embd=2 must be divisible by model.n_head=3"),
+    (
+        "-m model.n_head=range(2,400) model.n_embd=2",
+        "config error: model.n_embd=2 must be divisible by model.n_head=3",
+    ),
     ("-m 'model=glob(zzz*)'", "config error: model=glob(zzz*) has no values to sweep over"),
-    ("-m 'model=glob(gpt_nan*)' optimizer.lr=1e-3,-1", "config error: optimizer.lr=-1.0 must be greater than 0"),
+    (
+        "-m 'model=glob(gpt_nan*)' optimizer.lr=1e-3,-1",
+        "config error: optimizer.lr=-1.0 must be greater than 0",
+    ),
     ("-m 'optimizer.lr=${nope:1},1e-3'", "config error: "),
-    ("-m optimizer.lr=interval(1e-4,1e-3)", "config error: optimizer.lr=interval(1e-4,1e-3) is for a search"),
-    ("-m hydra.sweeper.max_batch_size=0 run.seed=1,2", "config error: hydra.sweeper.max_batch_size=0 must be at least"),
-    ("-m hydra.job.chdir=true run.seed=1,2", "config error: hydra.job.chdir=true would move the jobs"),
-    ("-m hydra.sweep.dir=jobs run.seed=1,2", "config error: hydra.sweep.dir=jobs has no effect here: run.root and"),
-    ("-m hydra.output_subdir=x run.seed=1,2", "config error: hydra.output_subdir=x has no effect here"),
-    ("-m run.root=a,b", "config error: run.root and run.name must be the same for all jobs of a sweep"),
-    ("-m model.n_embd=48,49 ddp.nproc_per_node=2", "config error: model.n_embd=49 must be divisible by model.n_head=4"),
+    (
+        "-m optimizer.lr=interval(1e-4,1e-3)",
+        "config error: optimizer.lr=interval(1e-4,1e-3) is for a search",
+    ),
+    (
+        "-m hydra.sweeper.max_batch_size=0 run.seed=1,2",
+        "config error: hydra.sweeper.max_batch_size=0 must be at least",
+    ),
+    (
+        "-m hydra.job.chdir=true run.seed=1,2",
+        "config error: hydra.job.chdir=true would move the jobs",
+    ),
+    (
+        "-m hydra.sweep.dir=jobs run.seed=1,2",
+        "config error: hydra.sweep.dir=jobs has no effect here: run.root and",
+    ),
+    (
+        "-m hydra.output_subdir=x run.seed=1,2",
+        "config error: hydra.output_subdir=x has no effect here",
+    ),
+    (
+        "-m run.root=a,b",
+        "config error: run.root and run.name must be the same for all jobs of a sweep",
+    ),
+    (
+        "-m model.n_embd=48,49 ddp.nproc_per_node=2",
+        "config error: model.n_embd=49 must be divisible by model.n_head=4",
+    ),
 ]
 
 
 SEARCHES = [
-    ("hydra.sweeper.sampler.seed=null", "config error: hydra.sweeper.sampler.seed is null: every rank"),
-    ("hydra.sweeper.sampler.seed=-1", "config error: hydra.sweeper.sampler cannot be used: Seed must be between 0"),
+    (
+        "hydra.sweeper.sampler.seed=null",
+        "config error: hydra.sweeper.sampler.seed is null: every rank",
+    ),
+    (
+        "hydra.sweeper.sampler.seed=-1",
+        "config error: hydra.sweeper.sampler cannot be used: Seed must be between 0",
+    ),
     ("hydra.sweeper.n_trials=0", "config error: hydra.sweeper.n_trials=0 must be at least 1"),
     ("hydra.sweeper.n_jobs=0", "config error: hydra.sweeper.n_jobs=0 must be at least 1"),
-    ("hydra.sweeper.max_failure_rate=2", "config error: hydra.sweeper.max_failure_rate=2.0 must lie in [0, 1]"),
-    ("hydra.sweeper.direction=maximize", "config error: hydra.sweeper.direction=maximize must be minimize"),
-    ("hydra.sweeper.direction=[minimize,minimize]", "config error: hydra.sweeper.direction=['minimize', 'minimize']"),
-    ("hydra.sweeper.storage=redis://there", "config error: hydra.sweeper.storage=redis://there must be sqlite:///FILE"),
-    ("run.name=null trainer.prune=median", "config error: trainer.prune=median compares the jobs of one directory"),
-    ("'optimizer.lr=tag(log,interval(-1,1))'", "config error: optimizer.lr=-1.0 must be greater than 0"),
+    (
+        "hydra.sweeper.max_failure_rate=2",
+        "config error: hydra.sweeper.max_failure_rate=2.0 must lie in [0, 1]",
+    ),
+    (
+        "hydra.sweeper.direction=maximize",
+        "config error: hydra.sweeper.direction=maximize must be minimize",
+    ),
+    (
+        "hydra.sweeper.direction=[minimize,minimize]",
+        "config error: hydra.sweeper.direction=['minimize', 'minimize']",
+    ),
+    (
+        "hydra.sweeper.storage=redis://there",
+        "config error: hydra.sweeper.storage=redis://there must be sqlite:///FILE",
+    ),
+    (
+        "run.name=null trainer.prune=median",
+        "config error: trainer.prune=median compares the jobs of one directory",
+    ),
+    (
+        "'optimizer.lr=tag(log,interval(-1,1))'",
+        "config error: optimizer.lr=-1.0 must be greater than 0",
+    ),
 ]
 
 
@@ -455,7 +708,10 @@ PLACES = [
     ({"WORLD_SIZE": "1"}, "config error: RANK is not set"),
     ({"RANK": "0", "WORLD_SIZE": "2"}, "config error: MASTER_ADDR is not set"),
     ({"RANK": "1", "WORLD_SIZE": "1"}, "config error: RANK=1 must lie in 0 .. WORLD_SIZE - 1 = 0"),
-    ({"RANK": "x", "WORLD_SIZE": "1"}, "config error: the environment variable RANK='x' must be a whole number"),
+    (
+        {"RANK": "x", "WORLD_SIZE": "1"},
+        "config error: the environment variable RANK='x' must be a whole number",
+    ),
 ]
 
 
@@ -473,11 +729,16 @@ def test_more_workers_than_remaining_ranks(program, cwd):
 def test_a_sweep_whose_jobs_start_workers_under_torchrun(program, cwd):
     """One of its jobs would start workers: no job starts."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    expected = "config error: ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ..."
+    expected = (
+        "config error: ddp.nproc_per_node cannot sweep where RANK is set; use "
+        "torchrun ... main.py -m ..."
+    )
     check(program(["-m", "ddp.nproc_per_node=null,2"], cwd, **variables), expected)
 
 
-@pytest.mark.parametrize("args", [["model=gpt_nano", "--info"], ["--info", "model=gpt_nano"], ["--info=config"]])
+@pytest.mark.parametrize(
+    "args", [["model=gpt_nano", "--info"], ["--info", "model=gpt_nano"], ["--info=config"]]
+)
 def test_hydra_info_prints_the_configuration(args, program, cwd):
     outcome = program(args, cwd)
     assert outcome.code == 0, outcome.text
@@ -499,19 +760,27 @@ def test_a_path_of_another_kind_instead_of_a_file(name, kind, program, cwd):
         (run / name).write_text("a file")
     else:
         (run / name).mkdir()
-    args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
+    args = (
+        "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 "
+        "trainer.max_epochs=null run.name=x"
+    )
     outcome = program(shlex.split(args), cwd)
     if kind == "pipe" and name in ("config.yaml", "result.json"):  # it is replaced
         assert outcome.code == 0, outcome.text
     else:
         assert outcome.code == 2, outcome.text
-        assert re.match(r"run error: cannot (write|remove) outputs/x/", outcome.lines[-1]), outcome.text
+        assert re.match(r"run error: cannot (write|remove) outputs/x/", outcome.lines[-1]), (
+            outcome.text
+        )
         assert "Traceback" not in outcome.text
 
 
 def test_a_valid_run_is_distinguished(program, cwd):
     """The same call with valid input trains and writes a run, so the checks above can fail."""
-    args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 trainer.max_epochs=null run.name=x"
+    args = (
+        "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 "
+        "trainer.max_epochs=null run.name=x"
+    )
     outcome = program(shlex.split(args), cwd)
     assert outcome.code == 0, outcome.text
     assert outcome.written == {"outputs", "cache"}
@@ -523,25 +792,42 @@ def test_a_valid_run_is_distinguished(program, cwd):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["trainer.max_epoch=5"], "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+        (
+            ["trainer.max_epoch=5"],
+            "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
+        ),
         (["optimizer=adamm"], "config error: Could not find 'optimizer/adamm'"),
-        (["model.n_embd=64", "model.n_head=5"], "config error: model.n_embd=64 must be divisible by model.n_head=5"),
+        (
+            ["model.n_embd=64", "model.n_head=5"],
+            "config error: model.n_embd=64 must be divisible by model.n_head=5",
+        ),
         (["data=text_file", "data.path=empty.txt"], "data error: data.path=empty.txt is empty"),
     ],
 )
 def test_python_main(args, expected, cwd):
     before = set(os.listdir(cwd))
     done = call([*python_main(), *args], cwd)
-    check(Outcome(done.returncode, done.stdout.splitlines(), done.stdout, set(os.listdir(cwd)) - before), expected)
+    check(
+        Outcome(
+            done.returncode, done.stdout.splitlines(), done.stdout, set(os.listdir(cwd)) - before
+        ),
+        expected,
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["trainer.max_epoch=5"], "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?"),
+        (
+            ["trainer.max_epoch=5"],
+            "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
+        ),
         (
             ["trainer.batch_size=1", "trainer.device=cpu"],
-            "config error: trainer.batch_size=1 makes 1 micro-batches of 1 for 2 ranks; use at most 1 ranks",
+            (
+                "config error: trainer.batch_size=1 makes 1 micro-batches of 1 for 2 ranks; use "
+                "at most 1 ranks"
+            ),
         ),
     ],
 )

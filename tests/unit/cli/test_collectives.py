@@ -44,19 +44,30 @@ def test_a_single_process_says_how_to_start_it(run):
 
 def test_a_plot_needs_plotly(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
-    assert run("plot=a.html") == (2, "", "config error: plot needs plotly; pip install 'mingpt_ddp[report]'\n")
+    assert run("plot=a.html") == (
+        2,
+        "",
+        "config error: plot needs plotly; pip install 'mingpt_ddp[report]'\n",
+    )
 
 
 def test_the_usage_lists_the_operations():
     listed = command.__doc__.partition("operations ")[2].partition("\nbackend ")[0]
     words = listed.replace(" (an all-reduce written by hand)", "").removesuffix(" (all)")
-    assert [word.strip() for word in words.split(",")] == [*collectives.OPERATIONS] == command.OPERATIONS
+    assert (
+        [word.strip() for word in words.split(",")]
+        == [*collectives.OPERATIONS]
+        == command.OPERATIONS
+    )
 
 
 def test_nothing_is_started_for_a_file_that_cannot_be_written(run, tmp_path):
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "numbers.json"
-    message = f"run error: json={path} cannot be written, because of {tmp_path / 'file'}; name another file\n"
+    message = (
+        f"run error: json={path} cannot be written, because of {tmp_path / 'file'}; "
+        "name another file\n"
+    )
     assert run("nproc_per_node=2", f"json={path}") == (2, "", message)
 
 

@@ -1,4 +1,7 @@
-"""What the evaluate command makes of the configurations in snapshots; what it refuses leaves nothing behind."""
+"""What the evaluate command makes of the configurations in snapshots.
+
+What it refuses leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,33 @@ def state(*overrides: str) -> dict[str, Any]:
 
 
 def test_every_run_is_measured_on_the_split_of_the_first():
-    first = state("data.path=a.txt", "data.train_split=0.8", "data.truncate=0.5", "data.tokenizer=bpe")
-    own = state("data.path=moved.txt", "data.tokenizer=byte", "data.block_size=7", "model=gpt_micro")
+    first = state(
+        "data.path=a.txt", "data.train_split=0.8", "data.truncate=0.5", "data.tokenizer=bpe"
+    )
+    own = state(
+        "data.path=moved.txt", "data.tokenizer=byte", "data.block_size=7", "model=gpt_micro"
+    )
     config = _run_config(EvaluateConfig(["a", "b"]), "b", own, first)
     data = config.data
     assert (data.path, data.train_split, data.truncate) == ("a.txt", 0.8, 0.5)
-    assert (data.tokenizer, data.vocab_size, data.block_size, config.model.name) == ("byte", None, 7, "gpt_micro")
+    assert (data.tokenizer, data.vocab_size, data.block_size, config.model.name) == (
+        "byte",
+        None,
+        7,
+        "gpt_micro",
+    )
     other = _run_config(EvaluateConfig(["a", "b"], data_path="other.txt"), "b", own, first)
-    assert (other.data.path, other.data.truncate, other.data.tokenizer) == ("other.txt", 1.0, "byte")
+    assert (other.data.path, other.data.truncate, other.data.tokenizer) == (
+        "other.txt",
+        1.0,
+        "byte",
+    )
 
 
 def test_runs_of_different_tasks_are_refused():
     with pytest.raises(
-        SnapshotError, match=r"of b cannot be evaluated: task\.name=classification does not compare with"
+        SnapshotError,
+        match=r"of b cannot be evaluated: task\.name=classification does not compare with",
     ):
         _run_config(EvaluateConfig(["a", "b"]), "b", state("experiment=digits_convnet"), state())
     own = state()
@@ -41,7 +58,9 @@ def test_runs_of_different_tasks_are_refused():
     assert _run_config(EvaluateConfig(["a", "b"]), "b", own, state()).task.name == "language_model"
 
 
-@pytest.mark.parametrize("first", [None, {}, {"data": 1}, {"data": {"path": 1}, "task": 7}, {"task": {}}], ids=str)
+@pytest.mark.parametrize(
+    "first", [None, {}, {"data": 1}, {"data": {"path": 1}, "task": 7}, {"task": {}}], ids=str
+)
 def test_a_hostile_first_state_is_refused_in_one_line(first):
     with pytest.raises(SnapshotError, match="the snapshot of b cannot be evaluated") as error:
         _run_config(EvaluateConfig(["a", "b"]), "b", state(), {"config": first})
@@ -53,5 +72,9 @@ def test_a_text_with_other_characters_leaves_no_cache(tmp_path, monkeypatch):
     filled(str(tmp_path / "run"), 8)
     (tmp_path / "other.txt").write_text("xyz" * 100)
     with pytest.raises(DataError, match="the model does not know 'x', 'y', 'z'"):
-        evaluate(EvaluateConfig([str(tmp_path / "run")], data_path=str(tmp_path / "other.txt"), device="cpu"))
+        evaluate(
+            EvaluateConfig(
+                [str(tmp_path / "run")], data_path=str(tmp_path / "other.txt"), device="cpu"
+            )
+        )
     assert not (tmp_path / "cache").exists()

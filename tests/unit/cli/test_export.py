@@ -25,7 +25,11 @@ def test_shards_are_joined(run, call, tmp_path, monkeypatch):
     commit(store, whole, writers=2)
     code, out, err = call("export", run, f"to={tmp_path}/out")
     assert (code, err) == (0, "") and out.startswith("step 4 is in")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["README.md", "config.json", MODEL]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        MODEL,
+    ]
     tensors = decode((tmp_path / "out" / MODEL).read_bytes())
     assert tensors.keys() == whole.model.keys()
     assert all(torch.equal(tensors[name], whole.model[name]) for name in tensors)
@@ -83,7 +87,9 @@ def test_the_best(run, call, tmp_path):
     store.clear(4)
     code, _, err = call("export", run, f"to={tmp_path}/c", "step=best")
     assert code == 2
-    assert err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
+    assert (
+        err == f"snapshot error: there is no snapshot of step 4 at {run}; the newest is of step 8\n"
+    )
 
 
 def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, monkeypatch):
@@ -101,7 +107,9 @@ def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, m
 
     monkeypatch.setattr(export_module, "atomic_write", full)
     code, _, err = call("export", run, f"to={tmp_path}/new")
-    assert code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
+    assert (
+        code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
+    )
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -123,15 +131,21 @@ def test_the_licence_is_the_users_choice(form, tmp_path, call):
         assert call("export", tmp_path / "run", f"to={target}", f"format={form}", *words)[0] == 0
         card = (target / "README.md").read_text()
         front_matter = card.split("---\n")[1].splitlines()
-        assert [entry for entry in front_matter if entry.startswith("license")] == ([line] if line else [])
+        assert [entry for entry in front_matter if entry.startswith("license")] == (
+            [line] if line else []
+        )
         assert all(word in blocks(card)[2][-1] for word in words)
 
 
-@pytest.mark.parametrize("licence", ["MIT License", "a: b", "x\ny", "", "-", "MIT", "a" * 51, "no", "on", "true"])
+@pytest.mark.parametrize(
+    "licence", ["MIT License", "a: b", "x\ny", "", "-", "MIT", "a" * 51, "no", "on", "true"]
+)
 def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
     filled(str(tmp_path / "run"), 4)
     code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"license={licence}")
-    assert code == 2 and err.startswith("config error: license=") and "identifier in lower case" in err
+    assert (
+        code == 2 and err.startswith("config error: license=") and "identifier in lower case" in err
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -139,7 +153,9 @@ def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
     run, target = tmp_path / "run", tmp_path / "out"
     filled(str(run), 4)
     (run / ".hydra").mkdir()
-    (run / ".hydra" / "overrides.yaml").write_text("- model=gpt_micro\n- data.path=a b.txt\n- model=gpt_nano\n")
+    (run / ".hydra" / "overrides.yaml").write_text(
+        "- model=gpt_micro\n- data.path=a b.txt\n- model=gpt_nano\n"
+    )
     for url in (run, run / "snapshots", run / "snapshots" / "step_00000004"):
         assert call("export", url, f"to={target}")[0] == 0
         card = (target / "README.md").read_text()
@@ -148,8 +164,13 @@ def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
         assert len(loading) == 3 and str(target) in loading[1]
         assert data == [SHA256]
         assert commands[0] == "python main.py model=gpt_nano 'data.path=a b.txt'"
-        assert commands[1] == f"python -m mingpt_ddp.snapshots export {url} step=4 to={target} format=safetensors"
-        assert {"model.n_embd=12", 'data.path="builtin:python_docs"', "trainer.max_steps=null"} <= {*configuration}
+        assert (
+            commands[1]
+            == f"python -m mingpt_ddp.snapshots export {url} step=4 to={target} format=safetensors"
+        )
+        assert {"model.n_embd=12", 'data.path="builtin:python_docs"', "trainer.max_steps=null"} <= {
+            *configuration
+        }
         rows = dict(
             line.strip("| ").split(" | ")
             for line in card.splitlines()
@@ -164,10 +185,16 @@ def test_text_of_a_snapshot_stays_text_in_the_card(form, tmp_path, call):
     """Neither Markdown nor the front matter reads it, and no password is shown."""
     honest = model_snapshot(4)
     hostile = "x\n---\nlicense: evil\n# Heading\n```\n[a](javascript:b)\u2028| c | \x1b[2J"
-    config = {**honest.state["config"], "run": {"name": hostile, hostile: "s3://me:secret@b/c?token=secret"}}
+    config = {
+        **honest.state["config"],
+        "run": {"name": hostile, hostile: "s3://me:secret@b/c?token=secret"},
+    }
     metrics = {"| x |": 1, "loss": 10**400, "y": [1], "z": True}
     forged = model_snapshot(
-        4, config=config, train_state={"val_loss": "| 1 |", "val_metrics": metrics}, text={"sha256": hostile}
+        4,
+        config=config,
+        train_state={"val_loss": "| 1 |", "val_metrics": metrics},
+        text={"sha256": hostile},
     )
     filled(str(tmp_path / "run"), forged)
     (tmp_path / "run" / ".hydra").mkdir()
@@ -191,7 +218,9 @@ def test_text_of_a_snapshot_stays_text_in_the_card(form, tmp_path, call):
 def test_a_run_directory_without_a_readable_command(tmp_path, call):
     filled(str(tmp_path / "run"), 4)
     (tmp_path / "run" / ".hydra").mkdir()
-    for number, content in enumerate(("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x" * 40_000)):
+    for number, content in enumerate(
+        ("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x" * 40_000)
+    ):
         (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(content)
         assert call("export", tmp_path / "run", f"to={tmp_path}/{number}")[0] == 0
         assert "main.py" not in (tmp_path / str(number) / "README.md").read_text()

@@ -16,11 +16,16 @@ from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS, main
 
 PACKAGE = ROOT / "mingpt_ddp"
-MODULES = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))]
+MODULES = [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(PACKAGE.rglob("*.py"))
+]
 RUN = {f"mingpt_ddp.{name}" for name in COMMANDS if name != "train"} | {"mingpt_ddp"}
-OTHERS = [name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN]
+OTHERS = [
+    name for name in MODULES if name.removesuffix(".__main__").removesuffix(".__init__") not in RUN
+]
 REFUSAL = (
-    "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, mingpt_ddp.snapshots, "
+    "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, "
+    "mingpt_ddp.snapshots, "
     "mingpt_ddp.report, mingpt_ddp.plan, mingpt_ddp.collectives, mingpt_ddp.again\n"
 )
 
@@ -31,22 +36,34 @@ def run(monkeypatch, capsys):
 
 
 def python_m(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_other_module_is_runnable(every):
-    """Every so many modules, in `make test-slow` each of them, by `python -m`: one line, exit code 2."""
+    """Every so many modules, in `make test-slow` each of them, by `python -m`: one line, exit code
+    2.
+    """
     assert {"mingpt_ddp.training.run", "mingpt_ddp.registry", "mingpt_ddp.cli.sample"} < set(OTHERS)
     for name in [*sorted(OTHERS)[::every], "mingpt_ddp.training", "mingpt_ddp.nowhere"]:
         done = python_m("-m", name, "outputs/x", "step=1")
-        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"config error: {name} {REFUSAL}")
-    assert python_m("-Wignore", "-mmingpt_ddp.errors").stderr == f"config error: mingpt_ddp.errors {REFUSAL}"
+        assert (done.returncode, done.stdout, done.stderr) == (
+            2,
+            "",
+            f"config error: {name} {REFUSAL}",
+        )
+    assert (
+        python_m("-Wignore", "-mmingpt_ddp.errors").stderr
+        == f"config error: mingpt_ddp.errors {REFUSAL}"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
 def test_commands_run(name):
-    bare = ["--help"] if name in ("mingpt_ddp.collectives", "mingpt_ddp.plan") else []  # they run without arguments
+    # they run without arguments
+    bare = ["--help"] if name in ("mingpt_ddp.collectives", "mingpt_ddp.plan") else []
     spelled = [["-m", name, "--help"], [f"-m{name}", *bare], ["-Wignore", "-m", name, *bare]]
     for args in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
         done = python_m(*args)
@@ -54,11 +71,17 @@ def test_commands_run(name):
 
 
 def test_a_module_name_as_an_argument(tmp_path):
-    """Only the module that `python -m` runs counts: not its arguments, and not imports while it is located."""
+    """Only the module that `python -m` runs counts: not its arguments, and not imports while it is
+    located.
+    """
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("import mingpt_ddp.registry")
     (tmp_path / "mine" / "__main__.py").write_text("print('it runs')")
-    done = call([sys.executable, "-m", "mine", "mingpt_ddp.errors"], tmp_path, PYTHONPATH=f"{ROOT}:{tmp_path}")
+    done = call(
+        [sys.executable, "-m", "mine", "mingpt_ddp.errors"],
+        tmp_path,
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+    )
     assert (done.returncode, done.stdout) == (0, "it runs\n")
 
 
@@ -78,14 +101,18 @@ def test_a_command_gets_its_arguments(name, run):
     assert (code, out) == (0, import_module(f"mingpt_ddp.cli.{name}").__doc__ + "\n")
     first = {"snapshots": ["list"], "plan": []}.get(name, ["nowhere"])
     code, out, err = run(name, *first, "stepp=1")
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("config error: stepp is not a key")
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(
+        "config error: stepp is not a key"
+    )
 
 
 def test_help_lists_the_commands(run):
     for args in ([], ["--help"], ["-h"]):
         code, out, err = run(*args)
         assert (code, err) == (0, "") and len(out.splitlines()) < 20
-        assert [line.split()[0] for line in out.splitlines() if line[:1].islower()] == list(COMMANDS)
+        assert [line.split()[0] for line in out.splitlines() if line[:1].islower()] == list(
+            COMMANDS
+        )
 
 
 def test_version(run):
@@ -93,7 +120,11 @@ def test_version(run):
 
 
 def test_an_unknown_command(run):
-    assert run("smaple", "x") == (2, "", "config error: smaple is not a command; did you mean sample?\n")
+    assert run("smaple", "x") == (
+        2,
+        "",
+        "config error: smaple is not a command; did you mean sample?\n",
+    )
     code, out, err = run("s3://name:hunter2@bucket/run")
     assert (code, out, err.count("\n")) == (2, "", 1) and "hunter2" not in err
 
@@ -101,4 +132,8 @@ def test_an_unknown_command(run):
 def test_setup_names_the_console_command():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    assert setup["options.entry_points"]["console_scripts"].split() == ["mingpt-ddp", "=", "mingpt_ddp.cli.main:main"]
+    assert setup["options.entry_points"]["console_scripts"].split() == [
+        "mingpt-ddp",
+        "=",
+        "mingpt_ddp.cli.main:main",
+    ]

@@ -46,7 +46,12 @@ def test_list_shows_all_snapshots(run, call):
         code, out, err = call("list", url)
         assert (code, err) == (0, "")
         rows = cells(out)
-        assert [rows[step][0] for step in (4, 8, 12, 16)] == ["whole", "unfinished", "damaged", "whole"]
+        assert [rows[step][0] for step in (4, 8, 12, 16)] == [
+            "whole",
+            "unfinished",
+            "damaged",
+            "whole",
+        ]
         assert rows[4][4:8] == ["3", "2.5000", "2.2500", "*"]
         assert rows[16][3:7] == ["4", "3", "2.5000", "2.2500"] and "*" not in rows[16]
         assert rows[16][-2].startswith("2001-09-0")
@@ -71,14 +76,22 @@ def test_list_reads_no_tensors(run, call, monkeypatch):
 def test_control_characters_are_not_printed(run, call):
     store = SnapshotStore(f"{run}/snapshots")
     honest = model_snapshot(4)
-    forged = {"train_loss": "\x1b[2J", "val_loss": 10**400, "best_step": [4], "world_size": {}, "saved_at": 1e14}
+    forged = {
+        "train_loss": "\x1b[2J",
+        "val_loss": 10**400,
+        "best_step": [4],
+        "world_size": {},
+        "saved_at": 1e14,
+    }
     commit(store, Snapshot(4, honest.model, honest.optimizer, {"train_state": forged}))
     code, out, _ = call("list", run)
     assert code == 0 and "\x1b" not in out
     assert cells(out)[4][4:] == ["-", "-", "-", "-"]
 
 
-@pytest.mark.parametrize("command", [["list"], ["verify"], ["prune", "keep_last=1"], ["export", "to=x", "step=4"]])
+@pytest.mark.parametrize(
+    "command", [["list"], ["verify"], ["prune", "keep_last=1"], ["export", "to=x", "step=4"]]
+)
 def test_no_snapshots(command, run, call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for url in (run, f"{run}/snapshots/step_00000004"):
@@ -87,7 +100,9 @@ def test_no_snapshots(command, run, call, tmp_path, monkeypatch):
         code, out, err = call(command[0], url, *command[1:])
         assert (code, out) == (2, "")
         assert (
-            re.match(f"snapshot error: there are no snapshots at {url}(, which does not exist)?;", err)
+            re.match(
+                f"snapshot error: there are no snapshots at {url}(, which does not exist)?;", err
+            )
             and err.count("\n") == 1
         )
 
@@ -101,7 +116,9 @@ def test_verify_reads_every_byte(run, call):
     code, out, err = call("verify", run)
     assert (code, err) == (0, "")
     expected = [("4", "whole"), ("8", "whole"), ("9", "it was never finished")]
-    assert out.splitlines() == [f"{run}/snapshots/step_0000000{step}: {word}" for step, word in expected]
+    assert out.splitlines() == [
+        f"{run}/snapshots/step_0000000{step}: {word}" for step, word in expected
+    ]
     flip_bit(store, 8)
     assert cells(call("list", run)[1])[8][0] == "whole"  # its size is right
     code, out, err = call("verify", run)
@@ -156,7 +173,9 @@ def test_prune_keeps_milestones(run, call):
 @pytest.mark.parametrize("run", ["file"], indirect=True)
 @pytest.mark.parametrize("kind", ["path", "link"])
 def test_other_directories_are_untouched_unless_named(kind, run, call, tmp_path):
-    """A run directory may be untrusted, and so may the paths in its config.yaml and the targets of its links."""
+    """A run directory may be untrusted, and so may the paths in its config.yaml and the targets of
+    its links.
+    """
     victim = SnapshotStore(f"{tmp_path}/victim/run" if kind == "path" else f"{tmp_path}/victim")
     for step in (4, 8):
         commit(victim, model_snapshot(step))
@@ -169,7 +188,11 @@ def test_other_directories_are_untouched_unless_named(kind, run, call, tmp_path)
     hint = f"the run also has some at {victim.url}; add follow=true to include them\n"
     commands = [["list"], ["verify"], ["prune", "keep_last=1", "keep_best=false"]]
     for name, *keys in commands:
-        assert call(name, run, *keys) == (2, "", f"snapshot error: there are no snapshots at {run}; {hint}")
+        assert call(name, run, *keys) == (
+            2,
+            "",
+            f"snapshot error: there are no snapshots at {run}; {hint}",
+        )
     commit(SnapshotStore(run), model_snapshot(2))
     for name, *keys in commands:
         code, out, err = call(name, run, *keys)
@@ -214,7 +237,10 @@ def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, out, err = call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")
         assert (code, out) == (2, "") and err.count("\n") == 1
-        assert "is locked by process 7 on there, which is still running; wait for it" in err and "run.name" not in err
+        assert (
+            "is locked by process 7 on there, which is still running; wait for it" in err
+            and "run.name" not in err
+        )
         assert store.steps() == [4, 8]
     assert call("prune", f"{run}{below}", "keep_last=1", "keep_best=false")[0] == 0
     assert store.steps() == [8]
@@ -222,7 +248,11 @@ def test_prune_refuses_while_the_run_is_running(below, run, call, tmp_path):
 
 @pytest.mark.parametrize("run", ["memory"], indirect=True)
 def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
-    for name, seconds in (("HEARTBEAT_INTERVAL_S", 0.2), ("LEASE_TTL_S", 1.0), ("TAKEOVER_GRACE_S", 0.05)):
+    for name, seconds in (
+        ("HEARTBEAT_INTERVAL_S", 0.2),
+        ("LEASE_TTL_S", 1.0),
+        ("TAKEOVER_GRACE_S", 0.05),
+    ):
         monkeypatch.setattr(lease, name, seconds)
     original = Storage.__init__
 
@@ -258,8 +288,14 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
         (["list", "dir://x"], "config error: url=dir://x: dir:// needs more than a URL"),
         (["prune", "x"], "config error: keep_last is missing"),
         (["prune", "x", "keep_last=0"], "config error: keep_last=0 must be at least 1"),
-        (["prune", "x", "keep_last=1", "keep_best=1"], "config error: keep_best=1 must be true or false"),
-        (["prune", "x/step_00000004", "keep_last=1"], "config error: x/step_00000004 is one snapshot"),
+        (
+            ["prune", "x", "keep_last=1", "keep_best=1"],
+            "config error: keep_best=1 must be true or false",
+        ),
+        (
+            ["prune", "x/step_00000004", "keep_last=1"],
+            "config error: x/step_00000004 is one snapshot",
+        ),
         (["export", "x"], "config error: to is missing"),
         (["export", "x", "to=s3://b/c"], "config error: to=s3://b/c must be a new local directory"),
         (["export", "x", "to=s3://b:c@d/e"], "config error: to holds credentials"),
@@ -267,8 +303,14 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
             ["export", "x", "somewhere"],
             "config error: somewhere is not of the form key=value; the keys are to, step, format",
         ),
-        (["export", "x", "to=y", "step=last"], "config error: step='last' must be a whole number or newest or best"),
-        (["export", "x", "to=y", "format=zip"], "config error: format='zip' must be one of safetensors"),
+        (
+            ["export", "x", "to=y", "step=last"],
+            "config error: step='last' must be a whole number or newest or best",
+        ),
+        (
+            ["export", "x", "to=y", "format=zip"],
+            "config error: format='zip' must be one of safetensors",
+        ),
         (
             ["export", "\x1b[2J", "to=y"],
             r"snapshot error: there is no whole snapshot at \x1b[2J, which does not",
@@ -290,7 +332,14 @@ def test_help(call):
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 29, "2.5 GiB"), (1 << 50, "1024.0 TiB")]
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (5 << 29, "2.5 GiB"),
+        (1 << 50, "1024.0 TiB"),
+    ],
 )
 def test_sizes(size, text):
     assert tool.human_size(size) == text

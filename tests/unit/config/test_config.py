@@ -71,7 +71,17 @@ def test_a_limit_on_the_command_line_is_the_only_one(overrides, limits):
 def test_every_folder_of_conf_is_a_known_group():
     """The tests below compose every file; a new folder needs a test of its own."""
     folders = {path.name for path in CONF.iterdir() if path.is_dir() and any(path.glob("*.yaml"))}
-    composed_config = {"task", "model", "optimizer", "data", "ddp", "trainer", "snapshot", "tracker", "experiment"}
+    composed_config = {
+        "task",
+        "model",
+        "optimizer",
+        "data",
+        "ddp",
+        "trainer",
+        "snapshot",
+        "tracker",
+        "experiment",
+    }
     assert folders - {"sweep", "hydra"} == composed_config
 
 
@@ -85,7 +95,9 @@ def test_sweep_in_slurm():
     assert "scontrol requeue" in launcher.setup[0]
 
 
-@pytest.mark.parametrize(("model", "optimizer"), list(itertools.product(choices("model"), choices("optimizer"))))
+@pytest.mark.parametrize(
+    ("model", "optimizer"), list(itertools.product(choices("model"), choices("optimizer")))
+)
 def test_model_with_optimizer(model, optimizer):
     config = composed(f"model={model}", f"optimizer={optimizer}")
     assert config.model.name == model
@@ -96,7 +108,9 @@ def test_model_with_optimizer(model, optimizer):
 
 @pytest.mark.parametrize("name", choices("data"))
 def test_data(name):
-    config = composed(f"data={name}", *(["data.path=x.txt"] if name in ("text_file", "mnist") else []))
+    config = composed(
+        f"data={name}", *(["data.path=x.txt"] if name in ("text_file", "mnist") else [])
+    )
     assert config.data.label == name
     assert type(config.data) is GROUPS["data"][1].get(name, DataConfig)
 
@@ -126,7 +140,11 @@ def test_snapshot(name):
 @pytest.mark.parametrize("name", choices("tracker"))
 def test_tracker(name):
     """Each switches on one; a list switches on several."""
-    chosen = [key for key, value in vars(composed(f"tracker=[{name},mlflow]").tracker).items() if value is True]
+    chosen = [
+        key
+        for key, value in vars(composed(f"tracker=[{name},mlflow]").tracker).items()
+        if value is True
+    ]
     assert {*chosen} == {name, "mlflow"}
 
 
@@ -140,7 +158,9 @@ def test_the_command_line_wins_over_an_experiment(name):
     assert composed(f"experiment={name}", "trainer.max_steps=7").trainer.max_steps == 7
 
 
-@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+@pytest.mark.parametrize(
+    "path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix()
+)
 def test_every_file_is_a_mapping_without_tabs(path):
     text = Path(path).read_text()
     assert isinstance(yaml.safe_load(text), dict)
@@ -152,7 +172,12 @@ def picked(config: Config, *keys: str) -> dict[str, object]:
 
 
 def test_demo():
-    expected = {"run.name": "demo", "trainer.max_epochs": None, "trainer.max_steps": 600, "data.label": "python_docs"}
+    expected = {
+        "run.name": "demo",
+        "trainer.max_epochs": None,
+        "trainer.max_steps": 600,
+        "data.label": "python_docs",
+    }
     assert picked(composed("experiment=demo"), *expected) == expected
 
 
@@ -213,7 +238,9 @@ def test_the_name_is_data_model_and_8_hex_digits(default):
 
 def test_the_name_is_stable(default):
     """Another process, a resumed run and another order of the keys give the same name."""
-    backwards = {group: dict(reversed(keys.items())) for group, keys in reversed(default.to_dict().items())}
+    backwards = {
+        group: dict(reversed(keys.items())) for group, keys in reversed(default.to_dict().items())
+    }
     assert composed().run_name() == default.run_name() == from_mapping(backwards).run_name()
 
 
@@ -294,7 +321,8 @@ def test_each_key_says_whether_it_changes_the_numbers(default):
     for _, classes in GROUPS.values():
         for cls in classes.values():
             described = [
-                {"unit", "numerics"} == field.metadata["json_schema_extra"].keys() for field in dataclasses.fields(cls)
+                {"unit", "numerics"} == field.metadata["json_schema_extra"].keys()
+                for field in dataclasses.fields(cls)
             ]
             assert all(described), cls
 
@@ -321,7 +349,9 @@ def test_a_name_is_one_safe_directory_for_any_label(default):
 # To plain values and back
 
 
-@pytest.mark.parametrize("overrides", [(), ("optimizer=sgd",), ("experiment=shakespeare_char", "ddp=gloo")])
+@pytest.mark.parametrize(
+    "overrides", [(), ("optimizer=sgd",), ("experiment=shakespeare_char", "ddp=gloo")]
+)
 def test_plain_values_round_trip(overrides):
     config = composed(*overrides)
     assert from_mapping(config.to_dict()) == config
@@ -343,26 +373,38 @@ def composed_config(*overrides: str) -> dict:
         return to_plain(compose("config", list(overrides)))
 
 
-@pytest.mark.parametrize("group", ["task", "model", "optimizer", "data", "ddp", "trainer", "snapshot"])
+@pytest.mark.parametrize(
+    "group", ["task", "model", "optimizer", "data", "ddp", "trainer", "snapshot"]
+)
 def test_every_key_is_in_the_composed_configuration(group):
-    """A preset has what differs; Hydra adds the rest from the schema, so that every key can be overridden."""
+    """A preset has what differs; Hydra adds the rest from the schema, so that every key can be
+    overridden.
+    """
     for preset in choices(group):
         path = ["data.path=x.txt"] if preset in ("text_file", "mnist") else []
         values = composed_config(f"{group}={preset}", *path)[group]
         cls = GROUPS[group][1][selected(group, values)[1]]
-        assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {*OMITTED_IF_NULL}, preset
+        assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {
+            *OMITTED_IF_NULL
+        }, preset
 
 
 @pytest.mark.parametrize("group", ["model", "optimizer", "data", "ddp", "trainer", "snapshot"])
 def test_no_preset_repeats_a_default(group):
-    """A new key touches the schema and the presets that differ; `backend` alone is the whole of a preset of ddp."""
+    """A new key touches the schema and the presets that differ; `backend` alone is the whole of a
+    preset of ddp.
+    """
     for path in (CONF / group).glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
         (node,) = values.pop("defaults", ["/schema"])
         _, classes = GROUPS[group]
         name = node.split("/")[-1] if "/schema/" in node and node != "/schema/data/text" else None
         fields = {field.name: field.default for field in dataclasses.fields(classes[name])}
-        repeated = [key for key, value in values.items() if fields[key] == value and (group, key) != ("ddp", "backend")]
+        repeated = [
+            key
+            for key, value in values.items()
+            if fields[key] == value and (group, key) != ("ddp", "backend")
+        ]
         assert not repeated, path
 
 
@@ -372,15 +414,31 @@ def test_a_user_preset_based_on_a_built_in_one(tmp_path):
         (tmp_path / group / "mine.yaml").write_text(f"defaults: [{base}]\n")
     (tmp_path / "trainer" / "mine.yaml").write_text("batch_size: 24\n")
     search = f"hydra.searchpath=[{tmp_path}]"
-    mine = composed(search, "optimizer=mine", "model=mine", "trainer=mine", "optimizer.eps=1e-9", "trainer.log_every=7")
+    mine = composed(
+        search,
+        "optimizer=mine",
+        "model=mine",
+        "trainer=mine",
+        "optimizer.eps=1e-9",
+        "trainer.log_every=7",
+    )
     ours = composed(
-        "optimizer=muon", "model=gpt_mini", "trainer.batch_size=24", "optimizer.eps=1e-9", "trainer.log_every=7"
+        "optimizer=muon",
+        "model=gpt_mini",
+        "trainer.batch_size=24",
+        "optimizer.eps=1e-9",
+        "trainer.log_every=7",
     )
     assert mine == ours
 
 
 def test_interpolation_is_resolved():
-    assert composed("run.name=x", "optimizer.warmup_steps=${trainer.batch_size}").optimizer.warmup_steps == 12
+    assert (
+        composed(
+            "run.name=x", "optimizer.warmup_steps=${trainer.batch_size}"
+        ).optimizer.warmup_steps
+        == 12
+    )
 
 
 # Secrets
@@ -432,7 +490,9 @@ def test_urls_without_credentials_are_fine(url, default):
 
 def test_a_batch_size_per_rank_excludes_one_of_all_ranks():
     assert started("trainer.batch_size_per_rank=6").trainer.batch_size_per_rank == 6
-    with pytest.raises(ConfigError, match=r"trainer.batch_size and trainer.batch_size_per_rank exclude each other"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.batch_size and trainer.batch_size_per_rank exclude each other"
+    ):
         started("trainer.batch_size_per_rank=6", "trainer.batch_size=12")
 
 

@@ -30,10 +30,14 @@ KEYS = {
         ("trainer.learning_rate", "; did you mean optimizer.lr ("),
         (
             "gradient_accumulation_steps",
-            "; did you mean trainer.micro_batch_size (sequences: per rank per forward) = trainer.batch_size / "
+            "; did you mean trainer.micro_batch_size (sequences: per rank per forward) = "
+            "trainer.batch_size / "
             "(ranks x gradient_accumulation_steps)?",
         ),
-        ("accumulate_grad_batches", "; did you mean trainer.micro_batch_size (sequences: per rank per "),
+        (
+            "accumulate_grad_batches",
+            "; did you mean trainer.micro_batch_size (sequences: per rank per ",
+        ),
         ("epochs", "; did you mean trainer.max_epochs (epochs: limit of passes over the text)?"),
         ("trainer.epochs", "; did you mean trainer.max_epochs ("),
         ("max_epoch", "; did you mean trainer.max_epochs?"),
@@ -45,7 +49,10 @@ KEYS = {
         ("max_iters", "; did you mean trainer.max_steps (steps: "),
         (
             "min_lr",
-            "; did you mean optimizer.min_lr_ratio (final learning rate over the peak) = min_lr / optimizer.lr?",
+            (
+                "; did you mean optimizer.min_lr_ratio (final learning rate over the peak) = "
+                "min_lr / optimizer.lr?"
+            ),
         ),
         ("model.hidden_size", "; did you mean model.n_embd ("),
         ("dataset", "; did you mean data.dataset?"),
@@ -56,13 +63,18 @@ KEYS = {
         ("model.activation", " of the chosen model"),
         ("nosuch", ""),
         ("init_from", "; did you mean run.init_from?"),
-        ("model_name_or_path", "; did you mean run.init_from (weights to start from: a run, snapshot, export or "),
+        (
+            "model_name_or_path",
+            "; did you mean run.init_from (weights to start from: a run, snapshot, export or ",
+        ),
         ("wandb_log", "; did you mean tracker?"),
         ("tokenizer", "; did you mean data.tokenizer?"),
     ],
 )
 def test_hints(key, hint):
-    assert suggest(key) == hint or (hint.endswith(("(", " ", "schedule")) and suggest(key).startswith(hint))
+    assert suggest(key) == hint or (
+        hint.endswith(("(", " ", "schedule")) and suggest(key).startswith(hint)
+    )
 
 
 def test_a_group_has_the_keys_of_the_chosen_class():
@@ -81,7 +93,14 @@ def test_a_name_of_another_program_has_one_key_of_ours(theirs, ours):
 
 @pytest.mark.parametrize(
     ("value", "meant"),
-    [("float16", "fp16"), ("bfloat16", "bf16"), ("16-mixed", "fp16"), ("FP32", None), ("fp61", "fp16"), ("tf", None)],
+    [
+        ("float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("16-mixed", "fp16"),
+        ("FP32", None),
+        ("fp61", "fp16"),
+        ("tf", None),
+    ],
 )
 def test_a_value_of_another_program(value, meant):
     with pytest.raises(ConfigError) as refused:
@@ -95,7 +114,10 @@ def test_a_value_of_another_program(value, meant):
     [
         (["--epochs", "3"], "--epochs is not an option; did you mean trainer.max_epochs ("),
         (["--epochs=3"], "--epochs is not an option; did you mean trainer.max_epochs ("),
-        (["--trainer.epochs", "3"], "--trainer.epochs is not an option; did you mean trainer.max_epochs ("),
+        (
+            ["--trainer.epochs", "3"],
+            "--trainer.epochs is not an option; did you mean trainer.max_epochs (",
+        ),
         (["--optimizer.lr", "1e-3"], "--optimizer.lr is not an option; write optimizer.lr=1e-3"),
         (["--trainer.compile"], "--trainer.compile is not an option; write trainer.compile=VALUE"),
         (["optimizer.lr", "=", "1e-3"], "optimizer.lr: write key=value without spaces around ="),
@@ -114,10 +136,18 @@ def test_an_empty_value_alone_is_fine():
 
 
 def test_a_key_that_was_added_to_a_group():
-    with pytest.raises(ConfigError, match=r"trainer.grad_clip is not a key; did you mean trainer.grad_norm_clip \("):
+    with pytest.raises(
+        ConfigError, match=r"trainer.grad_clip is not a key; did you mean trainer.grad_norm_clip \("
+    ):
         from_mapping({"run": {}, "model": {}, "trainer": {"grad_clip": 1}} | _rest())
 
 
 def _rest() -> dict:
     model = {"name": "x", "architecture": "gpt", "n_layer": 1, "n_head": 1, "n_embd": 1}
-    return {"model": model, "optimizer": {"name": "adamw"}, "data": {"path": "x"}, "ddp": {}, "snapshot": {}}
+    return {
+        "model": model,
+        "optimizer": {"name": "adamw"},
+        "data": {"path": "x"},
+        "ddp": {},
+        "snapshot": {},
+    }

@@ -12,7 +12,9 @@ from mingpt_ddp import __version__
 from mingpt_ddp.config.hydra_utils import answer
 from mingpt_ddp.config.schema import GROUPS
 
-spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts" / "config_reference.py")
+spec = importlib.util.spec_from_file_location(
+    "config_reference", ROOT / "scripts" / "config_reference.py"
+)
 reference = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reference)
 
@@ -28,11 +30,18 @@ def test_help_has_every_key_with_unit_default_and_meaning():
         for field in (field for cls in classes.values() for field in dataclasses.fields(cls)):
             (line, *_) = [line for line in lines if line.startswith(f"  {group}.{field.name}=")]
             assert field.metadata["description"] in line or len(classes) > 1
-    assert "  trainer.log_every=10                   steps: between two log lines (whole number >= 1)" in lines
     assert (
-        "  optimizer.betas=[0.9, 0.99]            decay per step of both moments (list of 2: number >= 0, < 1)" in lines
+        "  trainer.log_every=10                   steps: between two log lines (whole number >= 1)"
+        in lines
     )
-    assert "  model      convnet gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini modern_nano toy" in lines
+    assert (
+        "  optimizer.betas=[0.9, 0.99]            decay per step of both moments (list of 2: "
+        "number >= 0, < 1)"
+    ) in lines
+    assert (
+        "  model      convnet gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini "
+        "modern_nano toy"
+    ) in lines
 
 
 def test_version():

@@ -1,4 +1,6 @@
-"""User files: a job sees the names that its own files register, not those of other jobs of the sweep."""
+"""User files: a job sees the names that its own files register, not those of other jobs of the
+sweep.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def directory(tmp_path):
 
 
 def known(directory, code: str | None) -> tuple[str, list[str]] | None:
-    """Return the result of the model builder, and its keys, for a configuration that names this file."""
+    """Return the result of the model builder, and its keys, for a configuration that names this
+    file.
+    """
     run_code({"model": {"code": code}}, [directory])
     if "mine" not in BUILDERS["model"]:
         assert "mine" not in GROUPS["model"][1]
@@ -55,10 +59,17 @@ def test_names_of_another_job_are_not_registered(directory):
 
 
 def test_a_builder_of_another_module(directory):
-    """A name belongs to the file that registers it, even if the builder comes from another module."""
-    (directory / "own_parts.py").write_text("def build(config, vocab_size, block_size):\n    return 'parts'\n")
+    """A name belongs to the file that registers it, even if the builder comes from another
+    module.
+    """
+    (directory / "own_parts.py").write_text(
+        "def build(config, vocab_size, block_size):\n    return 'parts'\n"
+    )
     (directory / "three.py").write_text(
-        "import own_parts\nfrom mingpt_ddp.registry import *\nfrom mingpt_ddp.config.components import *\n"
+        (
+            "import own_parts\nfrom mingpt_ddp.registry import *\nfrom "
+            "mingpt_ddp.config.components import *\n"
+        )
         + FILE.format(key="three").split("@register")[0]
         + 'register("model", "mine", Mine)(own_parts.build)\n'
     )
@@ -73,7 +84,9 @@ def test_a_name_registered_twice_in_a_configuration(known_before, directory):
     if known_before:
         known(directory, "one.py")
         known(directory, "two.py")
-    with pytest.raises(CodeError, match=r"two.py:.*@register\('model', 'mine', ...\): the name is taken"):
+    with pytest.raises(
+        CodeError, match=r"two.py:.*@register\('model', 'mine', ...\): the name is taken"
+    ):
         run_code({"model": {"code": "one.py"}, "optimizer": {"code": "two.py"}}, [directory])
 
 
@@ -101,13 +114,15 @@ def test_a_communication_hook_belongs_to_its_job(tmp_path):
 def test_the_name_of_a_communication_hook_is_taken(tmp_path):
     (tmp_path / "ring.py").write_text(HOOK.format(name="ring", result=""))
     with pytest.raises(
-        CodeError, match=r"ring.py:4: ValueError: @register\('comm_hook', 'ring', ...\): the name is taken"
+        CodeError,
+        match=r"ring.py:4: ValueError: @register\('comm_hook', 'ring', ...\): the name is taken",
     ):
         run_code({"data": {"code": "ring.py"}}, [tmp_path])
 
 
 @pytest.mark.parametrize(
-    "content", [b"a = 1\0\n", b"\x89PNG\r\n\x1a\n\0\0", b"(" * 5000, b"a = " + b"-" * 100_000 + b"1"]
+    "content",
+    [b"a = 1\0\n", b"\x89PNG\r\n\x1a\n\0\0", b"(" * 5000, b"a = " + b"-" * 100_000 + b"1"],
 )
 def test_a_file_that_is_not_python(content, tmp_path):
     (tmp_path / "mine.py").write_bytes(content)
@@ -126,5 +141,7 @@ def test_code_that_is_no_file_of_usual_size(kind, tmp_path):
         os.truncate(path, 1 << 40)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match="cannot be read: it is not a file of at most 16,777,216 bytes"):
+    with pytest.raises(
+        ConfigError, match="cannot be read: it is not a file of at most 16,777,216 bytes"
+    ):
         run_file(path, "code")

@@ -1,4 +1,6 @@
-"""Validation of single values: converted without loss, or refused in one line that names the key."""
+"""Validation of single values: converted without loss, or refused in one line that names the
+key.
+"""
 
 from __future__ import annotations
 
@@ -97,9 +99,13 @@ def test_refused(value, hint, message):
     assert refusal(value, hint) == message
 
 
-@pytest.mark.parametrize(("path", "fallback"), [("a/./b", "a//b/"), ("s3://b/x", "s3://b/x/"), ("a", "a")])
+@pytest.mark.parametrize(
+    ("path", "fallback"), [("a/./b", "a//b/"), ("s3://b/x", "s3://b/x/"), ("a", "a")]
+)
 def test_a_fallback_in_the_same_directory(path, fallback):
-    with pytest.raises(ConfigError, match=r"snapshot.fallback_path=.* must differ from snapshot.path"):
+    with pytest.raises(
+        ConfigError, match=r"snapshot.fallback_path=.* must differ from snapshot.path"
+    ):
         SnapshotConfig(path=path, fallback_path=fallback)
     assert SnapshotConfig(path=path, fallback_path=f"{fallback}2")
 
@@ -107,7 +113,10 @@ def test_a_fallback_in_the_same_directory(path, fallback):
 def test_invalid_unicode():
     """The surrogate by which Python represents a non-UTF-8 byte of the command line."""
     assert refusal("caf\udce9", str) == "key holds bytes that are not UTF-8; use other characters"
-    assert refusal(["caf\udce9"], list[str]) == "key holds bytes that are not UTF-8; use other characters"
+    assert (
+        refusal(["caf\udce9"], list[str])
+        == "key holds bytes that are not UTF-8; use other characters"
+    )
     assert refusal({"caf\udce9": 1}, str).startswith("key holds bytes that are not UTF-8")
     with pytest.raises(ConfigError, match="caf\udce9 holds bytes that are not UTF-8"):
         build(dataclasses.make_dataclass("Group", []), {"caf\udce9": 1}, "")

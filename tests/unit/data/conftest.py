@@ -12,7 +12,9 @@ from mingpt_ddp.config.components import DataConfig
 
 @pytest.fixture
 def settings(tmp_path):
-    """Return a function that makes a data configuration for a path, or for a text that it writes to a file."""
+    """Return a function that makes a data configuration for a path, or for a text that it writes to
+    a file.
+    """
 
     def make(content: str | bytes | Path, **changes) -> DataConfig:
         path = content if isinstance(content, Path) else tmp_path / "text.txt"

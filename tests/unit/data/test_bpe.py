@@ -1,4 +1,6 @@
-"""Byte-level BPE: exact round trips, the same tokens however a text is cut, and hostile tokenizer files."""
+"""Byte-level BPE: exact round trips, the same tokens however a text is cut, and hostile tokenizer
+files.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,23 @@ from mingpt_ddp.data.bpe import BPETokenizer, read_bpe, split_at_words, train_bp
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
 
-TEXT = "The quick brown fox, it's said: jumps!\n\n  über 12345 Füße — 日本語 😀\t\r\nand the lazy dog sleeps\n" * 40
-ODD = ["", "\n", " ", "a", "é", "日本", "😀\u200d👩", "\x00\x7f\u0301", "  \n\n x", "<|endoftext|>", "don't 3.14"]
+TEXT = (
+    "The quick brown fox, it's said: jumps!\n\n  über 12345 Füße — 日本語 😀\t\r\nand the lazy "
+    "dog sleeps\n"
+) * 40
+ODD = [
+    "",
+    "\n",
+    " ",
+    "a",
+    "é",
+    "日本",
+    "😀\u200d👩",
+    "\x00\x7f\u0301",
+    "  \n\n x",
+    "<|endoftext|>",
+    "don't 3.14",
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +68,9 @@ def test_chunks_do_not_change_the_tokens(tokenizer, monkeypatch):
     for size in (50, 1000):
         monkeypatch.setattr(bpe, "CHUNK_CHARS", size)
         for pieces in ([TEXT], [TEXT[i : i + 7] for i in range(0, len(TEXT), 7)]):
-            assert [token for part in tokenizer.encode_stream(iter(pieces)) for token in part] == whole
+            assert [
+                token for part in tokenizer.encode_stream(iter(pieces)) for token in part
+            ] == whole
 
 
 def test_chunks_of_a_text_without_spaces(monkeypatch):
@@ -123,7 +142,9 @@ def test_files_that_are_no_tokenizer(content, tmp_path):
 def test_special_tokens(tokenizer, tmp_path):
     values = json.loads(tokenizer.json)
     n = tokenizer.vocab_size
-    values["added_tokens"] = [{"id": n, "content": "<|end|>", "special": True} | dict.fromkeys(FLAGS, False)]
+    values["added_tokens"] = [
+        {"id": n, "content": "<|end|>", "special": True} | dict.fromkeys(FLAGS, False)
+    ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=1))
     own = read_bpe(str(tmp_path / "tokenizer.json"))
     assert n in own.encode("a<|end|>b") and own.decode(own.encode("a<|end|>b")) == "a<|end|>b"
@@ -151,18 +172,36 @@ FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 def splitting_at(pattern):
     """Return a tokenizer of bytes whose texts are first split by a regular expression."""
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    model = {"type": "BPE", "vocab": {name: i for i, name in enumerate(bpe.BYTE_NAMES)}, "merges": []}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    model = {
+        "type": "BPE",
+        "vocab": {name: i for i, name in enumerate(bpe.BYTE_NAMES)},
+        "merges": [],
+    }
     before = {"type": "Sequence", "pretokenizers": [split, byte_level]}
-    return json.dumps({"version": "1.0", "model": model, "pre_tokenizer": before, "decoder": byte_level})
+    return json.dumps(
+        {"version": "1.0", "model": model, "pre_tokenizer": before, "decoder": byte_level}
+    )
 
 
 def test_a_pattern_that_backtracks_past_the_limit_of_the_library(capfd):
     """The library panics, which is no Exception, and prints a backtrace."""
     tokenizer = BPETokenizer(splitting_at("(a+)+b"))
     for encode in (tokenizer.encode, lambda text: [*tokenizer.encode_stream(iter([text]))]):
-        with pytest.raises(DataError, match=r"cannot encode the text: .*retry-limit.*; use another data.tokenizer"):
+        with pytest.raises(
+            DataError, match=r"cannot encode the text: .*retry-limit.*; use another data.tokenizer"
+        ):
             encode("a" * 60)
     assert capfd.readouterr().err == ""
 
@@ -170,7 +209,9 @@ def test_a_pattern_that_backtracks_past_the_limit_of_the_library(capfd):
 def test_a_pattern_that_backtracks_up_to_the_limit_of_the_library(monkeypatch):
     monkeypatch.setattr(bpe, "MIN_SECONDS", 0.2)
     tokenizer = BPETokenizer(splitting_at("(a+)+b"))
-    with pytest.raises(DataError, match=r"cannot encode the text: it takes more than 0 seconds of CPU time"):
+    with pytest.raises(
+        DataError, match=r"cannot encode the text: it takes more than 0 seconds of CPU time"
+    ):
         tokenizer.encode(("a" * 18 + "c ") * 500)
 
 
@@ -188,7 +229,9 @@ def test_a_path_that_is_no_regular_file(kind, tmp_path):
 
 
 def test_the_name_of_a_model_is_no_path():
-    with pytest.raises(DataError, match=r"data.tokenizer=gpt2: there is no such file; .*nothing is downloaded"):
+    with pytest.raises(
+        DataError, match=r"data.tokenizer=gpt2: there is no such file; .*nothing is downloaded"
+    ):
         read_bpe("gpt2")
 
 

@@ -1,4 +1,6 @@
-"""The order of the training text: what an epoch is, and that nothing but (seed, epoch, position) decides it."""
+"""The order of the training text: what an epoch is, and that nothing but (seed, epoch, position)
+decides it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,25 @@ import torch
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.schema import TrainerConfig
 from mingpt_ddp.data import dataloader
-from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, TokenSplit, TokenWindows, plan_batches
+from mingpt_ddp.data.dataloader import (
+    BatchPlan,
+    TokenLoader,
+    TokenSplit,
+    TokenWindows,
+    plan_batches,
+)
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.errors import ConfigError, DataError
 
 LENGTH, BLOCK, BATCH = 1003, 8, 12
-TOKENS = np.arange(LENGTH, dtype=np.uint16)  # a character is its own position: windows are distinguishable
+# a character is its own position: windows are distinguishable
+TOKENS = np.arange(LENGTH, dtype=np.uint16)
 WINDOWS = (LENGTH - BLOCK) // BLOCK  # 124: 10 batches of 12, and 4 windows that do not fill another
 
 
-def make(tokens=TOKENS, stride: int | None = None, batch: int = BATCH, seed: int = 1) -> TokenLoader:
+def make(
+    tokens=TOKENS, stride: int | None = None, batch: int = BATCH, seed: int = 1
+) -> TokenLoader:
     return TokenLoader(tokens, BLOCK, stride, batch, seed)
 
 
@@ -34,7 +45,11 @@ def batch_of(loader: TokenLoader, step: int) -> tuple[torch.Tensor, torch.Tensor
 def starts(loader: TokenLoader, epoch: int) -> list[int]:
     """Return where the windows of an epoch (from 0) start, in order."""
     first = epoch * loader.steps_per_epoch + 1
-    return [int(x) for step in range(first, first + loader.steps_per_epoch) for x in batch_of(loader, step)[0][:, 0]]
+    return [
+        int(x)
+        for step in range(first, first + loader.steps_per_epoch)
+        for x in batch_of(loader, step)[0][:, 0]
+    ]
 
 
 def test_y_is_x_shifted_by_one_character():
@@ -48,7 +63,9 @@ def test_y_is_x_shifted_by_one_character():
 
 
 def test_an_epoch_is_one_pass_over_the_text():
-    """(n - block_size) // block_size adjacent windows from an offset, shuffled; the incomplete batch is dropped."""
+    """(n - block_size) // block_size adjacent windows from an offset, shuffled; the incomplete
+    batch is dropped.
+    """
     loader = make()
     assert loader.windows_per_epoch == WINDOWS == 124
     assert loader.steps_per_epoch == 10
@@ -108,7 +125,8 @@ def test_the_shortest_text_that_fills_a_batch(stride):
         assert int(y.max()) < enough
         assert len(set(x[:, 0].tolist())) == 2
     message = (
-        "^data error: the training text has 1 windows of data.block_size=8, fewer than trainer.batch_size=2; "
+        "^data error: the training text has 1 windows of data.block_size=8, fewer than "
+        "trainer.batch_size=2; "
         "use a longer text, a smaller batch or a smaller data.stride$"
     )
     with pytest.raises(DataError, match=message):
@@ -129,7 +147,9 @@ def test_a_batch_does_not_depend_on_earlier_batches():
 
 @pytest.mark.parametrize("together", [1, 500, 1 << 16])
 def test_a_batch_does_not_depend_on_batches_gathered_with_it(together, monkeypatch):
-    """It depends on its step only, for any number of steps gathered at a time, and after any other rank."""
+    """It depends on its step only, for any number of steps gathered at a time, and after any other
+    rank.
+    """
     plan, other = BatchPlan(BATCH, 3, 2), BatchPlan(BATCH, 4, 3)
     alone = make()
     monkeypatch.setattr("mingpt_ddp.data.dataloader.GATHER_TOKENS", together)
@@ -138,7 +158,9 @@ def test_a_batch_does_not_depend_on_batches_gathered_with_it(together, monkeypat
         for cut, rank in ((plan, 0), (plan, 1), (other, 2)):
             for micro in loader.get_batch(step, cut, rank):
                 x, y = batch_of(alone, step)
-                rows = slice(micro.index * cut.micro_batch_size, (micro.index + 1) * cut.micro_batch_size)
+                rows = slice(
+                    micro.index * cut.micro_batch_size, (micro.index + 1) * cut.micro_batch_size
+                )
                 assert torch.equal(micro.batch[0], x[rows])
                 assert torch.equal(micro.batch[1], y[rows])
                 assert all(part.is_contiguous() for part in micro.batch)
@@ -162,11 +184,17 @@ def test_the_order_of_a_seed_never_changes():
     loader = TokenLoader(TOKENS, BLOCK, None, 2, 1337)
     assert starts(loader, 0)[:6] == [122, 954, 298, 218, 578, 146]
     assert starts(loader, 3)[:6] == [614, 766, 174, 558, 54, 102]
-    assert (loader.windows_per_epoch, loader.steps_per_epoch, loader.items_per_step) == (124, 62, 16)
+    assert (loader.windows_per_epoch, loader.steps_per_epoch, loader.items_per_step) == (
+        124,
+        62,
+        16,
+    )
 
 
 def test_steps_are_gathered_together_and_only_once(monkeypatch):
-    """As many as GATHER_TOKENS has room for, none of the next epoch; and a window of the order at a time."""
+    """As many as GATHER_TOKENS has room for, none of the next epoch; and a window of the order at a
+    time.
+    """
     gathered: list[int] = []
     permuted: list[list[int]] = []
     gather, permute = TokenWindows.gather, dataloader.feistel_permute
@@ -188,7 +216,9 @@ def test_steps_are_gathered_together_and_only_once(monkeypatch):
         for _ in range(2):
             assert [micro.index for micro in loader.get_batch(step, plan, 1)] == [1, 3]
     assert gathered == [18, 18, 18, 6] * 2, "10 steps an epoch"
-    assert permuted == [[0, 40], [36, 40], [72, 40], [108, 16]] * 2, "the last is up to the 124 windows"
+    assert permuted == [[0, 40], [36, 40], [72, 40], [108, 16]] * 2, (
+        "the last is up to the 124 windows"
+    )
     monkeypatch.setattr(dataloader, "SHUFFLE_CHUNK", 36)
     loader = make()
     for rank in (0, 1):
@@ -203,7 +233,12 @@ def test_steps_are_gathered_together_and_only_once(monkeypatch):
 def test_windows_are_gathered_on_their_device(resident):
     windows = TokenWindows(TOKENS, BLOCK + 1, torch.device("meta"), resident)
     x, y = windows.gather(np.arange(5))
-    assert (x.device.type, x.shape, y.device.type, y.shape) == ("meta", (5, BLOCK), "meta", (5, BLOCK))
+    assert (x.device.type, x.shape, y.device.type, y.shape) == (
+        "meta",
+        (5, BLOCK),
+        "meta",
+        (5, BLOCK),
+    )
 
 
 def test_the_batches_are_on_the_device_of_the_loader():
@@ -218,7 +253,11 @@ def test_an_evaluation_reads_batches_of_windows_and_the_rest(monkeypatch):
     split = TokenSplit(TOKENS[:103], BLOCK, torch.device("cpu"))
     assert len(split) == 4
     found = [list(split.batches(rank, 3)) for rank in range(3)]
-    assert [[tuple(x.shape) for x, _ in batches] for batches in found] == [[(5, 8), (1, 6)], [(5, 8)], [(2, 8)]]
+    assert [[tuple(x.shape) for x, _ in batches] for batches in found] == [
+        [(5, 8), (1, 6)],
+        [(5, 8)],
+        [(2, 8)],
+    ]
     order = [found[0][0], found[1][0], found[2][0], found[0][1]]
     assert torch.cat([x.flatten() for x, _ in order]).tolist() == list(range(102))
     assert all(torch.equal(y, x + 1) for x, y in order)
@@ -235,7 +274,9 @@ def test_a_sampled_evaluation_never_changes(monkeypatch):
     assert len(TokenSplit(TOKENS, BLOCK, torch.device("cpu"), windows=5)) == 5
 
 
-def plan_of(trainer: TrainerConfig, world_size: int, kept: int | None = None, sync: bool = False) -> BatchPlan:
+def plan_of(
+    trainer: TrainerConfig, world_size: int, kept: int | None = None, sync: bool = False
+) -> BatchPlan:
     config: Any = SimpleNamespace(trainer=trainer, ddp=SimpleNamespace(sync_batchnorm=sync))
     return plan_batches(config, world_size, kept)
 
@@ -257,7 +298,9 @@ def test_the_batch_is_the_same_on_any_number_of_ranks(trainer, world_size, micro
 def test_no_window_crosses_the_split(tmp_path):
     """The last character that is trained on, as x or as y, is the last one before the split."""
     TOKENS.tofile(tmp_path / "tokens.bin")
-    encoded = EncodedText(str(tmp_path), "", LENGTH, {"vocabulary": "".join(map(chr, range(LENGTH)))}, "uint16", "")
+    encoded = EncodedText(
+        str(tmp_path), "", LENGTH, {"vocabulary": "".join(map(chr, range(LENGTH)))}, "uint16", ""
+    )
     config = DataConfig(
         name="text",
         path="text.txt",
@@ -329,24 +372,34 @@ def test_every_micro_batch_runs_on_one_rank(trainer, world_size):
     """Number j on rank j mod world size, and no rank without work."""
     plan = plan_of(trainer, world_size)
     of_rank = [list(plan.indices_for_rank(rank)) for rank in range(world_size)]
-    assert all(numbers and all(j % world_size == rank for j in numbers) for rank, numbers in enumerate(of_rank))
+    assert all(
+        numbers and all(j % world_size == rank for j in numbers)
+        for rank, numbers in enumerate(of_rank)
+    )
     assert sorted(j for numbers in of_rank for j in numbers) == list(range(plan.n_micro))
 
 
 def test_the_snapshot_keeps_the_micro_batch_size(trainer):
-    """A run started on 2 ranks resumes with the same micro-batches on 1; a configured size has precedence."""
+    """A run started on 2 ranks resumes with the same micro-batches on 1.
+
+    A configured size has precedence.
+    """
     assert plan_of(trainer, 1, kept=6).micro_batch_size == 6
     assert plan_of(replace(trainer, micro_batch_size=3), 1, kept=6).micro_batch_size == 3
 
 
 @pytest.mark.parametrize(
-    ("micro", "kept", "world_size", "most"), [(4, None, 4, 3), (12, None, 2, 1), (None, 6, 3, 2), (None, None, 13, 12)]
+    ("micro", "kept", "world_size", "most"),
+    [(4, None, 4, 3), (12, None, 2, 1), (None, 6, 3, 2), (None, None, 13, 12)],
 )
-def test_more_ranks_than_micro_batches_names_valid_world_sizes(trainer, micro, kept, world_size, most):
+def test_more_ranks_than_micro_batches_names_valid_world_sizes(
+    trainer, micro, kept, world_size, most
+):
     config = replace(trainer, micro_batch_size=micro)
     size = micro or kept or 1
     message = (
-        f"trainer.batch_size=12 makes {most} micro-batches of {size} for {world_size} ranks; use at most {most} ranks, "
+        f"trainer.batch_size=12 makes {most} micro-batches of {size} for {world_size} ranks; "
+        f"use at most {most} ranks, "
         "or a new run with a larger batch or smaller micro-batches"
     )
     with pytest.raises(ConfigError, match=f"^config error: {message}$"):
@@ -357,14 +410,19 @@ def test_more_ranks_than_micro_batches_names_valid_world_sizes(trainer, micro, k
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_synchronized_batch_normalization_takes_one_micro_batch_per_rank(trainer, world_size):
-    """Whatever the snapshot was written with: the statistics are always those of the whole batch."""
-    assert plan_of(trainer, world_size, kept=6, sync=True).indices_for_rank(0) == range(0, world_size, world_size)
+    """Whatever the snapshot was written with: the statistics are always those of the whole
+    batch.
+    """
+    assert plan_of(trainer, world_size, kept=6, sync=True).indices_for_rank(0) == range(
+        0, world_size, world_size
+    )
 
 
 @pytest.mark.parametrize(("micro", "world_size"), [(None, 5), (None, 7), (3, 2)])
 def test_synchronized_batch_normalization_refuses_unequal_ranks(trainer, micro, world_size):
     message = (
-        "ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size=12 a multiple of the "
+        "ddp.sync_batchnorm=true needs one micro-batch per rank: trainer.batch_size=12 a "
+        "multiple of the "
         f"{world_size} ranks, and trainer.micro_batch_size=null"
     )
     with pytest.raises(ConfigError, match=f"^config error: {message}$"):
@@ -375,7 +433,8 @@ def test_cuda_graphs_take_one_micro_batch(trainer):
     graphs = replace(trainer, compile="cuda_graphs")
     assert plan_of(graphs, 1).n_micro == 1
     message = (
-        "trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size=12 makes 2 of 6 sequences; "
+        "trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size=12 makes 2 of "
+        "6 sequences; "
         "use trainer.compile=true"
     )
     for world_size in (1, 2):

@@ -34,7 +34,10 @@ def test_truncate_uses_the_first_part_of_the_text(settings):
 
 @pytest.mark.parametrize(
     ("length", "split", "message"),
-    [(100, 0.08, "one window needs data.block_size [+] 1 = 9"), (100, 0.995, "validation text has 1 tokens")],
+    [
+        (100, 0.08, "one window needs data.block_size [+] 1 = 9"),
+        (100, 0.995, "validation text has 1 tokens"),
+    ],
 )
 def test_parts_that_are_too_short_are_refused(settings, length, split, message):
     config = settings("ab" * (length // 2), train_split=split)

@@ -38,13 +38,21 @@ def write(directory, content: dict[str, bytes]) -> None:
 
 
 def settings(path, tmp_path, shift: int = 0) -> MNISTConfig:
-    return MNISTConfig(name="mnist", dataset="mnist", path=str(path), cache_dir=str(tmp_path / "cache"), shift=shift)
+    return MNISTConfig(
+        name="mnist",
+        dataset="mnist",
+        path=str(path),
+        cache_dir=str(tmp_path / "cache"),
+        shift=shift,
+    )
 
 
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_files(tmp_path, zipped):
     content = files()
-    write(tmp_path, {f"{n}.gz": gzip.compress(d) for n, d in content.items()} if zipped else content)
+    write(
+        tmp_path, {f"{n}.gz": gzip.compress(d) for n, d in content.items()} if zipped else content
+    )
     datasets = mnist(settings(tmp_path, tmp_path))
     assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [20, 20, 10]
     image, label = datasets.val[3]
@@ -72,12 +80,32 @@ def test_files_of_a_url_are_downloaded_once(tmp_path):
             None,
             "has no t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz; name",
         ),
-        ("train-images-idx3-ubyte", b"", "train-images-idx3-ubyte at data.path=.* is not an idx file of bytes"),
+        (
+            "train-images-idx3-ubyte",
+            b"",
+            "train-images-idx3-ubyte at data.path=.* is not an idx file of bytes",
+        ),
         ("train-images-idx3-ubyte", b"\x1f\x8bxx", "is not an idx file of bytes"),
-        ("train-images-idx3-ubyte", idx(np.zeros((40, 28, 28), np.uint8))[:-1], "is not an idx file of bytes"),
-        ("train-images-idx3-ubyte", idx(np.zeros((9, 2, 2), np.uint8))[:-1], "it has 35 of 36 bytes"),
-        ("train-labels-idx1-ubyte", b"\x00\x00\x0d\x01" + bytes(8), r"it begins with \(0, 13, 1\), not \(0, 8, 1\)"),
-        ("train-labels-idx1-ubyte", idx(np.zeros((40, 1), np.uint8)), r"it begins with \(0, 8, 2\), not \(0, 8, 1\)"),
+        (
+            "train-images-idx3-ubyte",
+            idx(np.zeros((40, 28, 28), np.uint8))[:-1],
+            "is not an idx file of bytes",
+        ),
+        (
+            "train-images-idx3-ubyte",
+            idx(np.zeros((9, 2, 2), np.uint8))[:-1],
+            "it has 35 of 36 bytes",
+        ),
+        (
+            "train-labels-idx1-ubyte",
+            b"\x00\x00\x0d\x01" + bytes(8),
+            r"it begins with \(0, 13, 1\), not \(0, 8, 1\)",
+        ),
+        (
+            "train-labels-idx1-ubyte",
+            idx(np.zeros((40, 1), np.uint8)),
+            r"it begins with \(0, 8, 2\), not \(0, 8, 1\)",
+        ),
         ("train-labels-idx1-ubyte", idx(np.zeros(40, np.uint8)) + b"x", "it is too long"),
         (
             "train-labels-idx1-ubyte",
@@ -89,10 +117,26 @@ def test_files_of_a_url_are_downloaded_once(tmp_path):
             idx(np.zeros(39, np.uint8)),
             "^data error: train at .* has 40 images and 39 labels",
         ),
-        ("t10k-labels-idx1-ubyte", idx(np.full(10, 10, np.uint8)), "t10k-labels .* has the label 10, not 0 to 9"),
-        ("t10k-images-idx3-ubyte", idx(np.zeros((10, 9, 9), np.uint8)), r"are \(28, 28\) and \(9, 9\)"),
-        ("t10k-images-idx3-ubyte", idx(np.zeros((0, 28, 28), np.uint8)), "t10k at .* has 0 images and 10 labels"),
-        ("train-images-idx3-ubyte", struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3), "it declares 9,9.* bytes"),
+        (
+            "t10k-labels-idx1-ubyte",
+            idx(np.full(10, 10, np.uint8)),
+            "t10k-labels .* has the label 10, not 0 to 9",
+        ),
+        (
+            "t10k-images-idx3-ubyte",
+            idx(np.zeros((10, 9, 9), np.uint8)),
+            r"are \(28, 28\) and \(9, 9\)",
+        ),
+        (
+            "t10k-images-idx3-ubyte",
+            idx(np.zeros((0, 28, 28), np.uint8)),
+            "t10k at .* has 0 images and 10 labels",
+        ),
+        (
+            "train-images-idx3-ubyte",
+            struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3),
+            "it declares 9,9.* bytes",
+        ),
         (
             "train-images-idx3-ubyte",
             gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 1 << 10, 1 << 9, 1 << 8), mtime=0),
@@ -113,7 +157,9 @@ def test_a_compressed_file_is_read_no_further_than_it_declares(tmp_path, monkeyp
     """A few kilobytes may hold gigabytes of zeros."""
     read = []
     monkeypatch.setattr(
-        gzip.GzipFile, "read", lambda file, n=-1, read_all=gzip.GzipFile.read: read.append(n) or read_all(file, n)
+        gzip.GzipFile,
+        "read",
+        lambda file, n=-1, read_all=gzip.GzipFile.read: read.append(n) or read_all(file, n),
     )
     write(tmp_path, {f"{name}.gz": gzip.compress(data) for name, data in files().items()})
     mnist(settings(tmp_path, tmp_path))
@@ -123,7 +169,11 @@ def test_a_compressed_file_is_read_no_further_than_it_declares(tmp_path, monkeyp
 def test_black_images(tmp_path):
     write(
         tmp_path,
-        files() | {f"{part}-images-idx3-ubyte": idx(np.zeros((n, 9, 9), np.uint8)) for part, n in SIZES.items()},
+        files()
+        | {
+            f"{part}-images-idx3-ubyte": idx(np.zeros((n, 9, 9), np.uint8))
+            for part, n in SIZES.items()
+        },
     )
     assert not mnist(settings(tmp_path, tmp_path)).train[0][0].any()
 
@@ -131,7 +181,11 @@ def test_black_images(tmp_path):
 def test_digits():
     pytest.importorskip("sklearn")
     datasets = digits(DigitsConfig(name="digits", dataset="digits"))
-    assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [1297, 200, 300]
+    assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [
+        1297,
+        200,
+        300,
+    ]
     assert datasets.train[0][0].shape == (1, 8, 8)
     for split in (datasets.train, datasets.val, datasets.test):
         assert {int(y) for _, y in split} == set(range(10))

@@ -1,4 +1,6 @@
-"""Processes that load samples leave no files, even if they are killed, and talk to their user's processes only."""
+"""Processes that load samples leave no files, even if they are killed, and talk to their user's
+processes only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Encoding texts as small integers, for every text encoding, chunk size, source and state of the cache."""
+"""Encoding texts as small integers, for every text encoding, chunk size, source and state of the
+cache.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def text_of(encoded: EncodedText) -> str:
 
 
 @pytest.mark.parametrize(
-    ("variable", "expected"), [("{tmp}/xdg", "xdg/mingpt_ddp"), ("relative", "home/.cache/mingpt_ddp"), (None, None)]
+    ("variable", "expected"),
+    [("{tmp}/xdg", "xdg/mingpt_ddp"), ("relative", "home/.cache/mingpt_ddp"), (None, None)],
 )
 def test_the_cache_is_the_users_by_default(variable, expected, settings, tmp_path, monkeypatch):
     (tmp_path / "cwd").mkdir()
@@ -97,7 +100,9 @@ def test_characters_split_by_a_chunk_are_joined(settings, monkeypatch, chunk, he
         (BOM[:2], 0),  # half a byte order mark
     ],
 )
-def test_invalid_utf8_is_refused_with_the_position_of_the_byte(settings, monkeypatch, content, position, chunk):
+def test_invalid_utf8_is_refused_with_the_position_of_the_byte(
+    settings, monkeypatch, content, position, chunk
+):
     with pytest.raises(UnicodeDecodeError):
         content.decode("utf-8-sig")
     monkeypatch.setattr(preparing, "CHUNK_BYTES", chunk)
@@ -125,7 +130,9 @@ def test_broken_gzip_is_one_line(settings, damage):
         prepare(settings(content))
 
 
-@pytest.mark.parametrize("content", [b"", BOM, gzip.compress(b"")], ids=["nothing", "only a BOM", "empty gzip"])
+@pytest.mark.parametrize(
+    "content", [b"", BOM, gzip.compress(b"")], ids=["nothing", "only a BOM", "empty gzip"]
+)
 def test_an_empty_text_is_refused(settings, content):
     with pytest.raises(DataError, match="is empty"):
         prepare(settings(content))
@@ -142,7 +149,9 @@ def test_a_missing_file_is_one_line(settings, tmp_path):
         prepare(settings(tmp_path / "nowhere.txt"))
 
 
-@pytest.mark.parametrize(("distinct", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
+@pytest.mark.parametrize(
+    ("distinct", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
 def test_a_token_takes_as_many_bytes_as_it_needs(settings, distinct, dtype):
     text = "".join(map(chr, range(0x10000, 0x10000 + distinct))) * 2
     encoded = prepare(settings(text))
@@ -175,7 +184,9 @@ def test_the_lock_is_not_a_link(settings, tmp_path):
     Path(config.cache_dir).mkdir(exist_ok=True)
     (tmp_path / "victim").write_text("precious")
     (Path(config.cache_dir) / ".lock").symlink_to(tmp_path / "victim")
-    with pytest.raises(DataError, match=r"cannot write the encoded text to data.cache_dir=.*; choose another$"):
+    with pytest.raises(
+        DataError, match=r"cannot write the encoded text to data.cache_dir=.*; choose another$"
+    ):
         prepare(config)
     assert (tmp_path / "victim").read_text() == "precious"
 
@@ -214,7 +225,9 @@ def write_meta(content: bytes):
         write_meta(b""),
         write_meta(b"null"),
         write_meta(b'{"length": 3}'),
-        write_meta(b'{"sha256": "0", "length": 10, "tokenizer": {"vocabulary": "ab"}, "dtype": "nonsense"}'),
+        write_meta(
+            b'{"sha256": "0", "length": 10, "tokenizer": {"vocabulary": "ab"}, "dtype": "nonsense"}'
+        ),
     ],
     ids=[
         "tokens cut",
@@ -262,7 +275,12 @@ def test_concurrent_processes(settings, damaged):
         write_meta(b"garbage")(Path(prepare(config).directory))
     command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
     environment = {**os.environ, "PYTHONPATH": str(Path(preparing.__file__).parents[2])}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
     for process in processes:
         assert process.stdout.readline() == "ready\n"
@@ -378,8 +396,19 @@ def test_pieces_are_encoded_like_a_file(settings, reader, monkeypatch, size):
     monkeypatch.setattr(preparing, "CHUNK_BYTES", 64)
     text = LINE * 50
     as_file = prepare(settings(text))
-    reader(lambda config: (piece for at in range(0, len(text), size) for piece in ("", text[at : at + size])))
-    own = prepare(replace(settings(text), reader="own", path="anything", cache_dir=f"{settings(text).cache_dir}-own"))
+    reader(
+        lambda config: (
+            piece for at in range(0, len(text), size) for piece in ("", text[at : at + size])
+        )
+    )
+    own = prepare(
+        replace(
+            settings(text),
+            reader="own",
+            path="anything",
+            cache_dir=f"{settings(text).cache_dir}-own",
+        )
+    )
     assert text_of(own) == text
     assert (own.sha256, own.tokens_sha256) == (as_file.sha256, as_file.tokens_sha256)
 

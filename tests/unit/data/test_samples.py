@@ -40,21 +40,31 @@ def make(num_workers: int = 0, seed: int = 1) -> SampleLoader:
     return SampleLoader(Augmented(), config(num_workers), BATCH, seed, on_gpu=False)
 
 
-def steps(loader: SampleLoader, numbers: range, world_size: int = 1, micro: int = 2) -> dict[int, torch.Tensor]:
-    """Return the samples of each step, those of all ranks put together in the order of micro-batches."""
+def steps(
+    loader: SampleLoader, numbers: range, world_size: int = 1, micro: int = 2
+) -> dict[int, torch.Tensor]:
+    """Return the samples of each step, those of all ranks put together in the order of
+    micro-batches.
+    """
     plan = BatchPlan(BATCH, micro, world_size)
     parts = {number: [] for number in numbers}
     for rank in range(world_size):
         for number in numbers:
             parts[number] += loader.get_batch(number, plan, rank)
-    return {n: torch.cat([m.batch for m in sorted(part, key=lambda m: m.index)]) for n, part in parts.items()}
+    return {
+        n: torch.cat([m.batch for m in sorted(part, key=lambda m: m.index)])
+        for n, part in parts.items()
+    }
 
 
 EXPECTED = steps(make(), range(1, 6))
 
 
 def test_an_epoch_has_every_sample_at_most_once_in_its_own_order():
-    epochs = [torch.cat([EXPECTED[1], EXPECTED[2]])[:, 0].int(), torch.cat([EXPECTED[3], EXPECTED[4]])[:, 0].int()]
+    epochs = [
+        torch.cat([EXPECTED[1], EXPECTED[2]])[:, 0].int(),
+        torch.cat([EXPECTED[3], EXPECTED[4]])[:, 0].int(),
+    ]
     for epoch in epochs:
         assert len(epoch) == len(epoch.unique()) == 2 * BATCH
     assert not torch.equal(*epochs)
@@ -99,7 +109,9 @@ def test_another_seed_has_another_order():
 
 
 def test_too_few_samples():
-    with pytest.raises(DataError, match=r"26 samples, fewer than trainer.batch_size=27; use a smaller batch"):
+    with pytest.raises(
+        DataError, match=r"26 samples, fewer than trainer.batch_size=27; use a smaller batch"
+    ):
         SampleLoader(Augmented(), config(), 27, 1, on_gpu=False)
 
 
@@ -139,7 +151,9 @@ def registered(monkeypatch):
 
 def test_what_a_builder_returns_is_checked(registered):
     assert len(registered(Datasets(Augmented(), Augmented())).digest()) == 64
-    with pytest.raises(CodeError, match=r"the dataset own must be mingpt_ddp.data.samples.Datasets"):
+    with pytest.raises(
+        CodeError, match=r"the dataset own must be mingpt_ddp.data.samples.Datasets"
+    ):
         registered(Augmented())
     with pytest.raises(DataError, match=r"the val split of data.dataset=own has no samples"):
         registered(Datasets(Augmented(), []))
@@ -147,15 +161,23 @@ def test_what_a_builder_returns_is_checked(registered):
 
 def test_the_digest_is_of_the_content_if_it_is_given():
     assert Datasets(Augmented(), Augmented(), sha256="a" * 64).digest() == "a" * 64
-    assert Datasets(Augmented(), Augmented()).digest() != Datasets(Augmented(), Augmented(25)).digest()
+    assert (
+        Datasets(Augmented(), Augmented()).digest() != Datasets(Augmented(), Augmented(25)).digest()
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (ConnectionResetError(104, "reset by peer"), (RuntimeError, "a DataLoader worker was killed")),
+        (
+            ConnectionResetError(104, "reset by peer"),
+            (RuntimeError, "a DataLoader worker was killed"),
+        ),
         (EOFError(), (RuntimeError, "a DataLoader worker was killed")),
-        (ConnectionError("Caught ConnectionError in DataLoader worker process 0."), (ConnectionError, "Caught")),
+        (
+            ConnectionError("Caught ConnectionError in DataLoader worker process 0."),
+            (ConnectionError, "Caught"),
+        ),
     ],
 )
 def test_a_loader_process_that_is_killed_while_it_passes_a_batch_on(error, expected):

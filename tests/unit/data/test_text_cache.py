@@ -50,7 +50,10 @@ def test_what_another_process_has_added_meanwhile_stays(config, settings):
     other = prepare(settings(TEXT + "!", cache_dir=config.cache_dir))
     cache.discard()
     assert files(Path(config.cache_dir)) == sorted(
-        [LOCK, *(f"{Path(other.directory).name}{name}" for name in ("", "/meta.json", "/tokens.bin"))]
+        [
+            LOCK,
+            *(f"{Path(other.directory).name}{name}" for name in ("", "/meta.json", "/tokens.bin")),
+        ]
     )
 
 

@@ -72,7 +72,13 @@ def test_texts_are_joined_in_the_order_of_their_names(settings, tmp_path):
 
 
 def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, caplog):
-    files = {**FILES, ".git/config": b"hidden", "image.png": b"\x89PNG\0", "latin.txt": b"\xe4bc", "nul.txt": b"a\0"}
+    files = {
+        **FILES,
+        ".git/config": b"hidden",
+        "image.png": b"\x89PNG\0",
+        "latin.txt": b"\xe4bc",
+        "nul.txt": b"a\0",
+    }
     for path in every_form(tmp_path, files):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -91,7 +97,9 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
 
 
 def test_names_are_labels_only(settings, tmp_path):
-    """A member may be called anything: nothing is written outside of the cache, and links are not followed."""
+    """A member may be called anything: nothing is written outside of the cache, and links are not
+    followed.
+    """
     outside = tmp_path / "outside.txt"
     outside.write_text("secret")
     path = make_tar(tmp_path / "x.tar", {"../../escape.txt": b"abc\n", "/etc/escape": b"def\n"})
@@ -128,16 +136,23 @@ def test_a_gzip_file_that_expands_too_far(settings, tmp_path, monkeypatch):
     (tmp_path / "many").mkdir()
     bomb = gzip_bomb(tmp_path / "many" / "bomb.gz")
     for path in (bomb, tmp_path / "many", tmp_path / "many" / "*.gz"):
-        with pytest.raises(DataError, match=r"expands to over [0-9,]+ bytes; raise data.max_expansion"):
+        with pytest.raises(
+            DataError, match=r"expands to over [0-9,]+ bytes; raise data.max_expansion"
+        ):
             prepare_all(settings(path))
         assert not (tmp_path / "cache").exists()
-        assert prepare(settings(path, max_expansion=1000.0, cache_dir=str(tmp_path / "other"))).length == 76000
+        assert (
+            prepare(settings(path, max_expansion=1000.0, cache_dir=str(tmp_path / "other"))).length
+            == 76000
+        )
 
 
 def test_the_whole_file_system_is_no_text(settings, tmp_path):
     (tmp_path / "link").symlink_to("/")
     for path in (Path("/"), tmp_path / "link"):
-        with pytest.raises(DataError, match="is the root of the file system; name a directory of texts"):
+        with pytest.raises(
+            DataError, match="is the root of the file system; name a directory of texts"
+        ):
             prepare(settings(path))
 
 
@@ -193,7 +208,9 @@ def test_every_tokenizer_sees_the_same_validation_text(settings):
         from mingpt_ddp.data.dataset import TextDataset
 
         data = TextDataset(encoded, config)
-        decoded.append([tokenizer.decode(part.tolist()) for part in (data.train, data.val, data.test)])
+        decoded.append(
+            [tokenizer.decode(part.tolist()) for part in (data.train, data.val, data.test)]
+        )
         assert prepare(config) == encoded  # from the cache
     assert decoded[0] == decoded[1] == decoded[2]
     assert "".join(decoded[0]) == content[: int(len(content) * 0.75)]

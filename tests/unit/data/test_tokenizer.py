@@ -16,7 +16,9 @@ def test_decode_inverts_encode():
 
 
 def test_unknown_characters_are_named():
-    with pytest.raises(DataError, match="the model does not know 'x', 'y': these characters") as caught:
+    with pytest.raises(
+        DataError, match="the model does not know 'x', 'y': these characters"
+    ) as caught:
         CharTokenizer("abc").encode("ayxay")
     assert str(caught.value).startswith("data error: ")
 
@@ -51,7 +53,9 @@ def test_bytes():
         tokenizer.encode("a\udcff")
 
 
-@pytest.mark.parametrize("kept", [None, 7, {}, {"type": "other"}, {"type": "bpe"}, {"type": "bpe", "json": "{}"}])
+@pytest.mark.parametrize(
+    "kept", [None, 7, {}, {"type": "other"}, {"type": "bpe"}, {"type": "bpe", "json": "{}"}]
+)
 def test_invalid_states(kept):
     with pytest.raises((AttributeError, LookupError, TypeError, ValueError)):
         tokenizer_from_state({"tokenizer": kept, "vocabulary": "ab"})

@@ -16,7 +16,9 @@ def test_the_hook_averages_and_is_timed(tmp_path):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = DDP(nn.Linear(2, 1, bias=False))
-        model.register_comm_hook(lambda bucket: default_hooks.fp16_compress_hook(None, bucket), strategy._comm_hook)
+        model.register_comm_hook(
+            lambda bucket: default_hooks.fp16_compress_hook(None, bucket), strategy._comm_hook
+        )
         model(torch.ones(1, 2)).sum().backward()
         assert model.module.weight.grad.tolist() == [[1.0, 1.0]]
         assert 0 < strategy.all_reduce_s < 100

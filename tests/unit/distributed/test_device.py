@@ -1,4 +1,6 @@
-"""Available memory; and freed memory stays in the process, so that its pages are not faulted in again."""
+"""Available memory; and freed memory stays in the process, so that its pages are not faulted in
+again.
+"""
 
 from __future__ import annotations
 

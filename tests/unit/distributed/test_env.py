@@ -15,13 +15,22 @@ from mingpt_ddp.errors import ConfigError
 
 @pytest.fixture
 def device(monkeypatch):
-    """Return a function that chooses the device for environment variables and a number of visible GPUs."""
+    """Return a function that chooses the device for environment variables and a number of visible
+    GPUs.
+    """
 
     def choose(gpus: int, backend: str = "auto", **variables: str) -> str:
         config = from_mapping(configure("trainer.device=auto", f"ddp.backend={backend}"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        for name in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "TORCHELASTIC_RUN_ID",
+        ):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -31,7 +40,8 @@ def device(monkeypatch):
 
 
 SHARED = {"WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-MACHINE = DistEnv(rank=5, world_size=8, master_address=("127.0.0.1", 29500))  # whose parent was started with RANK=5
+# whose parent was started with RANK=5
+MACHINE = DistEnv(rank=5, world_size=8, master_address=("127.0.0.1", 29500))
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "by hand", "parent by hand"])
@@ -47,13 +57,16 @@ def test_each_local_rank_has_a_visible_gpu(launcher, device):
     assert device(0, **variables(1)) == "cpu"
     assert [device(2, **variables(local_rank)) for local_rank in (0, 1)] == ["cuda:0", "cuda:1"]
     with pytest.raises(
-        ConfigError, match="local rank 2 has no GPU, this machine has 2; start 2 ranks, use the CPU, or let"
+        ConfigError,
+        match="local rank 2 has no GPU, this machine has 2; start 2 ranks, use the CPU, or let",
     ):
         device(2, **variables(2))
 
 
 def test_a_gpu_shown_to_one_process_alone(device):
-    """As SLURM does with --gpus-per-task=1; processes below one parent see the same, and cannot share it."""
+    """As SLURM does with --gpus-per-task=1; processes below one parent see the same, and cannot
+    share it.
+    """
     variables = {**SHARED, "RANK": "1", "LOCAL_RANK": "1"}
     assert device(1, **variables) == "cuda:0"
     with pytest.raises(ConfigError, match="local rank 1 has no GPU, this machine has 1"):
@@ -62,12 +75,17 @@ def test_a_gpu_shown_to_one_process_alone(device):
 
 def test_two_ranks_on_one_gpu_are_named():
     refuse_shared_gpus(["a", "b", "c"])
-    with pytest.raises(ConfigError, match="ranks 1 and 2 have the same GPU; give each its own by LOCAL_RANK"):
+    with pytest.raises(
+        ConfigError, match="ranks 1 and 2 have the same GPU; give each its own by LOCAL_RANK"
+    ):
         refuse_shared_gpus(["a", "b", "b"])
 
 
 def test_ranks_of_gloo_share_gpus(device):
-    ranks = [{**SHARED, "RANK": str(r), "LOCAL_RANK": str(r), "TORCHELASTIC_RUN_ID": "none"} for r in range(3)]
+    ranks = [
+        {**SHARED, "RANK": str(r), "LOCAL_RANK": str(r), "TORCHELASTIC_RUN_ID": "none"}
+        for r in range(3)
+    ]
     assert [device(1, "gloo", **rank) for rank in ranks] == ["cuda:0"] * 3
     assert [device(2, "gloo", **rank) for rank in ranks] == ["cuda:0", "cuda:1", "cuda:0"]
 
@@ -104,13 +122,20 @@ def mpirun(monkeypatch):
 
 def test_mpirun_on_several_machines(mpirun):
     env = mpirun(MASTER_ADDR="head", MASTER_PORT="1234")
-    assert (env.rank, env.local_rank, env.world_size, env.master_address) == (3, 1, 4, ("head", 1234))
+    assert (env.rank, env.local_rank, env.world_size, env.master_address) == (
+        3,
+        1,
+        4,
+        ("head", 1234),
+    )
     assert not env.is_standalone and env.has_local_rank and not env.has_agent
 
 
 def test_mpirun_on_one_machine_needs_no_address(mpirun):
     assert mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="4").master_address == ("localhost", 29500)
-    with pytest.raises(ConfigError, match="mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST"):
+    with pytest.raises(
+        ConfigError, match="mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST"
+    ):
         mpirun(OMPI_COMM_WORLD_LOCAL_SIZE="2")
 
 
@@ -138,7 +163,15 @@ def test_torchrun_has_precedence_over_mpirun(mpirun):
 def test_ranks_for_user_code(monkeypatch):
     for name, value in {"RANK": "5", "LOCAL_RANK": "1", **SHARED}.items():
         monkeypatch.setenv(name, value)
-    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (5, 1, 8)
+    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (
+        5,
+        1,
+        8,
+    )
     for name in ("RANK", "LOCAL_RANK", *SHARED):
         monkeypatch.delenv(name)
-    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (0, 0, 1)
+    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (
+        0,
+        0,
+        1,
+    )

@@ -26,11 +26,15 @@ def test_without_slurm_the_exit_code_is_kept(monkeypatch):
     assert [signal_exit_code(DistEnv(), code) for code in (0, *EARLY)] == [0, *EARLY]
 
 
-@pytest.mark.parametrize(("standalone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])])
+@pytest.mark.parametrize(
+    ("standalone", "codes"), [(True, [EX_TEMPFAIL, EX_TEMPFAIL, EARLY[1]]), (False, [0, *EARLY])]
+)
 def test_a_slurm_job_asks_for_a_requeue_but_its_workers_do_not(standalone, codes, monkeypatch):
     """Nor does a job whose time limit was reached before training started."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    assert [signal_exit_code(DistEnv(is_standalone=standalone), code) for code in (0, *EARLY)] == codes
+    assert [
+        signal_exit_code(DistEnv(is_standalone=standalone), code) for code in (0, *EARLY)
+    ] == codes
 
 
 def test_torchrun_finds_the_error_in_its_file(tmp_path, monkeypatch):
@@ -80,7 +84,9 @@ def test_the_end_of_a_process_makes_no_directory(monkeypatch):
 
 
 def test_the_end_of_a_process_deletes_its_sockets(tmp_path, monkeypatch):
-    monkeypatch.setitem(vars(multiprocessing.current_process())["_config"], "tempdir", str(tmp_path / "sockets"))
+    monkeypatch.setitem(
+        vars(multiprocessing.current_process())["_config"], "tempdir", str(tmp_path / "sockets")
+    )
     monkeypatch.setattr(os, "_exit", lambda code: None)
     monkeypatch.setattr(exit_module.logs, "close", lambda: None)
     (tmp_path / "sockets").mkdir()
@@ -92,7 +98,10 @@ def test_the_end_of_a_process_deletes_its_sockets(tmp_path, monkeypatch):
     ("failure", "expected"),
     [
         (Failure(1, "ConfigError", "config error: x=1 is bad"), "config error: x=1 is bad"),
-        (Failure(1, "", "config error: of a user's exception"), "error: rank 1: config error: of a user's exception"),
+        (
+            Failure(1, "", "config error: of a user's exception"),
+            "error: rank 1: config error: of a user's exception",
+        ),
         (Failure(1, "UserError", "error: plain"), "error: plain"),
     ],
 )

@@ -22,7 +22,9 @@ def attempts(tmp_path):
     """Return a function that runs attempts which end as given, and may write a result before."""
 
     def run(
-        *endings: tuple[tuple[int, int], dict | None], before: dict | None = None, preempted_exit_code: int = 0
+        *endings: tuple[tuple[int, int], dict | None],
+        before: dict | None = None,
+        preempted_exit_code: int = 0,
     ) -> tuple[int, bool]:
         remaining = iter(endings)
 
@@ -55,18 +57,24 @@ def test_success(attempts):
 
 def test_a_signal(attempts):
     assert attempts((SIGNALLED, PREEMPTED)) == (0, True)
-    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), "the signal came after the last step"
+    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), (
+        "the signal came after the last step"
+    )
 
 
 def test_the_exit_code_of_a_preemption(attempts):
     assert attempts((SIGNALLED, PREEMPTED), preempted_exit_code=143) == (143, True)
     assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED, preempted_exit_code=143) == (0, True)
-    assert attempts(((143, 0), PREEMPTED), preempted_exit_code=143) == (143, False), "another node's signal"
+    assert attempts(((143, 0), PREEMPTED), preempted_exit_code=143) == (143, False), (
+        "another node's signal"
+    )
 
 
 def test_a_signal_before_training(attempts):
     assert attempts((SIGNALLED, None)) == (128 + signal.SIGTERM, True)
-    assert attempts((SIGNALLED, None), before=COMPLETE) == (128 + signal.SIGTERM, True), "an earlier result"
+    assert attempts((SIGNALLED, None), before=COMPLETE) == (128 + signal.SIGTERM, True), (
+        "an earlier result"
+    )
 
 
 def test_a_user_error_is_not_retried(attempts):
@@ -82,7 +90,9 @@ def test_all_restarts_used_up(attempts):
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
     monkeypatch.delenv(name, raising=False)
-    assert _shared_environ(2, local).get(name) == (("lo0" if sys.platform == "darwin" else "lo") if local else None)
+    assert _shared_environ(2, local).get(name) == (
+        ("lo0" if sys.platform == "darwin" else "lo") if local else None
+    )
     monkeypatch.setenv(name, "eth0")
     assert _shared_environ(2, local)[name] == "eth0", "the setting of the user was overwritten"
 
@@ -113,7 +123,10 @@ def finish(ending: str, seconds: float) -> None:
 
 @pytest.fixture
 def join_workers():
-    """Return a function that joins workers with these endings; it returns the outcome and their exit codes."""
+    """Return a function that joins workers with these endings.
+
+    It returns the outcome and their exit codes.
+    """
 
     def join(
         *endings: tuple[str, float], timeout_s: float = 60, preempted_code: int = 0
@@ -144,19 +157,32 @@ def test_after_a_failure_the_others_get_sigterm(join_workers):
 
 
 def test_a_worker_that_does_not_exit_is_killed(join_workers):
-    assert join_workers(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == ((2, 1), [-signal.SIGKILL, 2])
+    assert join_workers(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == (
+        (2, 1),
+        [-signal.SIGKILL, 2],
+    )
 
 
 def test_after_a_worker_is_killed_the_others_are_killed_at_once(join_workers):
-    assert join_workers(("ignores SIGTERM", 60), ("killed", 0.5)) == ((-signal.SIGKILL, 1), [-signal.SIGKILL] * 2)
+    assert join_workers(("ignores SIGTERM", 60), ("killed", 0.5)) == (
+        (-signal.SIGKILL, 1),
+        [-signal.SIGKILL] * 2,
+    )
 
 
 @pytest.mark.parametrize(
     ("endings", "cause"),
-    [(["1", "killed"], (-signal.SIGKILL, 1)), (["1", "2"], (2, 1)), (["75", "1"], (75, 0)), (["0", "1"], (1, 1))],
+    [
+        (["1", "killed"], (-signal.SIGKILL, 1)),
+        (["1", "2"], (2, 1)),
+        (["75", "1"], (75, 0)),
+        (["0", "1"], (1, 1)),
+    ],
 )
 def test_the_root_cause_of_several_failures(endings, cause):
-    """A death by a signal takes precedence, then an error that a restart cannot fix, or unavailable storage."""
+    """A death by a signal takes precedence, then an error that a restart cannot fix, or unavailable
+    storage.
+    """
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=finish, args=(ending, 0)) for ending in endings]
     with _started(workers, []):

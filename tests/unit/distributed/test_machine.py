@@ -9,7 +9,9 @@ from mingpt_ddp.distributed.machine import check_processes
 from mingpt_ddp.errors import ConfigError
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("1048576\n", 1 << 20), ("max\n", None), (None, None)]
+)
 def test_a_container_has_less_memory_than_its_machine(limit, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "CGROUP", tmp_path / "memory.max")
     physical = machine.installed_memory()
@@ -27,7 +29,10 @@ def two_cores(monkeypatch):
 
 def test_processes_are_bounded_by_the_cores(two_cores):
     check_processes("data.num_workers", 32)
-    with pytest.raises(ConfigError, match=r"data.num_workers=33 must be at most 32 here, 16 for each of the 2 cores"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.num_workers=33 must be at most 32 here, 16 for each of the 2 cores",
+    ):
         check_processes("data.num_workers", 33)
 
 
@@ -40,5 +45,7 @@ def test_processes_that_others_start_count_too(two_cores):
 
 def test_ranks_are_bounded_by_the_memory(two_cores):
     check_processes("ddp.nproc_per_node", 16, min_bytes=machine.MIN_RANK_BYTES)
-    with pytest.raises(ConfigError, match=r"nproc_per_node=17 must be at most 16 here, for its 2.0 GiB of memory"):
+    with pytest.raises(
+        ConfigError, match=r"nproc_per_node=17 must be at most 16 here, for its 2.0 GiB of memory"
+    ):
         check_processes("ddp.nproc_per_node", 17, min_bytes=machine.MIN_RANK_BYTES)

@@ -32,21 +32,35 @@ def test_cpu_tensors_have_a_backend_of_their_own(backend, device, expected):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """What torch is asked for: two ranks with the same GPU or GPUs cannot join on a machine without."""
+    """What torch is asked for: two ranks with the same GPU or GPUs cannot join on a machine
+    without.
+    """
     calls = []
-    monkeypatch.setattr(process_group, "connect", lambda env, job, timeout_s: calls.append(("connect", job, timeout_s)))
+    monkeypatch.setattr(
+        process_group,
+        "connect",
+        lambda env, job, timeout_s: calls.append(("connect", job, timeout_s)),
+    )
     monkeypatch.setattr(process_group, "raise_if_fatal", lambda store: None)
     monkeypatch.setattr(process_group, "join_attempt", lambda store, env, timeout_s: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda backends, **k: calls.append((backends, k["timeout"])))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backends, **k: calls.append((backends, k["timeout"]))
+    )
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU {device.index}"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(uuid=f"GPU {device.index}"),
+    )
     monkeypatch.setattr(ProcessGroup, "all_gather", lambda self, value, io=False: [value, value])
     return calls
 
 
 def join(backend: str, *gpus: int) -> ProcessGroup:
     env = DistEnv(rank=1, world_size=2)
-    return ProcessGroup(env, [torch.device("cuda", gpu) for gpu in gpus], DDPConfig(backend=backend), job=3)
+    return ProcessGroup(
+        env, [torch.device("cuda", gpu) for gpu in gpus], DDPConfig(backend=backend), job=3
+    )
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
@@ -60,7 +74,10 @@ def test_two_ranks_share_a_gpu_over_gloo(joined):
     group = join("gloo", 0)
     assert (group.transport, group.shared_memory) == ("gloo", None)
     timeout_s = DDPConfig().timeout_s
-    assert joined == [("connect", 3, timeout_s), ("cpu:gloo,cuda:gloo", timedelta(seconds=timeout_s))]
+    assert joined == [
+        ("connect", 3, timeout_s),
+        ("cpu:gloo,cuda:gloo", timedelta(seconds=timeout_s)),
+    ]
 
 
 def test_a_copy_of_the_model_has_as_many_ranks_as_asked():

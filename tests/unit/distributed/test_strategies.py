@@ -1,4 +1,6 @@
-"""Which strategy a configuration gets, what is refused in one line, and the parts that need no other rank."""
+"""Which strategy a configuration gets, what is refused in one line, and the parts that need no
+other rank.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,16 @@ def config(*overrides: str) -> Config:
 
 
 REFUSED = {
-    ("ddp.strategy=single", 2): r"strategy=single trains in one process, not 2 ranks; use ddp.strategy=ddp",
+    (
+        "ddp.strategy=single",
+        2,
+    ): r"strategy=single trains in one process, not 2 ranks; use ddp.strategy=ddp",
     ("ddp.strategy=dp", 2): r"strategy=dp trains in one process",
     ("ddp.strategy=hsdp", 3): r"hsdp needs at least 4 ranks, not 3; use fsdp",
-    ("ddp.strategy=fsdp optimizer=muon", 2): r"muon orthogonalizes whole matrices.* use ddp.strategy=zero1",
+    (
+        "ddp.strategy=fsdp optimizer=muon",
+        2,
+    ): r"muon orthogonalizes whole matrices.* use ddp.strategy=zero1",
     ("ddp.strategy=hsdp optimizer=muon", 4): r"which ddp.strategy=hsdp splits",
 }
 
@@ -44,8 +52,12 @@ def test_refused(case, message):
 
 @pytest.mark.parametrize("hosts", [["a"] * 5, ["a", "b", "c", "d"], ["a", "a", "a", "b"]])
 def test_nodes_that_hsdp_cannot_divide(hosts):
-    group = SimpleNamespace(world_size=len(hosts), rank=0, tensor_size=1, all_gather=lambda own: hosts)
-    with pytest.raises(ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "):
+    group = SimpleNamespace(
+        world_size=len(hosts), rank=0, tensor_size=1, all_gather=lambda own: hosts
+    )
+    with pytest.raises(
+        ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "
+    ):
         build_strategy(config("ddp.strategy=hsdp"), CPU, group, False, torch.float32)
 
 
@@ -59,18 +71,28 @@ def test_what_only_ddp_has(name, key):
 @pytest.mark.parametrize("name", ["dp", "fsdp", "hsdp"])
 def test_strategies_that_are_not_compiled(name):
     assert not should_compile(config(f"ddp.strategy={name}"), GPU)
-    with pytest.raises(ConfigError, match=f"trainer.compile=true does not work with ddp.strategy={name}"):
+    with pytest.raises(
+        ConfigError, match=f"trainer.compile=true does not work with ddp.strategy={name}"
+    ):
         should_compile(config(f"ddp.strategy={name}", "trainer.compile=true"), CPU)
 
 
 @pytest.mark.parametrize(
     ("name", "one", "two"),
-    [("auto", "single", "ddp"), ("ddp", "single", "ddp"), ("manual", "single", "manual"), ("zero1", "single", "zero1")],
+    [
+        ("auto", "single", "ddp"),
+        ("ddp", "single", "ddp"),
+        ("manual", "single", "manual"),
+        ("zero1", "single", "zero1"),
+    ],
 )
 def test_what_is_built(name, one, two):
     for world_size, expected in ((1, one), (2, two)):
         group = SimpleNamespace(world_size=world_size, tensor_size=1)
-        assert build_strategy(config(f"ddp.strategy={name}"), CPU, group, False, torch.float32).name == expected
+        assert (
+            build_strategy(config(f"ddp.strategy={name}"), CPU, group, False, torch.float32).name
+            == expected
+        )
 
 
 @pytest.mark.parametrize("name", ["auto", "dp", "fsdp"])
@@ -85,7 +107,10 @@ def test_owners_are_balanced_and_deterministic():
     owners = assign_owners(model, 3)
     assert owners == assign_owners(model, 3)
     assert owners.keys() == {name for name, _ in model.named_parameters()} - {"0.bias"}
-    loads = [sum(p.numel() for name, p in model.named_parameters() if owners.get(name) == r) for r in range(3)]
+    loads = [
+        sum(p.numel() for name, p in model.named_parameters() if owners.get(name) == r)
+        for r in range(3)
+    ]
     assert loads == [289, 89, 87]  # the largest parameter bounds the balance
 
 
@@ -93,7 +118,10 @@ def test_data_parallel_weighs_mean_losses_by_the_batch():
     """As on two GPUs, of which one has three samples and the other one."""
     parallel = _DataParallel(nn.Identity())
     x, y = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([9.0])
-    nn.DataParallel.parallel_apply, original = (lambda *a: [x.mean(), y.mean()]), nn.DataParallel.parallel_apply
+    nn.DataParallel.parallel_apply, original = (
+        (lambda *a: [x.mean(), y.mean()]),
+        nn.DataParallel.parallel_apply,
+    )
     try:
         outputs = parallel.parallel_apply([], [(x,), (y,)], [{}, {}])
     finally:

@@ -23,9 +23,11 @@ class Exited(BaseException):
 
 @pytest.fixture
 def find(monkeypatch, log_lines):
-    """Return a function that looks for a hang at a second, given count, beat and waiting of each rank.
+    """Return a function that looks for a hang at a second, given count, beat and waiting of each
+    rank.
 
-    It returns the error that is logged before the process ends, or None, and the ranks that are killed afterwards.
+    It returns the error that is logged before the process ends, or None, and the ranks that are
+    killed afterwards.
     """
     clock = {"now": 0.0}
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
@@ -49,7 +51,13 @@ def find(monkeypatch, log_lines):
         dog._store = HashStore()
         dog.group.world_size = len(ranks)
         for rank, (count, beat, waiting) in enumerate(ranks):
-            heartbeat = {"rank": rank, "count": count, "beat": beat, "waiting": waiting, "activity": "training"}
+            heartbeat = {
+                "rank": rank,
+                "count": count,
+                "beat": beat,
+                "waiting": waiting,
+                "activity": "training",
+            }
             dog._store.set(f"heartbeat/{rank}", json.dumps(heartbeat))
         try:
             dog._check()
@@ -63,7 +71,10 @@ def find(monkeypatch, log_lines):
 def test_a_straggler_is_named(find):
     assert find(0, (1, 1, True), (1, 1, False)) == (None, [])
     assert find(8, (1, 9, True), (1, 9, False)) == (None, [])
-    assert find(8.5, (1, 10, True), (1, 10, False)) == ("rank 1 has stalled for 8 s while training", [])
+    assert find(8.5, (1, 10, True), (1, 10, False)) == (
+        "rank 1 has stalled for 8 s while training",
+        [],
+    )
 
 
 @pytest.mark.parametrize("waiting", [False, True])
@@ -72,7 +83,9 @@ def test_a_stopped_process_is_killed(find, waiting):
     assert find(0, (1, 1, True), (1, 1, waiting)) == (None, [])
     assert find(0.5, (1, 2, True), (1, 2, waiting)) == (None, [])
     if waiting:
-        assert find(8.25, (2, 9, True), (1, 2, waiting)) == (None, []), "its last heartbeat was 7.75 s ago"
+        assert find(8.25, (2, 9, True), (1, 2, waiting)) == (None, []), (
+            "its last heartbeat was 7.75 s ago"
+        )
     reason, killed = find(8.75 if waiting else 8.25, (3, 10, True), (1, 2, waiting))
     assert reason is not None
     assert reason.endswith("while training; its process does not respond")
@@ -82,7 +95,9 @@ def test_a_stopped_process_is_killed(find, waiting):
 def test_all_wait(find):
     assert find(0, (1, 1, True), (1, 1, True)) == (None, [])
     reason, killed = find(9, (1, 9, True), (1, 9, True))
-    assert reason == "all ranks have waited for each other for 9 s while training: check the network"
+    assert (
+        reason == "all ranks have waited for each other for 9 s while training: check the network"
+    )
     assert killed == []
 
 
@@ -98,10 +113,17 @@ for pid in sys.argv[1:]:
 
 def test_only_a_process_of_the_same_parent_is_killed():
     """Anyone who reaches the store may write a heartbeat with any process id."""
-    stranger = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
-    with subprocess.Popen([sys.executable, "-c", stranger], stdout=subprocess.PIPE, text=True) as sibling:
+    stranger = (
+        "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, "
+        "flush=True); p.wait()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", stranger], stdout=subprocess.PIPE, text=True
+    ) as sibling:
         child = sibling.stdout.readline().strip()
-        subprocess.run([sys.executable, "-c", KILLER, "-1", "0", str(os.getpid()), child], check=True)
+        subprocess.run(
+            [sys.executable, "-c", KILLER, "-1", "0", str(os.getpid()), child], check=True
+        )
         os.kill(int(child), 0)  # still there
         assert sibling.poll() is None
         subprocess.run([sys.executable, "-c", KILLER, str(sibling.pid)], check=True)

@@ -22,7 +22,14 @@ T, V = 12, 17
 F32 = ("fp32", "fp32")
 CONFIGS = {
     bias: GPTConfig(
-        name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.0, bias=bias, activation="gelu"
+        name="test",
+        architecture="gpt",
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        dropout=0.0,
+        bias=bias,
+        activation="gelu",
     )
     for bias in (True, False)
 }
@@ -37,7 +44,9 @@ def randomized(bias: bool) -> GPT:
     return model.eval()
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)]
+)
 @pytest.mark.parametrize("bias", [True, False])
 @torch.inference_mode()
 def test_the_logits_are_the_same(bias, precision, tolerance):
@@ -73,7 +82,14 @@ def test_bf16_without_packing_is_the_model_in_bf16(monkeypatch):
     prepare(model, "bf16", batch=1)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert (
-        len(list(generate(model, torch.zeros(1, 1, dtype=torch.long), 2 * T, SamplingParams(temperature=0)))) == 2 * T
+        len(
+            list(
+                generate(
+                    model, torch.zeros(1, 1, dtype=torch.long), 2 * T, SamplingParams(temperature=0)
+                )
+            )
+        )
+        == 2 * T
     )
 
 
@@ -109,7 +125,10 @@ def test_greedy_text_of_packed_matrices_is_the_same():
     model, prepared = randomized(True), randomized(True)
     prepare(prepared, "fp32", batch=3)
     tokens = torch.arange(6).view(3, 2)
-    texts = [torch.stack(list(generate(m, tokens, 3 * T, SamplingParams(temperature=0)))) for m in (model, prepared)]
+    texts = [
+        torch.stack(list(generate(m, tokens, 3 * T, SamplingParams(temperature=0))))
+        for m in (model, prepared)
+    ]
     assert torch.equal(*texts)
 
 
@@ -129,7 +148,12 @@ def test_auto_keeps_a_model_without_a_cache_in_fp32():
 
 @pytest.mark.parametrize(
     ("bf16", "fbgemm", "few", "many"),
-    [(True, True, "fp16", "bf16"), (True, False, "bf16", "bf16"), (False, True, "fp16", "fp16"), (False, False, *F32)],
+    [
+        (True, True, "fp16", "bf16"),
+        (True, False, "bf16", "bf16"),
+        (False, True, "fp16", "fp16"),
+        (False, False, *F32),
+    ],
 )
 def test_auto_is_the_fastest_precision_of_the_cpu(bf16, fbgemm, few, many, monkeypatch):
     monkeypatch.setattr(torch_internals, "cpu_is_fast_at_bf16", lambda: bf16)

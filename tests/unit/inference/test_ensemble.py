@@ -24,7 +24,12 @@ def test_the_mean_of_probabilities():
 
 
 def state(**changes: Any) -> dict[str, Any]:
-    return {"vocabulary": "abc", "text": {"sha256": "1"}, "config": {"data": {"block_size": 8}}, **changes}
+    return {
+        "vocabulary": "abc",
+        "text": {"sha256": "1"},
+        "config": {"data": {"block_size": 8}},
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(
@@ -32,9 +37,15 @@ def state(**changes: Any) -> dict[str, Any]:
     [
         (state(vocabulary="abd"), "another vocabulary"),
         (state(config={"data": {"block_size": 9}}), "another block_size"),
-        (state(vocabulary="abd", config={"data": {"block_size": 9}}), "another vocabulary and another block_size"),
         (
-            {**{key: value for key, value in state().items() if key != "vocabulary"}, "tokenizer": {"type": "byte"}},
+            state(vocabulary="abd", config={"data": {"block_size": 9}}),
+            "another vocabulary and another block_size",
+        ),
+        (
+            {
+                **{key: value for key, value in state().items() if key != "vocabulary"},
+                "tokenizer": {"type": "byte"},
+            },
             "another vocabulary",
         ),
     ],
@@ -42,13 +53,18 @@ def state(**changes: Any) -> dict[str, Any]:
 def test_models_of_other_outputs_have_no_average(other, message):
     reason = f"b cannot be averaged with a: it has {message}"
     assert why_not_averaged({"a": state(), "b": other}, ["vocabulary", "text"]) == reason
-    assert why_not_averaged({"a": state(), "b": other, "c": other}, ["vocabulary", "text"]) == reason
+    assert (
+        why_not_averaged({"a": state(), "b": other, "c": other}, ["vocabulary", "text"]) == reason
+    )
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (state(text={"sha256": "2"}), "b has other data than a; measure it alone, or all on a text: data.path="),
+        (
+            state(text={"sha256": "2"}),
+            "b has other data than a; measure it alone, or all on a text: data.path=",
+        ),
         (state(text={"sha256": "2"}, vocabulary="abd"), "b has other data than a"),
         ({"vocabulary": "abc"}, "the snapshot of b has an invalid state"),
         ("no state", "the snapshot of b has an invalid state"),
@@ -62,5 +78,10 @@ def test_other_runs_are_refused(other, message):
 
 def test_one_text_in_tokens_of_two_tokenizers():
     """Its length differs; its SHA-256 is that of the bytes."""
-    one, other = ({"tokenizer": {"json": name}, "text": {"sha256": "1", "length": len(name)}} for name in ("a", "bb"))
-    assert "another tokenizer" in str(why_not_averaged({"a": state(**one), "b": state(**other)}, ["tokenizer", "text"]))
+    one, other = (
+        {"tokenizer": {"json": name}, "text": {"sha256": "1", "length": len(name)}}
+        for name in ("a", "bb")
+    )
+    assert "another tokenizer" in str(
+        why_not_averaged({"a": state(**one), "b": state(**other)}, ["tokenizer", "text"])
+    )

@@ -24,7 +24,14 @@ def model() -> GPT:
     """A model whose weights are so large that every token of the window affects the next one."""
     model = build_model(
         GPTConfig(
-            name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.2, bias=True, activation="gelu"
+            name="test",
+            architecture="gpt",
+            n_layer=2,
+            n_head=2,
+            n_embd=16,
+            dropout=0.2,
+            bias=True,
+            activation="gelu",
         ),
         V,
         T,
@@ -44,7 +51,9 @@ def prompt(batch: int = 1, length: int = 3) -> Tensor:
 
 def drawn(model: GPT, tokens: Tensor, count: int, seed: int = 0, **settings) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.stack(list(generate(model, tokens, count, SamplingParams(**settings), generator)), dim=1)
+    return torch.stack(
+        list(generate(model, tokens, count, SamplingParams(**settings), generator)), dim=1
+    )
 
 
 KEPT = 6  # of T, once it is full
@@ -81,7 +90,9 @@ def test_a_model_without_a_cache_generates_the_same(model):
 @pytest.mark.parametrize("length", [1, 3, T - 1, T, T + 1, 3 * T])
 @pytest.mark.parametrize("batch", [1, 4])
 def test_greedy_with_a_cache_is_greedy_without(model, length, batch):
-    """Also past the context window, with a prompt that fills or exceeds it, and for several sequences at once."""
+    """Also past the context window, with a prompt that fills or exceeds it, and for several
+    sequences at once.
+    """
     tokens = prompt(batch, length)
     expected = greedy_without_cache(model, tokens, 2 * T)
     assert len(set(expected[0].tolist())) > 3, "the text is too uniform to show a difference"
@@ -115,7 +126,9 @@ def test_a_window_is_prefilled_once(model):
     """Every other token is decoded at one position."""
     read = []
     decode = model.decode
-    model.decode = lambda tokens, cache, start: read.append(tokens.shape[1]) or decode(tokens, cache, start)
+    model.decode = lambda tokens, cache, start: (
+        read.append(tokens.shape[1]) or decode(tokens, cache, start)
+    )
     drawn(model, prompt(2), 2 * T)
     assert read == [3, *[1] * (T - 3), *[KEPT, *[1] * (T - KEPT)] * 2]
 
@@ -124,7 +137,14 @@ def test_a_context_of_one_token(model):
     """The window is always the newest token."""
     small = build_model(
         GPTConfig(
-            name="test", architecture="gpt", n_layer=1, n_head=1, n_embd=4, dropout=0.0, bias=True, activation="gelu"
+            name="test",
+            architecture="gpt",
+            n_layer=1,
+            n_head=1,
+            n_embd=4,
+            dropout=0.0,
+            bias=True,
+            activation="gelu",
         ),
         V,
         1,
@@ -135,11 +155,16 @@ def test_a_context_of_one_token(model):
     assert torch.equal(drawn(small, prompt(1, 1), 5), drawn(watched, prompt(1, 1), 5))
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-6}], ids=str
+)
 def test_settings_with_one_choice_are_greedy(model, settings):
     tokens = prompt(3)
     for seed in range(3):
-        assert torch.equal(drawn(model, tokens, 2 * T, seed, **settings), drawn(model, tokens, 2 * T, temperature=0))
+        assert torch.equal(
+            drawn(model, tokens, 2 * T, seed, **settings),
+            drawn(model, tokens, 2 * T, temperature=0),
+        )
 
 
 def test_a_long_prompt_is_truncated_at_the_start(model):
@@ -209,7 +234,9 @@ def test_only_allowed_tokens_are_drawn_in_proportion(settings, kept):
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_divides_the_logits(temperature):
     expected = PROBABILITIES ** (1 / temperature)
-    torch.testing.assert_close(frequencies(temperature=temperature), expected / expected.sum(), atol=0.015, rtol=0)
+    torch.testing.assert_close(
+        frequencies(temperature=temperature), expected / expected.sum(), atol=0.015, rtol=0
+    )
 
 
 def test_temperature_0_takes_the_most_likely_token():
@@ -217,7 +244,9 @@ def test_temperature_0_takes_the_most_likely_token():
 
 
 def test_each_row_has_its_own_limits():
-    rows = torch.stack([PROBABILITIES, PROBABILITIES.flip(0), torch.tensor([0.96, 0.01, 0.01, 0.01, 0.01])]).log()
+    rows = torch.stack(
+        [PROBABILITIES, PROBABILITIES.flip(0), torch.tensor([0.96, 0.01, 0.01, 0.01, 0.01])]
+    ).log()
     allowed = [{1, 3}, {3, 1}, {0}]
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
@@ -240,7 +269,9 @@ def test_the_mode_of_the_model_is_restored(model, training):
     assert model.training is training
 
 
-@pytest.mark.parametrize("tokens", [torch.full((1, 3), V), torch.zeros(1, 0, dtype=torch.int64)], ids=["V", "empty"])
+@pytest.mark.parametrize(
+    "tokens", [torch.full((1, 3), V), torch.zeros(1, 0, dtype=torch.int64)], ids=["V", "empty"]
+)
 def test_the_mode_is_restored_after_an_error(model, tokens):
     model.train()
     with pytest.raises(IndexError):
@@ -268,14 +299,18 @@ def test_text_does_not_include_the_prompt(model):
 
 def test_an_empty_prompt_starts_a_line(model):
     settings = {"max_new_tokens": 20, "sampling": SamplingParams(), "seed": 4}
-    assert generate_text(model, TOKENIZER, "", **settings) == generate_text(model, TOKENIZER, "\n", **settings)
+    assert generate_text(model, TOKENIZER, "", **settings) == generate_text(
+        model, TOKENIZER, "\n", **settings
+    )
 
 
 def test_several_samples_differ_and_repeat(model):
     first = generate_text(model, TOKENIZER, "abc", 30, SamplingParams(), seed=0, n_samples=4)
     assert len(set(first)) == 4
     assert all(len(text) == 30 for text in first)
-    assert generate_text(model, TOKENIZER, "abc", 30, SamplingParams(), seed=0, n_samples=4) == first
+    assert (
+        generate_text(model, TOKENIZER, "abc", 30, SamplingParams(), seed=0, n_samples=4) == first
+    )
 
 
 def test_an_unknown_character_in_the_prompt_is_named(model):
@@ -285,7 +320,10 @@ def test_an_unknown_character_in_the_prompt_is_named(model):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_step_is_captured_unless_algorithms_are_deterministic(deterministic, model, monkeypatch):
-    """In a CUDA graph the host cannot read indices, which deterministic algorithms do. Without a GPU: no graph."""
+    """In a CUDA graph the host cannot read indices, which deterministic algorithms do.
+
+    Without a GPU: no graph.
+    """
     monkeypatch.setattr(module, "CUDAGraphDecodeStep", lambda *arguments: "a graph")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr(nn.Parameter, "is_cuda", True)

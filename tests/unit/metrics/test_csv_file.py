@@ -34,11 +34,16 @@ class Sinks:
 def read(directory: Path) -> list[tuple[int, float, float | None]]:
     with open(directory / NAME, newline="") as file:
         rows = [*csv.DictReader(file)]
-    return [(int(r["step"]), float(r["train_loss"]), float(r["val_loss"]) if r["val_loss"] else None) for r in rows]
+    return [
+        (int(r["step"]), float(r["train_loss"]), float(r["val_loss"]) if r["val_loss"] else None)
+        for r in rows
+    ]
 
 
 def expected(*parts: tuple[range, float]) -> list[tuple[int, float, float | None]]:
-    return [(step, loss, loss + 1 if step % 4 == 0 else None) for steps, loss in parts for step in steps]
+    return [
+        (step, loss, loss + 1 if step % 4 == 0 else None) for steps, loss in parts for step in steps
+    ]
 
 
 def test_a_row_per_step(tmp_path):

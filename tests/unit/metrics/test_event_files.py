@@ -23,7 +23,8 @@ def log_steps(directory, steps: range, offset: float = 0.0) -> None:
 def test_a_step_repeated_after_a_restart_counts_once(tmp_path, monkeypatch):
     log_steps(tmp_path, range(1, 6))
     first = next(tmp_path.glob("*tfevents*"))
-    first.rename(first.with_name(first.name.replace("tfevents.", "tfevents.0")))  # before the next, in the same second
+    # before the next, in the same second
+    first.rename(first.with_name(first.name.replace("tfevents.", "tfevents.0")))
     log_steps(tmp_path, range(4, 6), offset=0.5)
     events = read_events(tmp_path)
     assert events.scalars == {"speed/step_ms": {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.5, 5: 5.5}}
@@ -43,7 +44,9 @@ def test_a_partial_record_at_the_end_is_ignored(tmp_path):
 
 @pytest.mark.parametrize("record", [b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f"])
 def test_a_damaged_file_is_an_error(record, tmp_path):
-    (tmp_path / "events.out.tfevents.1").write_bytes(struct.pack("<QI", len(record), 0) + record + b"\0" * 4)
+    (tmp_path / "events.out.tfevents.1").write_bytes(
+        struct.pack("<QI", len(record), 0) + record + b"\0" * 4
+    )
     with pytest.raises(ValueError, match="is damaged"):
         read_events(tmp_path)
 

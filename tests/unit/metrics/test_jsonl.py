@@ -32,12 +32,21 @@ def train(history: JSONLLogger, steps: range, loss: float) -> None:
 def test_one_json_object_a_line(path):
     history = JSONLLogger(path)
     history.start(0, world_size=2)
-    metrics = {"train/grad_norm": 0.5, "train/loss": 2.5, "speed/tokens_per_s": 4000.0, "speed/step_ms": 8.0}
+    metrics = {
+        "train/grad_norm": 0.5,
+        "train/loss": 2.5,
+        "speed/tokens_per_s": 4000.0,
+        "speed/step_ms": 8.0,
+    }
     history.log(10, {**metrics, "train/lr": 1e-3})
-    history.log(20, {**metrics, "train/lr": 1e-3, "speed/matmul_utilization": 0.25, "speed/mfu": 0.125})
+    history.log(
+        20, {**metrics, "train/lr": 1e-3, "speed/matmul_utilization": 0.25, "speed/mfu": 0.125}
+    )
     history.log(20, {"val/loss": 2.75, "val/bits_per_char": 4.0})
     history.complete(20, CONFIG)
-    start, trained, with_utilization, evaluated, complete = map(json.loads, path.read_text().splitlines())
+    start, trained, with_utilization, evaluated, complete = map(
+        json.loads, path.read_text().splitlines()
+    )
     assert start.pop("start") == pytest.approx(complete.pop("complete"), abs=60)
     assert start == {"step": 0, "world_size": 2}
     assert trained == {
@@ -67,7 +76,10 @@ def test_records_have_the_tags_of_their_metrics():
 
 
 def test_repeated_steps_count_once(path):
-    """Killed after step 10, with the last snapshot at step 6; then a rollback from step 9 to step 8."""
+    """Killed after step 10, with the last snapshot at step 6.
+
+    Then a rollback from step 9 to step 8.
+    """
     for begin, end, loss in ((0, 10, 1.0), (6, 9, 2.0)):
         history = JSONLLogger(path)
         history.start(begin, world_size=1)
@@ -75,7 +87,12 @@ def test_repeated_steps_count_once(path):
     history.rollback(8)
     train(history, range(9, 13), 3.0)
     records = read_history(path)
-    ways = [*((step, 1.0) for step in range(1, 7)), (7, 2.0), (8, 2.0), *((step, 3.0) for step in range(9, 13))]
+    ways = [
+        *((step, 1.0) for step in range(1, 7)),
+        (7, 2.0),
+        (8, 2.0),
+        *((step, 3.0) for step in range(9, 13)),
+    ]
     assert records.series("train_loss") == ways
     assert records.series("val_loss") == [(4, 1.0), (8, 2.0), (12, 3.0)]
     assert (records.starts, records.faults, records.rollbacks) == (2, 1, 1)
@@ -92,7 +109,9 @@ def test_a_continued_run_has_no_faults(path):
     assert [step for step, _ in records.series("train_loss")] == list(range(1, 9))
 
 
-@pytest.mark.parametrize("torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12'])
+@pytest.mark.parametrize(
+    "torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12']
+)
 def test_a_line_truncated_by_a_kill(path, torn):
     JSONLLogger(path).start(0, world_size=1)
     JSONLLogger(path).log(1, {"val/loss": 3.0})

@@ -60,7 +60,9 @@ def test_a_pause_does_not_count(runtime):
 
 
 def test_an_interval_split_by_a_snapshot(runtime):
-    """The mean over 5 steps does not depend on whether the process was restarted after 3 of them."""
+    """The mean over 5 steps does not depend on whether the process was restarted after 3 of
+    them.
+    """
     losses = [4.1, 3.7, 3.2, 2.9, 2.5]
     uninterrupted = Meter(runtime, 1, "tokens")
     record(uninterrupted, *losses)

@@ -13,7 +13,12 @@ from mingpt_ddp.metrics.norms import LayerNorms, layer_of
 
 @pytest.mark.parametrize(
     ("parameter", "layer"),
-    [("blocks.0.up.weight", "blocks.0"), ("head.weight", "head"), ("0.weight", "0"), ("scale", "scale")],
+    [
+        ("blocks.0.up.weight", "blocks.0"),
+        ("head.weight", "head"),
+        ("0.weight", "0"),
+        ("scale", "scale"),
+    ],
 )
 def test_layers(parameter, layer):
     assert layer_of(parameter) == layer
@@ -42,7 +47,9 @@ def measure(model: nn.Module, step: int, world_size: int = 1) -> dict[str, float
 def test_norms_around_an_update(model, world_size):
     expected = {"weights/0": 5.0, "gradients/0": 1.0, "update/0": 0.5}
     expected |= {"weights/1": 1.0, "gradients/1": 0.0, "update/1": 0.0}  # has no gradient
-    assert measure(model, 4, world_size) == pytest.approx({f"norms/{k}": v for k, v in expected.items()})
+    assert measure(model, 4, world_size) == pytest.approx(
+        {f"norms/{k}": v for k, v in expected.items()}
+    )
 
 
 def test_other_steps_are_not_measured(model):

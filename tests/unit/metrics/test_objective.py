@@ -50,7 +50,8 @@ def test_jobs_of_one_tokenizer_are_ranked_by_loss(changes):
         (BPE, {"data.sources": [["a.txt", 1.0], ["b.txt", 2.0]]}),
         (BPE, {"run.init_from": "outputs/other", "run.init_sha256": "1"}),
         (BPE, {"data.tokenizer": "/a/tokenizer.json", "data.vocab_size": None}),
-        (TEXT, {"run.init_from": "outputs/other"}),  # whose tokenizer is not known before the run begins
+        # whose tokenizer is not known before the run begins
+        (TEXT, {"run.init_from": "outputs/other"}),
     ],
     ids=str,
 )
@@ -66,7 +67,9 @@ def test_after_its_start_the_tokenizer_of_a_warm_run_is_known():
 
 
 def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
-    """Two runs of the same configuration may have found different files, or texts; two of different paths the same."""
+    """Two runs of the same configuration may have found different files, or texts; two of different
+    paths the same.
+    """
     for name, content in (("a", "1"), ("b", "2"), ("c", "1")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(content)
@@ -78,9 +81,15 @@ def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
     assert objective_of(both) is LOSS
 
 
-@pytest.mark.parametrize("value", [[], {}, [[1, {"a": [2]}]], {"a": {}}, {1, 2}, None, 1.5, float("nan")], ids=str)
+@pytest.mark.parametrize(
+    "value", [[], {}, [[1, {"a": [2]}]], {"a": {}}, {1, 2}, None, 1.5, float("nan")], ids=str
+)
 def test_any_value_of_a_yaml_file_has_a_unit(value):
-    for config in ({"data.path": value}, {**BPE, "data.tokenizer": value}, {**BPE, "run.init_from": value}):
+    for config in (
+        {"data.path": value},
+        {**BPE, "data.tokenizer": value},
+        {**BPE, "run.init_from": value},
+    ):
         hash(loss_unit(config))
 
 
@@ -89,7 +98,11 @@ def test_composed_configurations():
         return loss_unit(flatten(from_mapping(to_plain(compose("config", [*overrides]))).to_dict()))
 
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        presets = ["experiment=shakespeare_char", "experiment=shakespeare_char_best", "experiment=shakespeare_bpe_cpu"]
+        presets = [
+            "experiment=shakespeare_char",
+            "experiment=shakespeare_char_best",
+            "experiment=shakespeare_bpe_cpu",
+        ]
         char, best, bpe = map(unit, presets)
         assert unit("experiment=digits_convnet") is None
     assert char == best and objective_of([char, best, None]) is LOSS

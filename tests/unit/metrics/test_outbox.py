@@ -1,4 +1,6 @@
-"""When points are sent to a tracker, and that each is sent once: kills, rollbacks, a tracker that is away or hangs."""
+"""When points are sent to a tracker, and that each is sent once: kills, rollbacks, a tracker that
+is away or hangs.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,10 @@ def wait_until(is_true) -> None:
 
 
 def points(*steps: int, loss: float = 2.0) -> Points:
-    return [(s, {"train/loss": loss + s} | ({"val/loss": loss - s} if s % 4 == 0 else {})) for s in steps]
+    return [
+        (s, {"train/loss": loss + s} | ({"val/loss": loss - s} if s % 4 == 0 else {}))
+        for s in steps
+    ]
 
 
 @pytest.fixture
@@ -151,7 +156,9 @@ def test_a_tracker_that_is_away_for_a_while(store, tmp_path, log_lines):
     store.fails_after = 0
     attempt = Attempt(tmp_path, store).train(1, 2, 3).save(2).train(4).save(4)
     (line,) = log_lines
-    assert line.startswith("WARNING cannot send to fake, training continues without it: ConnectionError")
+    assert line.startswith(
+        "WARNING cannot send to fake, training continues without it: ConnectionError"
+    )
     assert "secret" not in line
     store.fails_after = float("inf")
     attempt.train(5, 6).save(6)
@@ -161,10 +168,15 @@ def test_a_tracker_that_is_away_for_a_while(store, tmp_path, log_lines):
     assert len(log_lines) == 1
 
 
-def test_a_tracker_that_is_away_at_the_end_gets_the_rest_from_the_same_command(store, tmp_path, log_lines):
+def test_a_tracker_that_is_away_at_the_end_gets_the_rest_from_the_same_command(
+    store, tmp_path, log_lines
+):
     store.fails_after = 2
     Attempt(tmp_path, store).train(1, 2, 3).end(3)
-    assert log_lines[-1] == "WARNING fake lacks the last points; run the same command again to send them"
+    assert (
+        log_lines[-1]
+        == "WARNING fake lacks the last points; run the same command again to send them"
+    )
     store.fails_after = float("inf")
     for _ in range(2):  # the second time there is nothing left
         Attempt(tmp_path, store, step=3).end(3)
@@ -188,7 +200,9 @@ def test_the_end_does_not_wait_for_a_tracker_that_hangs(store, tmp_path, monkeyp
     monkeypatch.setattr(outbox_module, "REMOTE_S", 0.2)
     store.answers.clear()
     Attempt(tmp_path, store).train(1, 2).end(2)  # returns
-    assert log_lines == ["WARNING fake lacks the last points; run the same command again to send them"]
+    assert log_lines == [
+        "WARNING fake lacks the last points; run the same command again to send them"
+    ]
     store.answers.set()
 
 

@@ -25,12 +25,15 @@ def test_one_outbox_per_tracker(config, tmp_path):
 
 @pytest.mark.parametrize("missing", TRACKERS)
 def test_a_missing_library_is_refused_where_it_is_needed(missing, config, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else object()
+    )
     if missing == "trackio":
         check_installed(config)
     else:
         with pytest.raises(
-            ConfigError, match=rf"tracker={missing} is not installed; pip install 'mingpt_ddp\[{missing}\]'"
+            ConfigError,
+            match=rf"tracker={missing} is not installed; pip install 'mingpt_ddp\[{missing}\]'",
         ):
             check_installed(config)
 

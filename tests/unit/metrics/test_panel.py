@@ -24,8 +24,18 @@ from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.metrics.panel import Panel, sparkline
 
 METRICS = {
-    **{"train/loss": 2.5, "speed/tokens_per_s": 41_234.5, "speed/step_ms": 500.0, "speed/matmul_utilization": 0.31},
-    **{"speed/goodput": 0.97, "speed/slowest_rank": 1.0, "speed/slowest_ratio": 1.84, "val/loss": 2.75},
+    **{
+        "train/loss": 2.5,
+        "speed/tokens_per_s": 41_234.5,
+        "speed/step_ms": 500.0,
+        "speed/matmul_utilization": 0.31,
+    },
+    **{
+        "speed/goodput": 0.97,
+        "speed/slowest_rank": 1.0,
+        "speed/slowest_ratio": 1.84,
+        "val/loss": 2.75,
+    },
 }
 
 
@@ -65,7 +75,15 @@ def test_the_panel_shows_the_run():
     RichConsole(file=out, width=100).print(panel.draw())
     text = out.getvalue()
     for part in (
-        *("outputs/demo", "step 100/200", "50%", "0:00:50 left", "loss 2.5000 ▁", "validation 2.7500", "41,23"),
+        *(
+            "outputs/demo",
+            "step 100/200",
+            "50%",
+            "0:00:50 left",
+            "loss 2.5000 ▁",
+            "validation 2.7500",
+            "41,23",
+        ),
         *("tokens/s", "utilization 31%", "goodput 97%", "slowest rank 1 (1.8x)", "snapshot 90"),
     ):
         assert part in text
@@ -81,7 +99,13 @@ def test_nothing_is_known_before_the_first_log_step():
 @pytest.mark.parametrize(
     ("columns", "environment", "rank", "expected"),
     [
-        *[(100, {}, 0, True), (60, {}, 0, True), (59, {}, 0, False), (0, {}, 0, False), (100, {}, 1, False)],
+        *[
+            (100, {}, 0, True),
+            (60, {}, 0, True),
+            (59, {}, 0, False),
+            (0, {}, 0, False),
+            (100, {}, 1, False),
+        ],
         *[(100, {"TERM": "dumb"}, 0, False), (100, {"CI": "true"}, 0, False)],
     ],
 )
@@ -111,7 +135,9 @@ def test_log_lines_stand_above_the_panel_and_the_end_erases_it(monkeypatch):
         text = drawn(main)
     first, line, rest = text.partition("step 100: [red]validation\\x1b[2J")
     assert line, "the line is as it was logged, without control characters"
-    assert "step 100/200" in first and "step 100/200" in rest, "the panel is drawn again below the line"
+    assert "step 100/200" in first and "step 100/200" in rest, (
+        "the panel is drawn again below the line"
+    )
     last = rest.rpartition("╯")[2]
     assert last.count("\x1b[1A\x1b[2K") >= 4, "all lines are erased at the end"
     assert "\x1b[?25l" not in text, "SIGKILL would leave the cursor hidden"

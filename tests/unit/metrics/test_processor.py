@@ -69,7 +69,9 @@ TAGS = {
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(rank, config, runtime, tmp_path, monkeypatch):
+def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(
+    rank, config, runtime, tmp_path, monkeypatch
+):
     env = replace(runtime.group.env, rank=rank)
     monkeypatch.setattr(runtime.group, "env", env)
     processor = make(config, runtime, tmp_path, nn.Linear(1, 1))
@@ -83,7 +85,13 @@ def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(rank, config, ru
     assert directory.name == f"rank{rank}"
     tags = read_back(directory).Tags()
     if rank == 0:
-        assert set(tags["scalars"]) == {*TAGS, "speed/goodput", "val/loss", "val/accuracy", "val/bits_per_char"}
+        assert set(tags["scalars"]) == {
+            *TAGS,
+            "speed/goodput",
+            "val/loss",
+            "val/accuracy",
+            "val/bits_per_char",
+        }
         assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
         records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
         assert [next(k for k in record if k != "step") for record in records] == [
@@ -113,7 +121,8 @@ def test_an_invalid_count_is_refused(count):
 
 @pytest.mark.parametrize("peak", [None, 4e9])
 def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
-    """Two ranks, each with half of the work, on a device with 1 GFLOP/s that takes a second to measure.
+    """Two ranks, each with half of the work, on a device with 1 GFLOP/s that takes a second to
+    measure.
 
     The console shows MFU only, and only if the vendor's peak is known.
     """
@@ -121,10 +130,16 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
     model = build_model(config.model, 65, 16)
     monkeypatch.setattr(runtime.group, "world_size", 2)
     monkeypatch.setattr(runtime.group, "all_reduce", lambda values: values)
-    monkeypatch.setattr(runtime.group, "all_gather_async", lambda row: lambda: torch.stack([row, row]))
-    monkeypatch.setattr(processor_module, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype])
+    monkeypatch.setattr(
+        runtime.group, "all_gather_async", lambda row: lambda: torch.stack([row, row])
+    )
+    monkeypatch.setattr(
+        processor_module, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype]
+    )
     begin = time.perf_counter()
-    monkeypatch.setattr(processor_module, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__))
+    monkeypatch.setattr(
+        processor_module, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__)
+    )
     processor = make(config, runtime, tmp_path, model)
     for step in (1, 2):
         train(processor, step)
@@ -135,16 +150,24 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
     expected = [flops_per_token(model) * line["tokens_per_s"] / 2 / 1e9 for line in lines]
     assert [line["matmul_utilization"] for line in lines] == pytest.approx(expected)
     events = read_back(tmp_path / "tensorboard" / "rank0")
-    assert [event.value for event in events.Scalars("speed/matmul_utilization")] == pytest.approx(expected)
+    assert [event.value for event in events.Scalars("speed/matmul_utilization")] == pytest.approx(
+        expected
+    )
     console = [line for line in log_lines if " tokens/s" in line]
     assert len(console) == 2
     if peak is None:
-        assert not any("mfu" in line for line in lines) and "speed/mfu" not in events.Tags()["scalars"]
+        assert (
+            not any("mfu" in line for line in lines) and "speed/mfu" not in events.Tags()["scalars"]
+        )
         assert not any("MFU" in line or "%" in line for line in console)
     else:
         assert [line["mfu"] for line in lines] == pytest.approx([value / 4 for value in expected])
-        assert [event.value for event in events.Scalars("speed/mfu")] == pytest.approx([v / 4 for v in expected])
-        assert all(f"MFU {value / 4:.1%}" in line for line, value in zip(console, expected, strict=True))
+        assert [event.value for event in events.Scalars("speed/mfu")] == pytest.approx(
+            [v / 4 for v in expected]
+        )
+        assert all(
+            f"MFU {value / 4:.1%}" in line for line, value in zip(console, expected, strict=True)
+        )
 
 
 def test_no_utilization_if_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):

@@ -21,7 +21,9 @@ from mingpt_ddp.metrics.profile import (
 )
 
 
-def event(name: str, begin: float, end: float, parent=None, device=DeviceType.CPU) -> SimpleNamespace:
+def event(
+    name: str, begin: float, end: float, parent=None, device=DeviceType.CPU
+) -> SimpleNamespace:
     own = SimpleNamespace(
         name=name,
         time_range=SimpleNamespace(start=begin, end=end),
@@ -59,7 +61,12 @@ def test_only_kernels_count_on_a_gpu():
 
 
 def test_events_between_steps_do_not_count():
-    events = [event("training step 3", 0, 10), event("a", 5, 6), event("b", 11, 12), event("training step 4", 20, 30)]
+    events = [
+        event("training step 3", 0, 10),
+        event("a", 5, 6),
+        event("b", 11, 12),
+        event("training step 4", 20, 30),
+    ]
     assert [e.name for e in events_in_steps([*events, event("c", 20, 21)])] == ["a", "c"]
 
 
@@ -97,7 +104,9 @@ def test_an_out_of_memory_error_leaves_a_snapshot(fails, tmp_path, monkeypatch, 
     path = tmp_path / "run" / "profile" / "rank1.memory.pickle"
     assert path.exists() == (not fails)
     (line,) = log_lines
-    assert line.startswith(f"WARNING cannot write {path}: " if fails else f"ERROR {path} shows what fills the GPU")
+    assert line.startswith(
+        f"WARNING cannot write {path}: " if fails else f"ERROR {path} shows what fills the GPU"
+    )
 
 
 def test_other_errors_leave_none(tmp_path):

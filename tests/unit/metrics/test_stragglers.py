@@ -41,7 +41,9 @@ def feed(works: list[float], every: int = 5, data_ms: float = 0.0) -> Stragglers
 def test_a_rank_is_slow_if_it_stays_slow(works, expected, log_lines):
     feed(works)
     assert [line.removeprefix("WARNING ") for line in log_lines if "is slow" in line] == expected
-    assert ("INFO rank 0 is no longer slow since step 16" in log_lines) == (works == [10, 20, 20, 10])
+    assert ("INFO rank 0 is no longer slow since step 16" in log_lines) == (
+        works == [10, 20, 20, 10]
+    )
 
 
 def test_two_slow_steps_are_no_verdict(log_lines):
@@ -51,8 +53,9 @@ def test_two_slow_steps_are_no_verdict(log_lines):
 
 def test_the_end_sums_up(log_lines):
     feed([10, 15, 25])
-    assert (
-        log_lines[-1] == "INFO rank 0 was slow in 10 steps, 2.0x the median step on average, and still is since step 6"
+    assert log_lines[-1] == (
+        "INFO rank 0 was slow in 10 steps, 2.0x the median step on average, and still is "
+        "since step 6"
     )
 
 
@@ -64,7 +67,10 @@ def test_the_cause(log_lines):
 def test_steps_after_a_rollback_are_not_judged(log_lines):
     stragglers = Stragglers(Group([(10.0, 0.0)]), 100)
     assert stragglers.check(90, 30.0, 0.0, 1) == {}
-    assert stragglers.check(100, 30.0, 0.0, 1) == {"speed/slowest_rank": 0.0, "speed/slowest_ratio": 3.0}
+    assert stragglers.check(100, 30.0, 0.0, 1) == {
+        "speed/slowest_rank": 0.0,
+        "speed/slowest_ratio": 3.0,
+    }
 
 
 def test_work_that_was_not_measured_gives_no_verdict():

@@ -42,7 +42,8 @@ def test_scalars_and_text_are_written(tmp_path):
     logger.close()
     assert points(tmp_path, "train/loss") == [(1, 4.5), (2, 4.0)]
     assert points(tmp_path, "train/lr") == [(1, 0.25)]
-    assert texts(tmp_path) == [(2, "    one\n      two")]  # Markdown shows indented lines as they are
+    # Markdown shows indented lines as they are
+    assert texts(tmp_path) == [(2, "    one\n      two")]
 
 
 def test_no_file_before_the_first_value(tmp_path):
@@ -60,7 +61,10 @@ def texts(directory: Path) -> list[tuple[int, str]]:
     """Read texts as the pages of TensorBoard do: the accumulator above purges only scalars."""
     events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})
     events.Reload()
-    return [(event.step, event.tensor_proto.string_val[0].decode()) for event in events.Tensors("sample/text_summary")]
+    return [
+        (event.step, event.tensor_proto.string_val[0].decode())
+        for event in events.Tensors("sample/text_summary")
+    ]
 
 
 def log_steps(logger: TensorBoardLogger, steps: range, value: float) -> None:
@@ -73,7 +77,9 @@ def log_steps(logger: TensorBoardLogger, steps: range, value: float) -> None:
 
 @pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
 def test_a_resumed_run_has_no_duplicate_points(tmp_path, closed):
-    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained and logged again."""
+    """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained and
+    logged again.
+    """
     first = start(tmp_path, 0)
     log_steps(first, range(1, 11), value=1.0)
     first.flush()
@@ -82,7 +88,9 @@ def test_a_resumed_run_has_no_duplicate_points(tmp_path, closed):
     second = start(tmp_path, 6)
     log_steps(second, range(7, 13), value=2.0)
     second.close()
-    assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [(s, 2.0) for s in range(7, 13)]
+    assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [
+        (s, 2.0) for s in range(7, 13)
+    ]
     assert points(tmp_path, "val/loss") == [(4, 1.0), (8, 2.0), (12, 2.0)]
     assert texts(tmp_path) == [(4, "    1.0"), (8, "    2.0"), (12, "    2.0")]
 
@@ -107,7 +115,8 @@ def test_hparams_are_in_the_run_directory_with_the_last_result(tmp_path):
     logger.log(1, {"val/loss": 1.5})
     logger.complete(1, config)
     logger.close()
-    time.sleep(1.1)  # event files are read in the order of their names, which contain the time in seconds
+    # event files are read in the order of their names, which contain the time in seconds
+    time.sleep(1.1)
     longer = replace(config, trainer=replace(config.trainer, max_steps=77))
     logger = start(tmp_path, 1)
     logger.log(2, {"val/loss": 1.25})
@@ -120,7 +129,9 @@ def test_hparams_are_in_the_run_directory_with_the_last_result(tmp_path):
     assert len(list(tmp_path.glob("*.hparams"))) == 1 and len(list(tmp_path.iterdir())) == 3
     content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
     session = hparams.parse_session_start_info_plugin_data(content)
-    assert session.hparams["trainer.max_steps"].number_value == 77, "the result of the first end of the run"
+    assert session.hparams["trainer.max_steps"].number_value == 77, (
+        "the result of the first end of the run"
+    )
     assert {"optimizer.lr", "data.block_size"} <= set(session.hparams)
     assert session.group_name == "sweep/lr=1e-3", "the table shows the path of the event file"
     content = events.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
@@ -135,14 +146,21 @@ def test_cards_are_those_of_logged_tags(tmp_path):
     logger.log(10, {"val/loss": 1.5, "train/loss": 1.0})
     logger.complete(10, from_mapping(configure()))
     logger.close()
-    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "big" / "tensorboard"), "big").Reload()
+    runs = (
+        EventMultiplexer()
+        .AddRunsFromDirectory(str(tmp_path / "big" / "tensorboard"), "big")
+        .Reload()
+    )
     assert {run: sorted(tags["scalars"]) for run, tags in runs.Runs().items()} == {
         "big/rank0": ["train/loss", "val/loss"]  # as --logdir_spec in docs/logs.md calls it
     }
-    assert [event.step for tag in ("train/loss", "val/loss") for event in runs.Scalars("big/rank0", tag)] == [10, 10]
+    assert [
+        event.step for tag in ("train/loss", "val/loss") for event in runs.Scalars("big/rank0", tag)
+    ] == [10, 10]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+# of TensorBoard's own thread
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_loses_points_but_not_the_run(tmp_path, log_lines):
     """A limit on the file size is like a full disk."""
     logger = start(tmp_path, 0)
@@ -159,5 +177,7 @@ def test_a_full_disk_loses_points_but_not_the_run(tmp_path, log_lines):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     logger.close()
-    assert log_lines == [f"WARNING cannot write {tmp_path}, training continues without it: File too large"]
+    assert log_lines == [
+        f"WARNING cannot write {tmp_path}, training continues without it: File too large"
+    ]
     assert points(tmp_path, "train/loss")[0] == (1, 4.5)

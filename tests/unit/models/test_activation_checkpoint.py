@@ -56,7 +56,9 @@ def test_the_same_gradients_with_dropout():
 
 def test_a_block_saves_only_its_input():
     width = 48  # of gpt_nano
-    added = {on: step(model(on, n_layer=5))[2] - step(model(on, n_layer=3))[2] for on in (False, True)}
+    added = {
+        on: step(model(on, n_layer=5))[2] - step(model(on, n_layer=3))[2] for on in (False, True)
+    }
     inputs = 2 * B * T * width * 4
     assert inputs <= added[True] < 1.1 * inputs
     assert added[False] > 10 * inputs
@@ -75,6 +77,7 @@ def test_a_model_without_blocks_is_refused(blocks):
     if blocks:
         made.blocks = blocks
     with pytest.raises(
-        ConfigError, match=r"activation_checkpointing=true needs a model with blocks, .* Linear has none"
+        ConfigError,
+        match=r"activation_checkpointing=true needs a model with blocks, .* Linear has none",
     ):
         apply_activation_checkpointing(made)

@@ -1,4 +1,6 @@
-"""The model: causal, numerically equal to GPT-2, with tied weights and the published number of parameters."""
+"""The model: causal, numerically equal to GPT-2, with tied weights and the published number of
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ M = TypeVar("M", bound=nn.Module)
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
-def config(n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float = 0.0, bias: bool = True) -> GPTConfig:
+def config(
+    n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float = 0.0, bias: bool = True
+) -> GPTConfig:
     return GPTConfig(
         name="test",
         architecture="gpt",
@@ -48,7 +52,9 @@ def random_tokens(batch: int = 2, length: int = T) -> Tensor:
     return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(3))
 
 
-MODERN = ModernConfig(name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+MODERN = ModernConfig(
+    name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0
+)
 
 
 @pytest.fixture(params=[config(), MODERN], ids=["gpt", "modern"])
@@ -78,7 +84,9 @@ def test_the_logits_with_a_cache_equal_those_without(model, pieces):
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
-        for layer in cache if isinstance(cache, list) else [kv_cache for kv_cache, _, _ in cache.layers]:
+        for layer in (
+            cache if isinstance(cache, list) else [kv_cache for kv_cache, _, _ in cache.layers]
+        ):
             for tensor in (layer.keys, layer.values):
                 tensor.fill_(torch.nan)  # what has not been written must not be read
         start = 0
@@ -172,7 +180,9 @@ def test_gpt2_with_our_weights_has_our_logits(model, gpt2):
     assert set(missing) <= {"lm_head.weight"}, "which is transformer.wte.weight"
     gpt2.tie_weights()
     with torch.no_grad():
-        torch.testing.assert_close(gpt2(random_tokens()).logits, model(random_tokens()), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(
+            gpt2(random_tokens()).logits, model(random_tokens()), atol=1e-4, rtol=1e-5
+        )
         assert float(model(random_tokens()).std()) > 0.1
 
 
@@ -181,12 +191,16 @@ def test_our_model_with_gpt2_weights_has_its_logits_and_loss(gpt2):
     theirs = {k: v.clone() for k, v in gpt2.state_dict().items()}
     names = {name: gpt2_name(name) for name in model.state_dict()}
     assert set(theirs) - {"lm_head.weight"} == set(names.values())
-    model.load_state_dict({k: theirs[n].T if is_transposed(k) else theirs[n] for k, n in names.items()})
+    model.load_state_dict(
+        {k: theirs[n].T if is_transposed(k) else theirs[n] for k, n in names.items()}
+    )
     tokens = random_tokens()
     with torch.no_grad():
         expected = gpt2(tokens, labels=tokens)
         torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(model(tokens[:, :-1], tokens[:, 1:]), expected.loss, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            model(tokens[:, :-1], tokens[:, 1:]), expected.loss, atol=1e-5, rtol=1e-5
+        )
 
 
 # Parameters
@@ -209,7 +223,9 @@ def preset(name: str) -> GPTConfig:
     return GPTConfig(architecture="gpt", **values)
 
 
-@pytest.mark.parametrize(("name", "vocabulary", "count"), [("gpt2", 50257, 124_439_808), ("gpt2", 65, 85_892_352)])
+@pytest.mark.parametrize(
+    ("name", "vocabulary", "count"), [("gpt2", 50257, 124_439_808), ("gpt2", 65, 85_892_352)]
+)
 def test_gpt2_small_has_its_published_size(name, vocabulary, count):
     with torch.device("meta"):
         model = build_model(preset(name), vocabulary, 1024)
@@ -218,7 +234,9 @@ def test_gpt2_small_has_its_published_size(name, vocabulary, count):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_parameter_is_counted(bias):
-    """For C = 8, L = 3: 12 C^2 + 2 C weights a block (13 C with biases: 3 + 1 + 4 + 1 and 2 + 2 of the norms)."""
+    """For C = 8, L = 3: 12 C^2 + 2 C weights a block (13 C with biases: 3 + 1 + 4 + 1 and 2 + 2 of
+    the norms).
+    """
     model = build_model(config(n_layer=3, n_embd=8, bias=bias), V, T)
     block = 12 * 64 + (13 * 8 if bias else 2 * 8)
     norm = 16 if bias else 8
@@ -233,7 +251,9 @@ def test_flops_per_token_by_hand():
 
 
 def test_initial_weights():
-    """Deviation 0.02, in layers that write to the residual stream 0.02 / sqrt(2 L); biases 0, norms 1."""
+    """Deviation 0.02, in layers that write to the residual stream 0.02 / sqrt(2 L); biases 0, norms
+    1.
+    """
     torch.manual_seed(0)
     model = build_model(config(n_layer=8, n_embd=128), 500, 64)
     for name, parameter in model.state_dict().items():
@@ -289,18 +309,23 @@ def test_dropout_is_active_only_in_training():
 
 @pytest.mark.parametrize("part", ["embedding", "attention", "residual"])
 def test_dropout_is_where_gpt2_has_it(part):
-    """Behind the embeddings, on the attention weights and on what each layer adds to the residual stream."""
+    """Behind the embeddings, on the attention weights and on what each layer adds to the residual
+    stream.
+    """
     rate, batch = 0.25, 500
     model = randomized(build_model(config(n_layer=1, n_embd=16, dropout=rate), V, T)).train()
     seen: dict[str, Tensor] = {}
     block = model.blocks[0]
     block.norm_1.register_forward_pre_hook(lambda _, inputs: seen.update(embedding=inputs[0]))
     block.attention.register_forward_hook(lambda _, __, output: seen.update(residual=output))
-    block.attention.proj.register_forward_pre_hook(lambda _, inputs: seen.update(attention=inputs[0]))
+    block.attention.proj.register_forward_pre_hook(
+        lambda _, inputs: seen.update(attention=inputs[0])
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         model(random_tokens(batch))
     zero = seen[part] == 0  # (B, T, C)
-    if part == "attention":  # the first token attends only to itself: in each head, that weight is dropped or not
+    # the first token attends only to itself: in each head, that weight is dropped or not
+    if part == "attention":
         zero = zero[:, 0].unflatten(-1, (2, 8)).all(dim=-1)  # (B, H)
     assert float(zero.float().mean()) == pytest.approx(rate, abs=0.05)

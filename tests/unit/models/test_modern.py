@@ -15,7 +15,9 @@ from mingpt_ddp.models import Modern, build_model
 from mingpt_ddp.models.modern import rotary_table, rotate
 from mingpt_ddp.models.ops import causal_attention, relu_squared, rms_norm
 
-CONFIG = ModernConfig(name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0)
+CONFIG = ModernConfig(
+    name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0
+)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -24,7 +26,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> to
 
 def test_rms_norm_and_its_gradient():
     x = random(3, 5, 8, dtype=torch.float32).requires_grad_()
-    torch.testing.assert_close(rms_norm(x), x / x.square().mean(dim=-1, keepdim=True).sqrt(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        rms_norm(x), x / x.square().mean(dim=-1, keepdim=True).sqrt(), atol=1e-5, rtol=1e-5
+    )
     plain = random(3, 5, 8, dtype=torch.float32).requires_grad_()
     weights = random(3, 5, 8, seed=1, dtype=torch.float32)
     (rms_norm(x) * weights).sum().backward()
@@ -50,7 +54,11 @@ def test_the_squared_relu_and_its_gradient():
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])
 def test_16_bits_stay_16_bits_on_a_gpu(function):
     """Checked by dtype, without a GPU: the autocast rules for CUDA run some operations in fp32."""
-    x = FakeTensor(FakeTensorMode(), torch.empty(2, 8, dtype=torch.bfloat16, device="meta"), torch.device("cuda", 0))
+    x = FakeTensor(
+        FakeTensorMode(),
+        torch.empty(2, 8, dtype=torch.bfloat16, device="meta"),
+        torch.device("cuda", 0),
+    )
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)  # torch.autocast does nothing without a GPU
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -62,10 +70,14 @@ def test_16_bits_stay_16_bits_on_a_gpu(function):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 9), (64, 64), (65, 65), (150, 150), (5, 140), (130, 200)])
+@pytest.mark.parametrize(
+    ("T", "S"), [(1, 1), (1, 9), (64, 64), (65, 65), (150, 150), (5, 140), (130, 200)]
+)
 def test_attention_is_causal(T, S, dtype):
     """Output and gradients against the formula; in bf16, attention is computed in blocks."""
-    q, k, v = (random(2, 3, n, 8, seed=i, dtype=torch.float32).to(dtype) for i, n in enumerate((T, S, S)))
+    q, k, v = (
+        random(2, 3, n, 8, seed=i, dtype=torch.float32).to(dtype) for i, n in enumerate((T, S, S))
+    )
     exact = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     scores = exact[0] @ exact[1].mT / math.sqrt(8)
     seen = torch.ones(T, S, dtype=torch.bool).tril(diagonal=S - T)
@@ -85,7 +97,9 @@ def test_attention_dropout_preserves_the_mean(dtype):
     q, k = torch.zeros(2, 1, 1, 100, 8, dtype=dtype)  # uniform attention
     v = torch.ones(1, 1, 100, 8, dtype=dtype)
     torch.manual_seed(0)
-    last = torch.stack([causal_attention(q, k, v, dropout=0.5)[0, 0, -1, 0] for _ in range(200)]).float()
+    last = torch.stack(
+        [causal_attention(q, k, v, dropout=0.5)[0, 0, -1, 0] for _ in range(200)]
+    ).float()
     assert float(last.std()) == pytest.approx(0.1, abs=0.03)
     assert float(last.mean()) == pytest.approx(1.0, abs=0.03)
 
@@ -139,12 +153,17 @@ def test_all_parameters_get_gradients():
 
 def test_a_head_of_odd_width_is_refused():
     with pytest.raises(ConfigError, match=r"model.n_embd=15 over model.n_head=3 must be even"):
-        ModernConfig(name="test", architecture="modern", n_layer=1, n_head=3, n_embd=15, dropout=0.0)
+        ModernConfig(
+            name="test", architecture="modern", n_layer=1, n_head=3, n_embd=15, dropout=0.0
+        )
 
 
 def test_flops_by_hand():
     """Six per parameter of a matrix, plus the products of attention."""
     model = Modern(CONFIG, 31, 16)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2) - model.token_embedding.weight.numel()
+    matrices = (
+        sum(p.numel() for p in model.parameters() if p.dim() >= 2)
+        - model.token_embedding.weight.numel()
+    )
     assert model.flops_per_token() == 6 * matrices + 12 * 2 * 16 * 16
     assert isinstance(model.head, nn.Linear)

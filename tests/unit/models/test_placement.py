@@ -1,6 +1,8 @@
-"""A model split over several devices of a rank: the same numbers, and every operation on one device.
+"""A model split over several devices of a rank: the same numbers, and every operation on one
+device.
 
-There may be no GPU here, so tensors on the CPU have labels, and an operation on two labels fails, as it does on GPUs.
+There may be no GPU here, so tensors on the CPU have labels, and an operation on two labels fails,
+as it does on GPUs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ DECODERS = ["gpt_nano", "modern_nano"]
 
 def decoder(preset: str, *overrides: str) -> nn.Module:
     torch.manual_seed(0)
-    return build_model(from_mapping(configure(f"model={preset}", "model.n_layer=3", *overrides)).model, V, T)
+    return build_model(
+        from_mapping(configure(f"model={preset}", "model.n_layer=3", *overrides)).model, V, T
+    )
 
 
 def toy() -> ToyModel:
@@ -49,7 +53,9 @@ def toy() -> ToyModel:
 
 
 class Devices(TorchDispatchMode):
-    """Two devices on one CPU: a label for each tensor, and an error for an operation on tensors of both."""
+    """Two devices on one CPU: a label for each tensor, and an error for an operation on tensors of
+    both.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +76,9 @@ class Devices(TorchDispatchMode):
         return Move.apply(tensor, self, device.index or 0)
 
     def split(self, model: nn.Module, last: str) -> nn.Module:
-        """Split a model; parameters whose names begin with `last` are expected on the second device."""
+        """Split a model; parameters whose names begin with `last` are expected on the second
+        device.
+        """
         split_blocks(model, [CPU, torch.device("cpu", 1)], self.move)
         for name, parameter in model.named_parameters():
             self.labels[parameter] = int(name.startswith(last))
@@ -147,7 +155,9 @@ def test_the_cache_is_where_the_blocks_are(preset, meta):
         name for name, _ in model.named_parameters() if name.startswith("blocks.2.")
     }
     cache = model.new_cache(B, torch.float32)
-    layers = [layer if preset == "gpt_nano" else layer[0] for layer in getattr(cache, "layers", cache)]
+    layers = [
+        layer if preset == "gpt_nano" else layer[0] for layer in getattr(cache, "layers", cache)
+    ]
     assert [layer.keys.device for layer in layers] == [CPU, CPU, META]
     if preset == "modern_nano":
         assert [layer[1].device for layer in cache.layers] == [CPU, CPU, META]
@@ -171,8 +181,15 @@ def test_activations_move_at_the_boundaries_only():
 
 
 def trained(overrides: list[str], steps: int = 3) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    """Return the losses and gradient norms, the state, and a text of a model that is trained, evaluated, sampled."""
-    options = ["model=gpt_nano", "model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
+    """Return the losses and gradient norms, the state, and a text of a model that is trained,
+    evaluated, sampled.
+    """
+    options = [
+        "model=gpt_nano",
+        "model.dropout=0.1",
+        "trainer.batch_size=4",
+        "trainer.micro_batch_size=2",
+    ]
     config = from_mapping(configure(*options, *overrides))
     runtime = Runtime(config, DistEnv())
     task = text_task(config, vocab_size=65)
@@ -183,13 +200,17 @@ def trained(overrides: list[str], steps: int = 3) -> tuple[list[float], dict[str
     for number in range(1, steps + 1):
         numbers += [float(step.forward_backward(number)["loss"]), float(step.clip_grad_norm())]
         step.optimizer_step(number)
-    tokens = list(generate(model, torch.zeros(1, 1, dtype=torch.int64), 20, SamplingParams(temperature=0)))
+    tokens = list(
+        generate(model, torch.zeros(1, 1, dtype=torch.int64), 20, SamplingParams(temperature=0))
+    )
     return numbers, {**model_state(model), **optimizer_state(model, optimizer)}, torch.stack(tokens)
 
 
 @pytest.mark.parametrize("preset", DECODERS)
 @pytest.mark.parametrize("recomputed", ["false", "true"])
-@pytest.mark.parametrize("options", [["optimizer=adamw"], ["optimizer=muon", "trainer.precision=bf16"]])
+@pytest.mark.parametrize(
+    "options", [["optimizer=adamw"], ["optimizer=muon", "trainer.precision=bf16"]]
+)
 def test_the_same_bits_as_on_one_device(preset, recomputed, options):
     options = [f"model={preset}", *options, f"trainer.activation_checkpointing={recomputed}"]
     one, two = trained(options), trained([*options, "model.devices=2"])
@@ -209,7 +230,11 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("model", "devices", "reason"),
     [
-        (lambda: nn.Linear(1, 1), 2, "=2 needs a model with blocks, an nn.ModuleList .* and Linear has none"),
+        (
+            lambda: nn.Linear(1, 1),
+            2,
+            "=2 needs a model with blocks, an nn.ModuleList .* and Linear has none",
+        ),
         (lambda: decoder("gpt_nano"), 4, "=4, but the model has 3 blocks; lower it"),
         (Tied, 2, "=2: Tied shares a parameter between two devices"),
     ],
@@ -233,11 +258,19 @@ def test_each_rank_has_its_own_gpus(monkeypatch):
     def devices(local_rank: int, count: int) -> list[str]:
         config = from_mapping(configure("trainer.device=auto", f"model.devices={count}"))
         env = DistEnv(rank=local_rank, local_rank=local_rank, world_size=8)
-        return [str(each) for each in devices_of_rank(choose_device(config.trainer, config.ddp, env, count), count)]
+        return [
+            str(each)
+            for each in devices_of_rank(
+                choose_device(config.trainer, config.ddp, env, count), count
+            )
+        ]
 
     gpus = 5
     assert [devices(rank, 2) for rank in (0, 1)] == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
-    with pytest.raises(ConfigError, match="local rank 2 needs GPUs 4 to 5, this machine has 5; start 2 ranks, lower"):
+    with pytest.raises(
+        ConfigError,
+        match="local rank 2 needs GPUs 4 to 5, this machine has 5; start 2 ranks, lower",
+    ):
         devices(2, 2)
     with pytest.raises(ConfigError, match=r"model.devices=6, but this machine has 5 GPUs"):
         devices(0, 6)

@@ -33,9 +33,18 @@ MUON = MuonConfig(
 )
 MODELS = {
     "gpt": GPTConfig(
-        name="g", architecture="gpt", n_layer=2, n_head=2, n_embd=16, dropout=0.0, bias=True, activation="gelu"
+        name="g",
+        architecture="gpt",
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        dropout=0.0,
+        bias=True,
+        activation="gelu",
     ),
-    "modern": ModernConfig(name="m", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0),
+    "modern": ModernConfig(
+        name="m", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0
+    ),
 }
 
 
@@ -92,7 +101,10 @@ def test_parameter_groups(architecture):
     model = build_model(MODELS[architecture], 31, 16)
     optimizer = build_optimizer(model, MUON)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    members = {round(g["lr_ratio"] * MUON.lr, 6): {names[p] for p in g["params"]} for g in optimizer.param_groups}
+    members = {
+        round(g["lr_ratio"] * MUON.lr, 6): {names[p] for p in g["params"]}
+        for g in optimizer.param_groups
+    }
     inner = {n for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() >= 2}
     assert members[0.02] == inner
     assert members[0.3] == {n for n in names.values() if "embedding" in n}
@@ -104,7 +116,9 @@ def test_parameter_groups(architecture):
 
 
 def test_an_update_is_orthogonal():
-    """Every singular value changes by the learning rate, or twice that for a matrix four times as tall as wide."""
+    """Every singular value changes by the learning rate, or twice that for a matrix four times as
+    tall as wide.
+    """
     model = nn.ModuleList([nn.Linear(8, 16, bias=False), nn.Linear(8, 32, bias=False)])
     vars(model[0])["parts"] = 2
     weights = [layer.weight for layer in model]
@@ -138,7 +152,9 @@ def test_the_state_is_saved_and_restored_exactly(architecture):
     fresh = Muon(model, MUON)
     load_optimizer_state(model, fresh, tensors)
     train_steps(model, fresh, range(2, 4))
-    for (name, expected), restored in zip(uninterrupted.named_parameters(), model.parameters(), strict=True):
+    for (name, expected), restored in zip(
+        uninterrupted.named_parameters(), model.parameters(), strict=True
+    ):
         assert torch.equal(expected, restored), name
 
 
@@ -162,7 +178,9 @@ DAMAGES = {
     "a single number": changed(torch.sum),
     "a part": changed(lambda tensor: tensor[:1].clone()),
     "other type": changed(torch.Tensor.bfloat16),
-    "a plain number": lambda tensors, key: tensors.update({f"{key}:float": torch.tensor(1.0, dtype=torch.float64)}),
+    "a plain number": lambda tensors, key: tensors.update(
+        {f"{key}:float": torch.tensor(1.0, dtype=torch.float64)}
+    ),
 }
 
 

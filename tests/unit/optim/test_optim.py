@@ -15,7 +15,13 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
-SCHEDULE = {"schedule": "cosine", "schedule_steps": None, "warmup_steps": 10, "min_lr_ratio": 0.1, "decay_ratio": 0.2}
+SCHEDULE = {
+    "schedule": "cosine",
+    "schedule_steps": None,
+    "warmup_steps": 10,
+    "min_lr_ratio": 0.1,
+    "decay_ratio": 0.2,
+}
 ADAMW = AdamWConfig(name="adamw", lr=2.0, weight_decay=0.5, **SCHEDULE, betas=(0.9, 0.99), eps=1e-8)
 SGD = SGDConfig(name="sgd", lr=2.0, weight_decay=0.5, **SCHEDULE, momentum=0.9, nesterov=True)
 STEPS = 110
@@ -27,14 +33,19 @@ def schedule(name: str, **changes) -> OptimizerConfig:
 
 @pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "constant"])
 def test_the_warm_up_is_the_same_for_all(name):
-    assert [get_lr(step, schedule(name), STEPS) for step in (1, 5, 10)] == pytest.approx([0.2, 1.0, 2.0])
+    assert [get_lr(step, schedule(name), STEPS) for step in (1, 5, 10)] == pytest.approx(
+        [0.2, 1.0, 2.0]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         # cosine: 0.2 + 1.8 (1 + cos(pi progress)) / 2, at a quarter (1 + 0.70711) / 2 = 0.85355
-        ("cosine", {11: 1.9995559, 35: 1.736396, 60: 1.1, 85: 0.463604, 110: 0.2, 111: 0.2, 500: 0.2}),
+        (
+            "cosine",
+            {11: 1.9995559, 35: 1.736396, 60: 1.1, 85: 0.463604, 110: 0.2, 111: 0.2, 500: 0.2},
+        ),
         ("linear", {11: 1.982, 35: 1.55, 60: 1.1, 85: 0.65, 110: 0.2, 111: 0.2, 500: 0.2}),
         # wsd: the last fifth of 110 steps starts after step 88
         ("wsd", {11: 2.0, 60: 2.0, 88: 2.0, 99: 1.1, 109: 0.281818, 110: 0.2, 111: 0.2, 500: 0.2}),
@@ -50,7 +61,8 @@ def test_the_schedule_from_its_start_to_beyond_its_end(name, expected):
 def test_it_never_rises_after_the_warm_up_and_never_jumps(name):
     rates = [get_lr(step, schedule(name), STEPS) for step in range(10, STEPS + 1)]
     falls = [before - after for before, after in pairwise(rates)]
-    assert all(-1e-12 <= fall <= 1.8 / 22 + 1e-9 for fall in falls)  # wsd falls fastest: by 1.8 in 22 steps
+    # wsd falls fastest: by 1.8 in 22 steps
+    assert all(-1e-12 <= fall <= 1.8 / 22 + 1e-9 for fall in falls)
     assert sum(falls) == pytest.approx(1.8)
 
 
@@ -75,7 +87,9 @@ def test_a_run_that_ends_within_its_warm_up(name):
 
 
 def test_a_ratio_of_1_keeps_the_peak():
-    assert {get_lr(step, schedule("cosine", min_lr_ratio=1.0), STEPS) for step in (10, 50, 110, 200)} == {2.0}
+    assert {
+        get_lr(step, schedule("cosine", min_lr_ratio=1.0), STEPS) for step in (10, 50, 110, 200)
+    } == {2.0}
 
 
 # Parameter groups
@@ -85,7 +99,14 @@ def test_a_ratio_of_1_keeps_the_peak():
 def model() -> nn.Module:
     return build_model(
         GPTConfig(
-            name="test", architecture="gpt", n_layer=2, n_head=2, n_embd=8, dropout=0.0, bias=True, activation="gelu"
+            name="test",
+            architecture="gpt",
+            n_layer=2,
+            n_head=2,
+            n_embd=8,
+            dropout=0.0,
+            bias=True,
+            activation="gelu",
         ),
         11,
         4,
@@ -96,7 +117,10 @@ def model() -> nn.Module:
 def test_matrices_are_decayed_and_vectors_are_not(model, config):
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, config)
-    groups = {group["weight_decay"]: {names[p] for p in group["params"]} for group in optimizer.param_groups}
+    groups = {
+        group["weight_decay"]: {names[p] for p in group["params"]}
+        for group in optimizer.param_groups
+    }
     vectors = {name for name in names.values() if "norm" in name or name.endswith("bias")}
     assert groups == {0.5: set(names.values()) - vectors, 0.0: vectors}
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
@@ -104,7 +128,9 @@ def test_matrices_are_decayed_and_vectors_are_not(model, config):
 
 @pytest.mark.parametrize("config", [ADAMW, SGD], ids=["adamw", "sgd"])
 def test_without_a_gradient_only_the_decay_is_applied(model, config):
-    """AdamW takes lr * weight_decay off the weight; SGD's decay is a gradient, which Nesterov counts 1 + 0.9 times."""
+    """AdamW takes lr * weight_decay off the weight; SGD's decay is a gradient, which Nesterov
+    counts 1 + 0.9 times.
+    """
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(model, replace(config, lr=0.1))
     for parameter in model.parameters():
@@ -139,7 +165,8 @@ def test_a_model_with_only_matrices_has_one_group():
 
 
 @pytest.mark.parametrize(
-    ("scaling", "batch", "factor"), [("none", 48, 1), ("linear", 48, 4), ("sqrt", 48, 2), ("linear", 6, 0.5)]
+    ("scaling", "batch", "factor"),
+    [("none", 48, 1), ("linear", 48, 4), ("sqrt", 48, 2), ("linear", 6, 0.5)],
 )
 def test_the_learning_rate_is_scaled_with_the_batch(scaling, batch, factor):
     config = schedule("cosine", lr_scaling=scaling, reference_batch_size=12)

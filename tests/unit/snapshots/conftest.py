@@ -9,7 +9,11 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 
 @pytest.fixture(params=["file", "memory"])
 def url(request, tmp_path):
-    return str(tmp_path / "run" / "snapshots") if request.param == "file" else f"memory://{uuid.uuid4().hex}/snapshots"
+    return (
+        str(tmp_path / "run" / "snapshots")
+        if request.param == "file"
+        else f"memory://{uuid.uuid4().hex}/snapshots"
+    )
 
 
 @pytest.fixture

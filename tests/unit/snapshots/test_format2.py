@@ -1,6 +1,7 @@
 """Run directories written by the first version with format 2: this version resumes them.
 
-Files in tests/data/format2 are never changed or renamed. A test that fails here means that users lose their runs.
+Files in tests/data/format2 are never changed or renamed. A test that fails here means that users
+lose their runs.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ def expected(name) -> dict:
 
 
 def contents() -> dict[str, bytes]:
-    """Return the contents of all files in the working directory, by path, without the cached encoded text."""
-    return {str(p): p.read_bytes() for p in Path().rglob("*") if p.is_file() and p.parts[0] != "cache"}
+    """Return the contents of all files in the working directory, by path, without the cached
+    encoded text.
+    """
+    return {
+        str(p): p.read_bytes() for p in Path().rglob("*") if p.is_file() and p.parts[0] != "cache"
+    }
 
 
 def test_the_sample_is_complete_and_small():
@@ -92,7 +97,9 @@ def test_training_resumes(name, expected):
     assert read_result(Path("run"))["step"] == STEPS
     assert recorded_config(Path("run"))["trainer"]["max_steps"] == STEPS
     before = read_history(Path("run", METRICS))
-    assert before.series("train_loss") == [(n, expected["train_loss"][str(n)]) for n in range(1, STEPS + 1)]
+    assert before.series("train_loss") == [
+        (n, expected["train_loss"][str(n)]) for n in range(1, STEPS + 1)
+    ]
     losses = train(name, MORE_STEPS)
     assert losses == pytest.approx(expected["train_loss"], abs=1e-4)
     assert [row["step"] for row in read_history(Path("run", METRICS)).rows][-1] == MORE_STEPS
@@ -123,6 +130,9 @@ def test_a_run_of_format_1_is_refused_before_anything_is_written(name):
     old = {"format": 1, "step": values["step"], "files": values["files"]}
     (NEWEST / MANIFEST).write_text(json.dumps(old, indent=1))
     before = contents()
-    with pytest.raises(SnapshotError, match=r"step 4 was written by an earlier version, in format 1; start again with"):
+    with pytest.raises(
+        SnapshotError,
+        match=r"step 4 was written by an earlier version, in format 1; start again with",
+    ):
         train(name, MORE_STEPS)
     assert contents() == before

@@ -1,4 +1,4 @@
-"""An untrusted snapshot runs no code, writes nothing outside its directory and cannot exhaust the memory."""
+"""An untrusted snapshot runs no code, writes only in its directory, and takes bounded memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,13 @@ PEAK = 1500  # MiB of resident memory, of which torch takes some hundred
 @pytest.fixture(scope="module")
 def valid_files() -> dict[str, bytes]:
     """The files of a valid snapshot, without its manifest."""
-    overrides = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8", "trainer.device=cpu"]
+    overrides = [
+        "model=gpt_nano",
+        "model.n_layer=2",
+        "model.n_embd=12",
+        "data.block_size=8",
+        "trainer.device=cpu",
+    ]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         config = from_mapping(to_plain(compose("config", overrides)))
     torch.manual_seed(0)
@@ -67,14 +73,20 @@ def valid_files() -> dict[str, bytes]:
     }
 
 
-def write_snapshot(parent: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8) -> str:
+def write_snapshot(
+    parent: Path, files: dict[str, bytes], manifest: bytes | None = None, step: int = 8
+) -> str:
     """Write the files, with a matching manifest or another one; return the URL of the snapshot."""
     directory = parent / directory_name(step)
     directory.mkdir(parents=True)
     for name, content in files.items():
         (directory / name).write_bytes(content)
-    listed = {n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()}
-    (directory / MANIFEST).write_bytes(encode_manifest(step, listed) if manifest is None else manifest)
+    listed = {
+        n: {"bytes": len(c), "sha256": hashlib.sha256(c).hexdigest()} for n, c in files.items()
+    }
+    (directory / MANIFEST).write_bytes(
+        encode_manifest(step, listed) if manifest is None else manifest
+    )
     return str(directory)
 
 
@@ -93,7 +105,7 @@ def refusal(url: str) -> str:
 
 
 def sample_limited(*urls: str) -> list[str]:
-    """Sample from each URL in one process with limited memory, and check its peak; return the line printed for each."""
+    """Sample from each URL in one process with limited memory, and check its peak; return the line printed for each."""  # noqa: E501
     program = f"""
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
@@ -107,7 +119,7 @@ for url in sys.argv[1:]:
         print(error)
 # Not ru_maxrss: it begins with the resident memory of the process that was forked to start this one.
 print(next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")))
-"""
+"""  # noqa: E501
     command = [sys.executable, "-c", program, *urls]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -127,7 +139,16 @@ def test_a_valid_snapshot_is_accepted(tmp_path, valid_files):
 
 @pytest.mark.parametrize(
     "name",
-    ["../model.safetensors", "/etc/passwd", "model.pkl", "a/b", "", ".", "..", "model-00001-of-00002.safetensors"],
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "model.pkl",
+        "a/b",
+        "",
+        ".",
+        "..",
+        "model-00001-of-00002.safetensors",
+    ],
 )
 @pytest.mark.parametrize("replaced", [MODEL, STATE])
 def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, valid_files):
@@ -140,7 +161,9 @@ def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, valid_
     assert inspect(store, 8).status == "damaged"
 
 
-@pytest.mark.parametrize("name", ["../../victim", "a/b.json", ".json", "a", "model.pkl", "state.pkl", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["../../victim", "a/b.json", ".json", "a", "model.pkl", "state.pkl", "manifest.json"]
+)
 def test_a_name_of_a_later_version_is_neither_a_path_nor_reserved(name, tmp_path, valid_files):
     listed = {n: {"bytes": 1, "sha256": "0" * 64} for n in [*valid_files, name]}
     write_snapshot(tmp_path, valid_files, encode_manifest(8, listed))
@@ -162,7 +185,9 @@ class Bomb:
 @pytest.mark.parametrize("name", [MODEL, STATE, "model.pkl", "pytorch_model.bin"])
 def test_a_pickle_is_never_run(name, tmp_path, valid_files):
     bomb = pickle.dumps(Bomb(str(tmp_path / "ran")))
-    url = write_snapshot(tmp_path / "a", {**valid_files, name: bomb} if name in valid_files else valid_files)
+    url = write_snapshot(
+        tmp_path / "a", {**valid_files, name: bomb} if name in valid_files else valid_files
+    )
     (Path(url) / name).write_bytes(bomb)
     if name in valid_files:
         assert "cannot be parsed" in refusal(url)
@@ -203,21 +228,29 @@ def test_deeply_nested_json(opening, closing, depth, tmp_path, valid_files):
     nested = opening * depth + b"1" + closing * depth
     with pytest.raises(ValueError, match=r"^it is nested too deeply$"):
         load_json(nested)
-    assert "cannot be parsed" in refusal(write_snapshot(tmp_path / "a", {**valid_files, STATE: nested}))
-    assert "manifest.json is damaged" in refusal(write_snapshot(tmp_path / "b", valid_files, nested))
+    assert "cannot be parsed" in refusal(
+        write_snapshot(tmp_path / "a", {**valid_files, STATE: nested})
+    )
+    assert "manifest.json is damaged" in refusal(
+        write_snapshot(tmp_path / "b", valid_files, nested)
+    )
 
 
 def test_a_giant_number(tmp_path, valid_files):
     state = valid_files[STATE].replace(b'"step": 8', b'"step": ' + b"9" * 100_000)
     write_snapshot(tmp_path, {**valid_files, STATE: state})
-    assert inspect(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")  # older versions of Python read it
+    # older versions of Python read it
+    assert inspect(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")
 
 
-@pytest.mark.parametrize("content", [b"[]", b"7", b"null", b'"text"', b"{}", b'{"config": {}, "vocabulary": "a"}'])
+@pytest.mark.parametrize(
+    "content", [b"[]", b"7", b"null", b'"text"', b"{}", b'{"config": {}, "vocabulary": "a"}']
+)
 def test_a_state_of_another_type(content, tmp_path, valid_files):
     message = refusal(write_snapshot(tmp_path, {**valid_files, STATE: content}))
     assert "has an invalid state" in message
-    assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"  # it can be listed nevertheless
+    # it can be listed nevertheless
+    assert inspect(SnapshotStore(str(tmp_path)), 8).status == "whole"
 
 
 @pytest.mark.parametrize("vocabulary", [["a" * 9] * 14, 7, None, {"a": 1}])
@@ -244,7 +277,9 @@ def header(text: bytes, data: bytes = b"") -> bytes:
         (1 << 24).to_bytes(8, "little") + b"{}",
         header(b"{"),
         header(b'{"a":' * 10_000 + b"1" + b"}" * 10_000),
-        header(b'{"w":{"dtype":"F32","shape":[1000000000,1000000000],"data_offsets":[0,4]}}', b"\0" * 4),
+        header(
+            b'{"w":{"dtype":"F32","shape":[1000000000,1000000000],"data_offsets":[0,4]}}', b"\0" * 4
+        ),
         header(b'{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'),
         header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,99]}}', b"\0" * 4),
         header(b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"\0" * 4),
@@ -262,13 +297,20 @@ def test_forged_tensors_are_refused(content, tmp_path, valid_files):
 
 
 def test_nonfinite_weights(tmp_path, valid_files):
-    tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in decode(valid_files[MODEL]).items()}
-    assert "cannot be used" in refusal(write_snapshot(tmp_path, {**valid_files, MODEL: bytes(encode(tensors))}))
+    tensors = {
+        name: torch.full_like(tensor, torch.nan)
+        for name, tensor in decode(valid_files[MODEL]).items()
+    }
+    assert "cannot be used" in refusal(
+        write_snapshot(tmp_path, {**valid_files, MODEL: bytes(encode(tensors))})
+    )
 
 
 def test_a_configuration_of_another_model_is_refused(tmp_path, valid_files):
     for i, values in enumerate([{"n_layer": 1}, {"n_layer": 3}, {"n_embd": 24}, {"bias": True}]):
-        assert "not" in refusal(write_snapshot(tmp_path / str(i), with_config(valid_files, "model", **values)))
+        assert "not" in refusal(
+            write_snapshot(tmp_path / str(i), with_config(valid_files, "model", **values))
+        )
     for i, size in enumerate([9, 10**9, 2**62]):
         assert "do not fit" in refusal(
             write_snapshot(tmp_path / f"b{i}", with_config(valid_files, "data", block_size=size))
@@ -286,24 +328,44 @@ def test_no_config_value_makes_the_model_larger_than_its_tensors(tmp_path, valid
         with_config(valid_files, "model", n_embd=2**62, n_head=1),
         with_config(valid_files, "data", block_size=10**12),
         with_config(valid_files, "model", name="x" * 10**7),
-        {**valid_files, STATE: json.dumps({**json.loads(valid_files[STATE]), "vocabulary": "a" * 10**7}).encode()},
+        {
+            **valid_files,
+            STATE: json.dumps(
+                {**json.loads(valid_files[STATE]), "vocabulary": "a" * 10**7}
+            ).encode(),
+        },
     ]
-    lines = sample_limited(*(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged)))
+    lines = sample_limited(
+        *(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged))
+    )
     assert len(lines) == len(forged)
     assert all(
-        line.startswith(("snapshot error: the snapshot's ", "snapshot error: the snapshot has an invalid state"))
+        line.startswith(
+            ("snapshot error: the snapshot's ", "snapshot error: the snapshot has an invalid state")
+        )
         and len(line) < 1000
         for line in lines
     ), lines
 
 
 def modern_files(valid_files: dict[str, bytes], **values: object) -> dict[str, bytes]:
-    """Return the files of a valid snapshot of the modern decoder, with other values in its configuration."""
-    config = {"name": "modern", "architecture": "modern", "n_layer": 1, "n_head": 2, "n_embd": 12, "dropout": 0.0}
+    """Return the files of a valid snapshot of the modern decoder, with other values in its configuration."""  # noqa: E501
+    config = {
+        "name": "modern",
+        "architecture": "modern",
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 12,
+        "dropout": 0.0,
+    }
     model = build_model(build_group("model", config), len(VOCABULARY), 8)
     state = json.loads(valid_files[STATE])
     state["config"]["model"] = {**config, **values}
-    return {**valid_files, MODEL: bytes(encode(model_state(model))), STATE: json.dumps(state).encode()}
+    return {
+        **valid_files,
+        MODEL: bytes(encode(model_state(model))),
+        STATE: json.dumps(state).encode(),
+    }
 
 
 def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(tmp_path, valid_files):
@@ -314,8 +376,12 @@ def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(tmp_pa
         modern_files(valid_files, n_layer=1_000),
     ]
     contexts = [with_config(valid, "data", block_size=size) for size in (8, 10**8, 10**30)]
-    lines = sample_limited(*(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged + contexts)))
-    assert [line[:31] for line in lines] == ["snapshot error: the snapshot's "] * 3 + ["accepted"] * 3, lines
+    lines = sample_limited(
+        *(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged + contexts))
+    )
+    assert [line[:31] for line in lines] == ["snapshot error: the snapshot's "] * 3 + [
+        "accepted"
+    ] * 3, lines
 
 
 def sparse(path: Path, size: int) -> None:
@@ -328,7 +394,11 @@ def test_giant_files_are_not_read(tmp_path, valid_files):
     urls = [write_snapshot(tmp_path / str(i), valid_files) for i in range(5)]
     sparse(Path(urls[0]) / MANIFEST, giant)
     sparse(Path(urls[1]) / MODEL, giant)
-    for url, name, size in ((urls[2], MODEL, giant), (urls[3], STATE, giant), (urls[4], STATE, MAX_STATE_BYTES + 1)):
+    for url, name, size in (
+        (urls[2], MODEL, giant),
+        (urls[3], STATE, giant),
+        (urls[4], STATE, MAX_STATE_BYTES + 1),
+    ):
         sparse(Path(url) / name, size)
         listed = json.loads((Path(url) / MANIFEST).read_bytes())["files"]
         listed[name]["bytes"] = size
@@ -358,7 +428,10 @@ def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files
     listed = json.loads((Path(url) / MANIFEST).read_bytes())["files"]
     listed[name]["bytes"] = 1 << 40
     (Path(url) / MANIFEST).write_bytes(encode_manifest(8, listed))
-    assert str(verify_step(SnapshotStore(str(tmp_path)), 8)) == f"{name} has another size than its header says"
+    assert (
+        str(verify_step(SnapshotStore(str(tmp_path)), 8))
+        == f"{name} has another size than its header says"
+    )
 
 
 def test_json_of_many_small_values_is_limited(tmp_path, valid_files):
@@ -378,22 +451,28 @@ def test_a_yaml_bomb_is_refused(tmp_path):
     lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     assert "no whole snapshot" in sample_limited(str(tmp_path))[0]
-    assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, "the limit is not what refuses it"
+    assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, (
+        "the limit is not what refuses it"
+    )
 
 
 def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
-    """Neither for sampling nor for export nor to resume from it; the name of the file is only data."""
+    """Neither for sampling nor for export nor to resume from it; the name of the file is only data."""  # noqa: E501
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")
     for group, key in (("model", "architecture"), ("optimizer", "name"), ("data", "reader")):
         for i, values in enumerate(({"code": str(evil)}, {"code": str(evil), key: "evil"})):
-            url = write_snapshot(tmp_path / f"{group}{i}", with_config(valid_files, group, **values))
+            url = write_snapshot(
+                tmp_path / f"{group}{i}", with_config(valid_files, group, **values)
+            )
             with contextlib.suppress(SnapshotError):
                 sample(SampleConfig(url, max_new_tokens=1), "a")
             export(ExportConfig(url, str(tmp_path / f"export {group}{i}")))
             state = load(url).state
             with pytest.raises(SnapshotError):
-                check_state(8, state, text_task(from_mapping(json.loads(valid_files[STATE])["config"])))
+                check_state(
+                    8, state, text_task(from_mapping(json.loads(valid_files[STATE])["config"]))
+                )
     assert not (tmp_path / "was here").exists()
 
 
@@ -453,13 +532,22 @@ def test_control_characters_are_escaped():
 
 
 def sample_command(url: str) -> list[str]:
-    return [sys.executable, "-m", "mingpt_ddp.sample", f"snapshot={url}", "prompt=-", "max_new_tokens=1"]
+    return [
+        sys.executable,
+        "-m",
+        "mingpt_ddp.sample",
+        f"snapshot={url}",
+        "prompt=-",
+        "max_new_tokens=1",
+    ]
 
 
 def test_a_terminal_gets_no_escape_sequences(tmp_path, valid_files):
     url = write_snapshot(tmp_path, valid_files)
     main, terminal = pty.openpty()
-    done = subprocess.run(sample_command(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60)
+    done = subprocess.run(
+        sample_command(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60
+    )
     os.close(terminal)
     shown = os.read(main, 1000)
     os.close(main)

@@ -44,12 +44,16 @@ def test_load_in_memory(store):
 )
 @pytest.mark.parametrize("key", ["path", "fallback_path"])
 def test_load_finds_snapshots_in_the_recorded_path(key, name, directory, tmp_path, monkeypatch):
-    """Below the path that its config.yaml records, under as much of the directory's name as run.name has."""
+    """Below the path that its config.yaml records, under as much of the directory's name as
+    run.name has.
+    """
     run = tmp_path / "outputs" / directory
     run.mkdir(parents=True)
     commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), small_snapshot(4))
     for path in (f"{tmp_path}/elsewhere", f"{tmp_path}/elsewhere/"):
-        (run / "config.yaml").write_text(json.dumps({"run": {"name": name}, "snapshot": {key: path}}))
+        (run / "config.yaml").write_text(
+            json.dumps({"run": {"name": name}, "snapshot": {key: path}})
+        )
         assert load(str(run)).step == 4
     monkeypatch.chdir(run)
     assert load(".").step == 4
@@ -69,7 +73,9 @@ def test_load_of_the_best(store, tmp_path):
     store.storage.delete(f"{directory_name(6)}/{MANIFEST}")
     assert load(run, step="best").step == 4
     assert load(f"{store.url}/step_00000004", step="best").step == 4
-    with pytest.raises(SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is of step 8"):
+    with pytest.raises(
+        SnapshotError, match=r"there is no snapshot of step 5 at .*; the newest is of step 8"
+    ):
         load(run, step=5)
 
 
@@ -78,7 +84,9 @@ def saved_twice(tmp_path):
     """A run directory, the store of its snapshot.path and that of its snapshot.fallback_path."""
     (tmp_path / "run").mkdir()
     paths = {"path": f"{tmp_path}/first", "fallback_path": f"{tmp_path}/second"}
-    (tmp_path / "run" / "config.yaml").write_text(json.dumps({"run": {"name": "run"}, "snapshot": paths}))
+    (tmp_path / "run" / "config.yaml").write_text(
+        json.dumps({"run": {"name": "run"}, "snapshot": paths})
+    )
     return str(tmp_path / "run"), *(SnapshotStore(f"{path}/run") for path in paths.values())
 
 
@@ -95,7 +103,9 @@ def test_a_damaged_store_does_not_hide_the_fallback(saved_twice, caplog):
 
 
 @pytest.mark.parametrize("error", [SnapshotError("gone"), StorageUnavailableError("gone")])
-def test_a_store_that_cannot_be_listed_does_not_hide_the_fallback(error, saved_twice, monkeypatch, caplog):
+def test_a_store_that_cannot_be_listed_does_not_hide_the_fallback(
+    error, saved_twice, monkeypatch, caplog
+):
     run, first, second = saved_twice
     steps = SnapshotStore.steps
 
@@ -126,14 +136,18 @@ def test_an_unfinished_step_does_not_hide_the_fallback(saved_twice):
     first.storage.delete(f"{directory_name(8)}/{MANIFEST}")
     assert [load(run, step=step).step for step in ("newest", "best", 8)] == [8, 8, 8]
     second.storage.delete(f"{directory_name(8)}/{MANIFEST}")
-    with pytest.raises(SnapshotError, match=f"{first.url}/step_00000008 cannot be used: it was never finished"):
+    with pytest.raises(
+        SnapshotError, match=f"{first.url}/step_00000008 cannot be used: it was never finished"
+    ):
         load(run, step=8)
 
 
 @pytest.mark.parametrize("best", [None, [4], 4.0, "4", {}])
 def test_load_of_the_best_without_one(best, store):
     commit(store, with_best(4, best))
-    with pytest.raises(SnapshotError, match=r"there is no snapshot of step best at .*; the newest is of step 4"):
+    with pytest.raises(
+        SnapshotError, match=r"there is no snapshot of step best at .*; the newest is of step 4"
+    ):
         load(store.url, step="best")
 
 
@@ -147,7 +161,9 @@ def test_load_without_a_snapshot(store):
 def test_a_path_that_does_not_exist_is_told_from_one_without_snapshots(tmp_path):
     for path, reason in ((tmp_path / "nowhere", ", which does not exist"), (tmp_path, "")):
         for find in (load, find_steps):
-            with pytest.raises(SnapshotError, match=f"there (is|are) no .* at {path}{reason}; name a run directory"):
+            with pytest.raises(
+                SnapshotError, match=f"there (is|are) no .* at {path}{reason}; name a run directory"
+            ):
                 find(str(path))
 
 
@@ -165,7 +181,11 @@ def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
     for step in (4, 8):
         commit(store, small_snapshot(step))
     store.storage.delete(f"{directory_name(8)}/{MANIFEST}")
-    for url, steps in ((f"{tmp_path}/run/", [4, 8]), (store.url, [4, 8]), (f"{store.url}/step_00000008", [8])):
+    for url, steps in (
+        (f"{tmp_path}/run/", [4, 8]),
+        (store.url, [4, 8]),
+        (f"{store.url}/step_00000008", [8]),
+    ):
         [(found, listed)] = find_steps(url)
         assert (found.url, listed) == (store.url, steps)
     with pytest.raises(SnapshotError, match="there are no snapshots at"):
@@ -182,7 +202,9 @@ def test_find_steps_lists_unfinished_snapshots_too(store, tmp_path):
 def test_a_recorded_url_that_cannot_be_opened_is_one_line(path, reason, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(json.dumps({"run": {"name": "run"}, "snapshot": {"path": path}}))
+    (run / "config.yaml").write_text(
+        json.dumps({"run": {"name": "run"}, "snapshot": {"path": path}})
+    )
     with pytest.raises(SnapshotError) as error:
         find_steps(str(run))
     assert str(error.value) == f"snapshot error: cannot list snapshots: URL={path}/run: {reason}"

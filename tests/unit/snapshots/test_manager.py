@@ -1,4 +1,6 @@
-"""Resuming: what a snapshot must have in common with the run, and what is restored into the live objects."""
+"""Resuming: what a snapshot must have in common with the run, and what is restored into the live
+objects.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def with_value(config: Config, key: str, value: object) -> Config:
 
 def state_of(config: Config) -> dict:
     """Return the state in a snapshot of this configuration, after a round trip through JSON."""
-    context = SimpleNamespace(config=config, runtime=Runtime(config, DistEnv()), state=TrainState(step=8))
+    context = SimpleNamespace(
+        config=config, runtime=Runtime(config, DistEnv()), state=TrainState(step=8)
+    )
     return json.loads(json.dumps(snapshot_state(context, text_task(config), micro_batch_size=4)))
 
 
@@ -80,19 +84,24 @@ def test_a_changed_key_is_named_with_both_values(key, value, config):
     with pytest.raises(SnapshotError) as refused:
         check_state(8, state_of(config), text_task(with_value(config, key, value)))
     message = str(refused.value)
-    assert message.startswith("snapshot error: the snapshot of step 8 was saved with other settings: ")
+    assert message.startswith(
+        "snapshot error: the snapshot of step 8 was saved with other settings: "
+    )
     assert f" {key} ({old} there, {value} now);" in message
     assert message.endswith("restore them, or choose another run.name, or run.resume=never")
     elsewhere = with_value(with_value(config, key, value), "run.resume", "outputs/other")
     with pytest.raises(
-        SnapshotError, match=r"restore them, or write run.init_from=outputs/other to start from its weights alone$"
+        SnapshotError,
+        match=r"restore them, or write run.init_from=outputs/other to start from its weights alone$",  # noqa: E501
     ):
         check_state(8, state_of(config), text_task(elsewhere))
 
 
 def test_every_difference_is_named(config):
     other = with_value(with_value(config, "model.n_layer", 5), "run.seed", 7)
-    with pytest.raises(SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"):
+    with pytest.raises(
+        SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"
+    ):
         check_state(8, state_of(config), text_task(other))
 
 
@@ -102,8 +111,14 @@ def test_another_optimizer(config):
 
 
 def test_another_text(config):
-    with pytest.raises(SnapshotError, match=r"data.path \(the content's SHA-256\) \(1111111111111111 there, 2222"):
-        check_state(8, state_of(config), text_task(config, encoded=dataclasses.replace(ENCODED, sha256="2" * 64)))
+    with pytest.raises(
+        SnapshotError, match=r"data.path \(the content's SHA-256\) \(1111111111111111 there, 2222"
+    ):
+        check_state(
+            8,
+            state_of(config),
+            text_task(config, encoded=dataclasses.replace(ENCODED, sha256="2" * 64)),
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +168,15 @@ def test_an_invalid_state(key, value, config):
 def test_the_names_in_state_json(config):
     """Names may be added, not changed: a rename in the code must not become one on disk."""
     assert list(state_of(config)) == [
-        *("train_state", "scaler", "micro_batch_size", "vocabulary", "text", "config", "environment"),
+        *(
+            "train_state",
+            "scaler",
+            "micro_batch_size",
+            "vocabulary",
+            "text",
+            "config",
+            "environment",
+        ),
     ]
     assert list(state_of(config)["train_state"]) == [
         *(
@@ -184,13 +207,24 @@ def test_the_names_in_state_json(config):
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
-        *("torch", "device", "precision", "compiled", "threads", "world_size", "strategy", "tensor_parallel"),
+        *(
+            "torch",
+            "device",
+            "precision",
+            "compiled",
+            "threads",
+            "world_size",
+            "strategy",
+            "tensor_parallel",
+        ),
         *("transport", "comm_hook"),
     ]
 
 
 def test_keys_of_other_versions_are_ignored(config):
-    """Those added by a later version, and those of ddp, which do not change the numbers of a resumed run."""
+    """Those added by a later version, and those of ddp, which do not change the numbers of a
+    resumed run.
+    """
     state = state_of(config) | {"added_later": [1]}
     state["train_state"] |= {"added_later": 12.5, "skipped_steps": [7], "wasted_seconds": 2.5}
     state["text"] |= {"added_later": None}
@@ -211,7 +245,9 @@ def test_goodput_is_a_share(wall, stall, wasted):
     """Also if a clock went back during a run."""
     goodput = TrainState(wall_seconds=wall, stall_seconds=stall, wasted_seconds=wasted).goodput
     assert 0 <= goodput <= 1
-    assert TrainState(wall_seconds=90, stall_seconds=10, wasted_seconds=10).goodput == pytest.approx(0.8)
+    assert TrainState(
+        wall_seconds=90, stall_seconds=10, wasted_seconds=10
+    ).goodput == pytest.approx(0.8)
 
 
 # Saved and restored in one process
@@ -261,7 +297,13 @@ def test_a_restored_run_equals_an_uninterrupted_one(optimizer, tmp_path):
     model, optim = build(config)
     train(model, optim, range(3))
     train_state = TrainState(
-        step=3, train_loss=1.25, val_loss=1.5, val_step=2, best_val_loss=1.5, best_step=2, loss_sum=0.1
+        step=3,
+        train_loss=1.25,
+        val_loss=1.5,
+        val_step=2,
+        best_val_loss=1.5,
+        best_step=2,
+        loss_sum=0.1,
     )
     save(manager_at(tmp_path, config), train_state, model, optim, micro_batch_size=6)
     train(model, optim, range(3, 6))
@@ -298,7 +340,9 @@ def test_the_best_is_kept_only_if_configured(tmp_path):
     assert manager.stores[0].steps() == [3, 4]
 
 
-def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path, config, log_lines):
+def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
+    tmp_path, config, log_lines
+):
     model, optim = build(config)
     save(manager_at(tmp_path / "old" / "snapshots", config), TrainState(step=5), model, optim)
     resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
@@ -307,7 +351,10 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(tmp_path
     assert not any("is ignored" in line for line in log_lines)
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
-    assert f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own" in log_lines
+    assert (
+        f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own"
+        in log_lines
+    )
 
 
 def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
@@ -327,7 +374,9 @@ def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_p
 def test_a_snapshot_of_other_settings_is_refused(tmp_path, config):
     model, optim = build(config)
     save(manager_at(tmp_path, config), TrainState(step=5), model, optim)
-    with pytest.raises(SnapshotError, match=r"the snapshot of step 5 was saved with other settings: run.seed"):
+    with pytest.raises(
+        SnapshotError, match=r"the snapshot of step 5 was saved with other settings: run.seed"
+    ):
         load_latest(manager_at(tmp_path, with_value(config, "run.seed", 7)))
 
 
@@ -347,7 +396,9 @@ def test_weights_of_another_shape_are_refused(tmp_path, config):
         *((errno.EIO, StorageUnavailableError), (None, StorageUnavailableError)),
     ],
 )
-def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(code, expected, tmp_path, config, monkeypatch):
+def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(
+    code, expected, tmp_path, config, monkeypatch
+):
     """The first ends a run with its workers, after the second they start again."""
     model, optim = build(config)
     manager = manager_at(tmp_path, with_value(config, "snapshot.max_failures", 0))

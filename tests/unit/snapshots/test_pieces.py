@@ -1,4 +1,6 @@
-"""Tensors in pieces of rows: written by several ranks, merged, and read in part; hostile ones are refused."""
+"""Tensors in pieces of rows: written by several ranks, merged, and read in part; hostile ones are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,19 @@ def write(store: SnapshotStore, files: list[dict[str, Any]], step: int = 1) -> N
     contents = {STATE: json.dumps({"train_state": {"step": step}}).encode()}
     for i, named in enumerate(files):
         content = named if isinstance(named, bytes) else encode(named)
-        contents |= {shard_name("model", i, len(files)): content, shard_name("optimizer", i, len(files)): encode({})}
+        contents |= {
+            shard_name("model", i, len(files)): content,
+            shard_name("optimizer", i, len(files)): encode({}),
+        }
     store.write_files(step, store.make_manifest(step, store.write_files(step, contents)))
 
 
 @pytest.fixture
 def at(tmp_path):
     """Return a store on a local disk, or in memory, which is a remote filesystem for fsspec."""
-    return lambda protocol: SnapshotStore(str(tmp_path) if protocol == "file" else f"memory://{tmp_path}")
+    return lambda protocol: SnapshotStore(
+        str(tmp_path) if protocol == "file" else f"memory://{tmp_path}"
+    )
 
 
 @URLS
@@ -57,14 +64,20 @@ def test_pieces_are_merged(at, protocol):
 def test_rows_are_read_from_any_pieces(at, protocol):
     store = at(protocol)
     half = WEIGHT.to(torch.bfloat16)
-    write(store, [a | b for a, b in zip(split("w", WEIGHT, [2, 6]), split("h", half, [5, 6]), strict=True)])
+    write(
+        store,
+        [a | b for a, b in zip(split("w", WEIGHT, [2, 6]), split("h", half, [5, 6]), strict=True)],
+    )
     write(store, [{"w": WEIGHT, "h": half, "n": torch.tensor(5)}], step=2)
     for step in (1, 2):
         index = store.read(step, whole=False).index
         assert index["url"] == store.url
         for first in range(8):
             for end in range(first, 8):
-                found = [read_rows(store.storage, f"step_0000000{step}", index["model"][k], first, end) for k in "wh"]
+                found = [
+                    read_rows(store.storage, f"step_0000000{step}", index["model"][k], first, end)
+                    for k in "wh"
+                ]
                 assert torch.equal(found[0], WEIGHT[first:end])
                 assert torch.equal(found[1], half[first:end])
     assert read_rows(store.storage, "step_00000002", index["model"]["n"], 0, 1) == torch.tensor(5)

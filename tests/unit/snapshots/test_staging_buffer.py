@@ -8,7 +8,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from mingpt_ddp.snapshots.staging_buffer import DTYPES, MAX_HEADER_BYTES, SafetensorsBuffer, decode, encode
+from mingpt_ddp.snapshots.staging_buffer import (
+    DTYPES,
+    MAX_HEADER_BYTES,
+    SafetensorsBuffer,
+    decode,
+    encode,
+)
 
 
 def make_tensors(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -44,7 +50,8 @@ def test_the_library_reads_it():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type(dtype):
     check_equal(
-        safetensors.torch.load(bytes(encode({"x": make_tensors(dtype, 3, 2)}))), {"x": make_tensors(dtype, 3, 2)}
+        safetensors.torch.load(bytes(encode({"x": make_tensors(dtype, 3, 2)}))),
+        {"x": make_tensors(dtype, 3, 2)},
     )
 
 
@@ -67,7 +74,10 @@ def test_the_order_of_the_names_does_not_matter():
 
 def test_strides_do_not_matter():
     values = make_tensors(torch.float32, 4, 6)
-    check_equal(decode(bytes(encode({"x": values.T, "y": values[:, ::2]}))), {"x": values.T, "y": values[:, ::2]})
+    check_equal(
+        decode(bytes(encode({"x": values.T, "y": values[:, ::2]}))),
+        {"x": values.T, "y": values[:, ::2]},
+    )
 
 
 def test_parameters_with_gradients():
@@ -120,6 +130,8 @@ def test_invalid_files_are_refused(content):
 
 
 def test_a_tensor_beyond_the_end_of_the_file_is_refused():
-    header = json.dumps({"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    header = json.dumps(
+        {"x": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}
+    ).encode()
     with pytest.raises(ValueError, match=r"."):
         decode(len(header).to_bytes(8, "little") + header)

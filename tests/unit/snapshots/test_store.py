@@ -1,4 +1,7 @@
-"""A snapshot is complete or does not exist; if the newest one is damaged, the previous one is used."""
+"""A snapshot is complete or does not exist.
+
+If the newest one is damaged, the previous one is used.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ def warnings():
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+    return a.keys() == b.keys() and all(
+        a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a
+    )
 
 
 def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
@@ -159,7 +164,9 @@ def test_prune_keeps_milestones_that_are_whole(store):
 
 
 def test_prune_keeps_later_steps(store):
-    """A run that resumed from an older snapshot keeps later ones until it reaches their steps again."""
+    """A run that resumed from an older snapshot keeps later ones until it reaches their steps
+    again.
+    """
     for step in (1, 2, 3, 8, 9):
         commit(store, small_snapshot(step))
     store.prune(keep_last=1, best=None, newest=3)
@@ -167,7 +174,9 @@ def test_prune_keeps_later_steps(store):
 
 
 def failing(url: str, calls: int) -> Storage:
-    """Return a storage whose connection breaks at the n-th write or delete: that one and all later ones fail."""
+    """Return a storage whose connection breaks at the n-th write or delete: that one and all later
+    ones fail.
+    """
     storage, left = open_storage(url), iter(range(calls))
 
     def limited(method: Callable[..., None]) -> Callable[..., None]:
@@ -198,7 +207,8 @@ def test_a_partially_deleted_snapshot_does_not_exist(calls, store, warnings):
 # Failed writes
 
 
-# A write deletes the old manifest, deletes the old directory, and writes three files and the manifest.
+# A write deletes the old manifest, deletes the old directory, and writes three files and the
+# manifest.
 @pytest.mark.parametrize("calls", range(6))
 def test_a_failed_write_keeps_the_previous_snapshot(calls, store, warnings):
     commit(store, small_snapshot(4))
@@ -287,7 +297,8 @@ def test_damage_is_detected_and_the_previous_snapshot_is_used(name, damage, stor
     assert len(warnings) == 1
     assert "\n" not in warnings[0]
     assert warnings[0].startswith(f"damaged snapshot {store.url}/step_00000008 is ignored: ")
-    assert name in warnings[0] or name == MANIFEST  # a flipped digit of a manifest may report another file
+    # a flipped digit of a manifest may report another file
+    assert name in warnings[0] or name == MANIFEST
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -343,20 +354,33 @@ def test_a_manifest_lists_all_shards_of_every_kind(ema):
     assert decode_manifest(encode_manifest(8, files), 8) == files
     for missing in names:
         with pytest.raises(CorruptSnapshotError):
-            decode_manifest(encode_manifest(8, {name: files[name] for name in names if name != missing}), 8)
+            decode_manifest(
+                encode_manifest(8, {name: files[name] for name in names if name != missing}), 8
+            )
 
 
 def test_tensors_are_assigned_to_the_least_loaded_writer():
     """No more shards than are worth their requests: 3 for 3.5 times the least size."""
     sizes = {"a": 1.5, "b": 1.0, "c": 0.75, "d": 0.25}
-    named = {name: torch.empty(int(size * MIN_SHARD_BYTES), dtype=torch.uint8) for name, size in sizes.items()}
+    named = {
+        name: torch.empty(int(size * MIN_SHARD_BYTES), dtype=torch.uint8)
+        for name, size in sizes.items()
+    }
     files = shard_tensors({"model": named, "optimizer": {}}, writers=7)
-    assert [sorted(shard[f"model-0000{i}-of-00003.safetensors"]) for i, shard in enumerate(files, 1)] == [
+    assert [
+        sorted(shard[f"model-0000{i}-of-00003.safetensors"]) for i, shard in enumerate(files, 1)
+    ] == [
         ["a"],
         ["b"],
         ["c", "d"],
     ]
-    assert [len(shard_tensors({"model": named}, writers)) for writers in (0, 1, 2, 3, 4)] == [1, 1, 2, 3, 3]
+    assert [len(shard_tensors({"model": named}, writers)) for writers in (0, 1, 2, 3, 4)] == [
+        1,
+        1,
+        2,
+        3,
+        3,
+    ]
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 2}'])
@@ -407,7 +431,9 @@ def test_a_newer_format_is_not_reported_as_damage(store):
     commit(store, small_snapshot(8))
     rewrite_manifest(store, format=3)
     for look in (store.read_latest, store.newest_state):
-        with pytest.raises(SnapshotError, match="step 8 was written by a newer version, in format 3; upgrade"):
+        with pytest.raises(
+            SnapshotError, match="step 8 was written by a newer version, in format 3; upgrade"
+        ):
             look()
 
 
@@ -415,18 +441,26 @@ def write_manifest_of_format_1(store: SnapshotStore, step: int) -> bytes:
     """Replace the manifest of a snapshot by one of format 1."""
     path = f"{directory_name(step)}/{MANIFEST}"
     files = json.loads(store.storage.read(path))["files"]
-    store.storage.write(path, json.dumps({"format": 1, "step": step, "files": files}, indent=1).encode())
+    store.storage.write(
+        path, json.dumps({"format": 1, "step": step, "files": files}, indent=1).encode()
+    )
     return store.storage.read(path)
 
 
 def test_an_older_format_is_refused_in_one_line(store):
     commit(store, small_snapshot(8))
     write_manifest_of_format_1(store, 8)
-    for look in (store.read_latest, store.newest_state, lambda: store.verify(8), lambda: store.read_metadata(8)):
+    for look in (
+        store.read_latest,
+        store.newest_state,
+        lambda: store.verify(8),
+        lambda: store.read_metadata(8),
+    ):
         with pytest.raises(SnapshotError) as refused:
             look()
         assert str(refused.value) == (
-            "snapshot error: the snapshot of step 8 was written by an earlier version, in format 1; start again with "
+            "snapshot error: the snapshot of step 8 was written by an earlier version, in "
+            "format 1; start again with "
             "run.resume=never, or finish the run with that version"
         )
 
@@ -435,7 +469,11 @@ def test_a_damaged_manifest_of_format_1_is_reported_as_damage(store):
     commit(store, small_snapshot(4))
     commit(store, small_snapshot(8))
     content = write_manifest_of_format_1(store, 8)
-    for damaged in (content[:-1], content.replace(b'"format": 1', b'"format": 3'), content.replace(b"1", b"0", 1)):
+    for damaged in (
+        content[:-1],
+        content.replace(b'"format": 1', b'"format": 3'),
+        content.replace(b"1", b"0", 1),
+    ):
         store.storage.write(f"{directory_name(8)}/{MANIFEST}", damaged)
         assert store.read_latest().step == 4
 
@@ -455,7 +493,9 @@ def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
 def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
     """But `verify` checks every byte of them."""
     commit(store, small_snapshot(8))
-    files = store.files(8) | store.write_files(8, {"loader.json": b"{}", "moments.safetensors": b"later"})
+    files = store.files(8) | store.write_files(
+        8, {"loader.json": b"{}", "moments.safetensors": b"later"}
+    )
     rewrite_manifest(store, files=files, written_by={"version": "9.9"})
     assert store.newest_state()
     assert same(store.read(8).model, small_snapshot(8).model)
@@ -503,14 +543,19 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
     moments = {f"{name}:exp_avg": tensor * 2 for name, tensor in named.items()}
     state = {"train_state": {"step": step}, "seed": seed}
     commit(SnapshotStore(str(directory)), Snapshot(step, named, moments, state), parts)
-    files = {path.name: path.read_bytes() for path in sorted((directory / directory_name(step)).iterdir())}
+    files = {
+        path.name: path.read_bytes()
+        for path in sorted((directory / directory_name(step)).iterdir())
+    }
     assert len(files) == 2 * parts + 2
     return files
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def snapshots(request, tmp_path_factory):
-    """A directory with the steps 4 and 8, the files of both, and the files of step 8 in another run."""
+    """A directory with the steps 4 and 8, the files of both, and the files of step 8 in another
+    run.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(format_module, "MIN_SHARD_BYTES", 1)
         directory, other = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("other")
@@ -523,14 +568,22 @@ def damaged_somehow(data: st.DataObject, new: Bytes, old: Bytes, foreign: Bytes)
     files = dict(new)
     name = data.draw(st.sampled_from(sorted(new)), "file")
     content = new[name]
-    what = data.draw(st.sampled_from(["flip", "cut", "append", "delete", "swap", "older", "foreign"]), "damage")
+    what = data.draw(
+        st.sampled_from(["flip", "cut", "append", "delete", "swap", "older", "foreign"]), "damage"
+    )
     if what == "flip":
         bit = data.draw(st.integers(0, 8 * len(content) - 1), "bit")
-        files[name] = content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+        files[name] = (
+            content[: bit // 8]
+            + bytes([content[bit // 8] ^ 1 << bit % 8])
+            + content[bit // 8 + 1 :]
+        )
     elif what == "cut":
         files[name] = content[: data.draw(st.integers(0, len(content) - 1), "at")]
     elif what == "append":
-        files[name] = content + data.draw(st.binary(min_size=1, max_size=20) | st.sampled_from([b"\n", b" "]))
+        files[name] = content + data.draw(
+            st.binary(min_size=1, max_size=20) | st.sampled_from([b"\n", b" "])
+        )
     elif what == "delete":
         del files[name]
     elif what == "swap":
@@ -590,7 +643,9 @@ def test_every_byte_of_the_manifest_counts(snapshots):
 
 
 @pytest.mark.parametrize("url", ["memory"], indirect=True)
-@pytest.mark.parametrize("look", [SnapshotStore.read_latest, lambda s: s.verify(8), lambda s: s.read_metadata(8)])
+@pytest.mark.parametrize(
+    "look", [SnapshotStore.read_latest, lambda s: s.verify(8), lambda s: s.read_metadata(8)]
+)
 def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     for step in (4, 8):
         commit(store, small_snapshot(step))
@@ -598,7 +653,9 @@ def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
     asked: list[list[str]] = []
     info = RemoteStorage._info
     monkeypatch.setattr(
-        RemoteStorage, "_info", lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path)
+        RemoteStorage,
+        "_info",
+        lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path),
     )
     assert look(store)
     assert sorted(name for step, name in asked if step == directory_name(8)) == sorted(FILES)
@@ -610,7 +667,9 @@ def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 
-@pytest.mark.parametrize("path", sorted(Path(mingpt_ddp.__file__).parent.rglob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(Path(mingpt_ddp.__file__).parent.rglob("*.py")), ids=lambda path: path.name
+)
 def test_the_package_cannot_unpickle(path):
     """No pickle and its like, no torch.load, no numpy pickles, no object collectives, no eval."""
     for node in ast.walk(ast.parse(path.read_text())):
@@ -619,11 +678,20 @@ def test_the_package_cannot_unpickle(path):
             roots = {name.split(".")[0] for name in names}
             assert roots.isdisjoint(PICKLERS)
         if isinstance(node, ast.Attribute):
-            assert ast.unparse(node) not in ("torch.load", "np.load", "yaml.load", "yaml.unsafe_load")
-            assert ast.unparse(node) != "torch.save" or path.name == "export.py", "format=torch is written, never read"
+            assert ast.unparse(node) not in (
+                "torch.load",
+                "np.load",
+                "yaml.load",
+                "yaml.unsafe_load",
+            )
+            assert ast.unparse(node) != "torch.save" or path.name == "export.py", (
+                "format=torch is written, never read"
+            )
             assert not node.attr.endswith("_object") and not node.attr.endswith("_object_list")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             # but for the file that a user's command names
-            assert node.func.id not in ("eval", "exec") or (node.func.id == "exec" and path.name == "registry.py")
+            assert node.func.id not in ("eval", "exec") or (
+                node.func.id == "exec" and path.name == "registry.py"
+            )
         if isinstance(node, ast.keyword):
             assert node.arg != "allow_pickle"

@@ -14,7 +14,14 @@ from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import store as store_module
-from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, CorruptSnapshotError, encode_manifest
+from mingpt_ddp.snapshots.format import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    CorruptSnapshotError,
+    encode_manifest,
+)
 from mingpt_ddp.snapshots.pieces import read_rows
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.remote import StorageError
@@ -50,14 +57,24 @@ def length_of(store: SnapshotStore, name: str) -> int:
 def test_the_index_of_a_snapshot_finds_its_tensors(store):
     written = small_snapshot(8)
     found = store.read(8, whole=False)
-    assert (found.step, found.model, found.optimizer, found.ema, found.state) == (8, {}, {}, {}, written.state)
+    assert (found.step, found.model, found.optimizer, found.ema, found.state) == (
+        8,
+        {},
+        {},
+        {},
+        written.state,
+    )
     assert found.index["url"] == store.url
     for kind in ("model", "optimizer"):
         assert found.index[kind].keys() == getattr(written, kind).keys()
     weight = read_rows(store.storage, DIRECTORY, found.index["model"]["weight"], 1, 4)
     assert torch.equal(weight, written.model["weight"][1:4])
     of_model = store.read(8, ("model",), whole=False).index
-    assert (of_model["model"], of_model["optimizer"], of_model["ema"]) == (found.index["model"], {}, {})
+    assert (of_model["model"], of_model["optimizer"], of_model["ema"]) == (
+        found.index["model"],
+        {},
+        {},
+    )
 
 
 def test_the_index_takes_the_headers_alone(store, reads, monkeypatch):
@@ -67,7 +84,12 @@ def test_the_index_takes_the_headers_alone(store, reads, monkeypatch):
     store._index(8, {MODEL: files[MODEL]})
     header = int.from_bytes(Path(store.url, DIRECTORY, MODEL).read_bytes()[:8], "little")
     assert reads == [(MODEL, 8, 0), (MODEL, header, 8)]
-    for content, length in ((b"\xff" * 20, 12), (b"\xff" * 5, 0), (b"\xff" * 4096, 4088), (b"\xff" * 9999, 5000)):
+    for content, length in (
+        (b"\xff" * 20, 12),
+        (b"\xff" * 5, 0),
+        (b"\xff" * 4096, 4088),
+        (b"\xff" * 9999, 5000),
+    ):
         store.storage.write(f"{DIRECTORY}/{MODEL}", content)
         reads.clear()
         with monkeypatch.context() as patched, pytest.raises(ValueError):
@@ -116,7 +138,10 @@ def test_what_is_ignored_is_logged(store, caplog):
     assert (found.step, found.index["url"]) == (8, store.url)
     assert caplog.messages == [
         f"{store.url}/step_00000010 was never finished and is ignored",
-        f"damaged snapshot {store.url}/step_00000009 is ignored: {MODEL} is missing or has another size",
+        (
+            f"damaged snapshot {store.url}/step_00000009 is ignored: {MODEL} is missing or has "
+            "another size"
+        ),
     ]
 
 
@@ -126,7 +151,9 @@ def test_a_snapshot_may_take_half_of_the_memory(store, monkeypatch):
     monkeypatch.setattr(store_module, "installed_memory", lambda: least)
     assert store.read(8).step == 8
     monkeypatch.setattr(store_module, "installed_memory", lambda: least - 1)
-    with pytest.raises(CorruptSnapshotError, match=r"^it is larger than the memory of this machine$"):
+    with pytest.raises(
+        CorruptSnapshotError, match=r"^it is larger than the memory of this machine$"
+    ):
         store.read(8)
     assert store.read(8, ()).step == 8
 
@@ -137,18 +164,23 @@ def test_a_storage_that_does_not_respond_is_not_damage(store, monkeypatch):
 
     monkeypatch.setattr(store.storage, "chunks", refuse)
     with pytest.raises(
-        StorageUnavailableError, match=r"^storage error: cannot read the snapshot of step 8: no answer$"
+        StorageUnavailableError,
+        match=r"^storage error: cannot read the snapshot of step 8: no answer$",
     ):
         store.read(8)
     monkeypatch.setattr(store.storage, "list", refuse)
-    with pytest.raises(StorageUnavailableError, match=r"^storage error: cannot list snapshots at .*: no answer$"):
+    with pytest.raises(
+        StorageUnavailableError, match=r"^storage error: cannot list snapshots at .*: no answer$"
+    ):
         store.steps()
     monkeypatch.setattr(store.storage, "size", refuse)
     with pytest.raises(StorageError):
         store.is_committed(8)
 
 
-@pytest.mark.parametrize(("error", "reason"), [(OSError("no\n way"), "no way"), (OSError(), "OSError")])
+@pytest.mark.parametrize(
+    ("error", "reason"), [(OSError("no\n way"), "no way"), (OSError(), "OSError")]
+)
 def test_a_url_that_cannot_be_listed_is_refused(store, error, reason, monkeypatch):
     def refuse() -> Any:
         raise error
@@ -183,14 +215,23 @@ def test_a_header_of_another_size_is_damage(store):
     content = Path(store.url, DIRECTORY, MODEL).read_bytes() + b"\0"
     files[MODEL] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     store.write_files(8, {MODEL: content, MANIFEST: encode_manifest(8, files)})
-    with pytest.raises(CorruptSnapshotError, match=rf"^{MODEL} has another size than its header says$"):
+    with pytest.raises(
+        CorruptSnapshotError, match=rf"^{MODEL} has another size than its header says$"
+    ):
         store.verify(8)
 
 
 def test_a_tensor_in_two_files_is_refused(store):
     files = store.files(8)
-    shards = {f"{kind}-0000{n}-of-00002.safetensors": kind for kind in ("model", "optimizer") for n in (1, 2)}
-    contents = {name: Path(store.url, DIRECTORY, f"{kind}.safetensors").read_bytes() for name, kind in shards.items()}
+    shards = {
+        f"{kind}-0000{n}-of-00002.safetensors": kind
+        for kind in ("model", "optimizer")
+        for n in (1, 2)
+    }
+    contents = {
+        name: Path(store.url, DIRECTORY, f"{kind}.safetensors").read_bytes()
+        for name, kind in shards.items()
+    }
     listed = store.write_files(8, contents) | {STATE: files[STATE]}
     store.write_files(8, {MANIFEST: encode_manifest(8, listed)})
     for whole in (True, False):
@@ -202,7 +243,9 @@ def test_a_file_that_differs_is_named(store):
     state = Path(store.url, DIRECTORY, STATE)
     content = state.read_bytes()
     state.write_bytes(content.replace(b"1.5", b"1.6"))
-    with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} has other content than was written$"):
+    with pytest.raises(
+        CorruptSnapshotError, match=rf"^{STATE} has other content than was written$"
+    ):
         store.read_metadata(8)
     state.write_bytes(content[:-1])
     with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} is missing or has another size$"):
@@ -210,7 +253,9 @@ def test_a_file_that_differs_is_named(store):
     state.write_bytes(content)
     listed = store.files(8)
     files = store.write_files(8, {STATE: b"{"})
-    with pytest.raises(OSError, match=rf"^{MODEL} is missing or has another size than was written$"):
+    with pytest.raises(
+        OSError, match=rf"^{MODEL} is missing or has another size than was written$"
+    ):
         store.make_manifest(8, files | {MODEL: {"bytes": 1}})
     store.write_files(8, {MANIFEST: encode_manifest(8, listed | files)})
     with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} cannot be parsed$"):

@@ -1,4 +1,6 @@
-"""What transformers reads, without transformers: GPT-2 by its formulas, the tokenizers by their own library."""
+"""What transformers reads, without transformers: GPT-2 by its formulas, the tokenizers by their own
+library.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.transformers_export import MODELING, tokenizer_json, transformers_files
 
-# Line ends, spaces of every width, a combining accent, an astral character, a joiner, control characters, and what
-# tokenizers and JSON treat as special.
+# Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
+# characters, and what tokenizers and JSON treat as special.
 ODD = "\n\r\t a\u00a0\u3000e\u0301é😀\u200d\x00\x85\ufeff\"\\'<|/>#[]Ġ▁"
 BLOCK_SIZE = 16
 
@@ -33,16 +35,22 @@ BLOCK_SIZE = 16
 def snapshot(*overrides: str, **state: Any) -> Snapshot:
     """Make a snapshot of random weights; `state` replaces parts of its state.json."""
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_mapping(to_plain(compose("config", [f"data.block_size={BLOCK_SIZE}", *overrides])))
+        config = from_mapping(
+            to_plain(compose("config", [f"data.block_size={BLOCK_SIZE}", *overrides]))
+        )
     torch.manual_seed(0)
     model = build_model(config.model, len(ODD), BLOCK_SIZE)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return Snapshot(4, model_state(model), {}, {"config": config.to_dict(), "vocabulary": ODD, **state})
+    return Snapshot(
+        4, model_state(model), {}, {"config": config.to_dict(), "vocabulary": ODD, **state}
+    )
 
 
 def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Return GPT-2's logits for one text (T,): linear layers are x W + b, and all norms have an epsilon of 1e-5."""
+    """Return GPT-2's logits for one text (T,): linear layers are x W + b, and all norms have an
+    epsilon of 1e-5.
+    """
     C, H = config["n_embd"], config["n_head"]
     approximate = {"gelu": "none", "gelu_new": "tanh"}[config["activation_function"]]
 
@@ -60,20 +68,36 @@ def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tenso
             for part in linear(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn").split(C, dim=1)
         )
         future = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-        weights = (q @ k.transpose(1, 2) / (C // H) ** 0.5).masked_fill(future, -torch.inf).softmax(-1)
+        weights = (
+            (q @ k.transpose(1, 2) / (C // H) ** 0.5).masked_fill(future, -torch.inf).softmax(-1)
+        )
         x = x + linear((weights @ v).transpose(0, 1).reshape(-1, C), f"{h}.attn.c_proj")
         hidden = F.gelu(linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc"), approximate=approximate)
         x = x + linear(hidden, f"{h}.mlp.c_proj")
     return norm(x, "transformer.ln_f") @ t["transformer.wte.weight"].T
 
 
-@pytest.mark.parametrize("how", [["model.bias=false"], ["model.bias=true", "model.activation=gelu_tanh"]])
+@pytest.mark.parametrize(
+    "how", [["model.bias=false"], ["model.bias=true", "model.activation=gelu_tanh"]]
+)
 def test_gpt_is_gpt2(how):
     saved = snapshot("model=gpt_nano", *how)
     files = transformers_files(saved)
-    assert {*files} == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    config, tensors = json.loads(files["config.json"]), safetensors.torch.load(files["model.safetensors"])
-    assert (config["model_type"], config["vocab_size"], config["n_positions"]) == ("gpt2", len(ODD), BLOCK_SIZE)
+    assert {*files} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    config, tensors = (
+        json.loads(files["config.json"]),
+        safetensors.torch.load(files["model.safetensors"]),
+    )
+    assert (config["model_type"], config["vocab_size"], config["n_positions"]) == (
+        "gpt2",
+        len(ODD),
+        BLOCK_SIZE,
+    )
     assert config["eos_token_id"] is None  # transformers' default is 50256
     tokens = torch.arange(BLOCK_SIZE) % len(ODD)
     model = build_model(from_mapping(saved.state["config"]).model, len(ODD), BLOCK_SIZE)
@@ -88,9 +112,15 @@ def test_modern_brings_its_code():
     """tests/e2e/test_transformers.py runs it."""
     saved = snapshot("model=modern_nano")
     files = transformers_files(saved)
-    names = {node.name for node in ast.parse(files[MODELING]).body if isinstance(node, ast.ClassDef)}
-    modules = {tuple(name.split(".")) for name in json.loads(files["config.json"])["auto_map"].values()}
-    assert {f"{module}.py" for module, _ in modules} == {MODELING} and {name for _, name in modules} <= names
+    names = {
+        node.name for node in ast.parse(files[MODELING]).body if isinstance(node, ast.ClassDef)
+    }
+    modules = {
+        tuple(name.split(".")) for name in json.loads(files["config.json"])["auto_map"].values()
+    }
+    assert {f"{module}.py" for module, _ in modules} == {MODELING} and {
+        name for _, name in modules
+    } <= names
     assert safetensors.torch.load(files["model.safetensors"]).keys() == saved.model.keys()
 
 
@@ -98,7 +128,8 @@ def test_modern_brings_its_code():
 def test_other_architectures_are_refused(name):
     state = {"config": {"model": {"architecture": name}}, "data": {"sha256": ""}}
     with pytest.raises(
-        SnapshotError, match=f"error: model.architecture={name} has no form that transformers loads; use for"
+        SnapshotError,
+        match=f"error: model.architecture={name} has no form that transformers loads; use for",
     ):
         transformers_files(Snapshot(4, {}, {}, state))
     with pytest.raises(SnapshotError, match="it names no model"):
@@ -134,10 +165,15 @@ def test_half_a_character_is_refused():
 
 
 def test_bytes_come_back():
-    check_round_trip(ByteTokenizer(), [*ODD, "".join(a + b for a in ODD for b in ODD), "".join(map(chr, range(0x250)))])
+    check_round_trip(
+        ByteTokenizer(),
+        [*ODD, "".join(a + b for a in ODD for b in ODD), "".join(map(chr, range(0x250)))],
+    )
 
 
 def test_bpe_comes_back():
     tokenizer = train_bpe(iter([f"the quick brown fox {ODD}" * 20]), 300)
     assert tokenizer.vocab_size == 300
-    check_round_trip(tokenizer, [*ODD, "the quick  brown fox\n\n", "".join(a + b for a in ODD for b in ODD)])
+    check_round_trip(
+        tokenizer, [*ODD, "the quick  brown fox\n\n", "".join(a + b for a in ODD for b in ODD)]
+    )

@@ -30,11 +30,15 @@ def test_an_exported_tokenizer_is_read_again(name, tmp_path):
 def test_a_tokenizer_that_transformers_has_saved_again(name, tmp_path):
     """It then declares the token of the padding, whose name would be the text \u00ff."""
     pytest.importorskip("tokenizers")
-    tokenizer = ByteTokenizer() if name == "byte" else train_bpe(iter(["to be or not to be " * 9]), 270)
+    tokenizer = (
+        ByteTokenizer() if name == "byte" else train_bpe(iter(["to be or not to be " * 9]), 270)
+    )
     values = json.loads(tokenizer_json(tokenizer))
     pad = padding(tokenizer)["pad_token"]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    values["added_tokens"] = [{"id": values["model"]["vocab"][pad], "content": pad, "special": True, **flags}]
+    values["added_tokens"] = [
+        {"id": values["model"]["vocab"][pad], "content": pad, "special": True, **flags}
+    ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     again = read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"])
     assert again is not None and again.state() == tokenizer.state()

@@ -91,7 +91,9 @@ def test_a_record_that_is_damaged_for_a_moment_is_no_takeover(storage, acquire, 
     lease = acquire()
     stop_heartbeats(lease)
     read, cut = storage.read, iter([-1])
-    monkeypatch.setattr(storage, "read", lambda *args, **kwargs: read(*args, **kwargs)[: next(cut, None)])
+    monkeypatch.setattr(
+        storage, "read", lambda *args, **kwargs: read(*args, **kwargs)[: next(cut, None)]
+    )
     lease.check()
     assert next(cut, None) is None
     monkeypatch.setattr(storage, "read", lambda *args, **kwargs: b"{")
@@ -219,7 +221,9 @@ def test_clocks_are_not_compared(storage, acquire, monkeypatch):
     assert not {"time", "at", "date"} & owner(storage).keys()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"null", b'{"id": 3, "owner": ["x"]}', b"[" * 9999])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"null", b'{"id": 3, "owner": ["x"]}', b"[" * 9999]
+)
 def test_a_damaged_record_has_no_live_owner(storage, acquire, content):
     storage.write(OWNER, content)
     lease = acquire()
@@ -279,7 +283,9 @@ def test_no_takeover_during_an_outage(storage, acquire, monkeypatch):
         raise StorageError("the store is down")
 
     monkeypatch.setattr(other, "read", broken)
-    with pytest.raises(StorageUnavailableError, match=f"cannot use {storage.url}: the store is down"):
+    with pytest.raises(
+        StorageUnavailableError, match=f"cannot use {storage.url}: the store is down"
+    ):
         acquire(other)
 
 
@@ -301,7 +307,9 @@ def test_release_ends_the_thread(storage, acquire):
 
 
 def test_a_slow_read_does_not_make_a_lease_stale(storage, acquire, monkeypatch):
-    """One read takes longer than LEASE_TTL_S, so no heartbeat could be seen, but the owner is alive."""
+    """One read takes longer than LEASE_TTL_S, so no heartbeat could be seen, but the owner is
+    alive.
+    """
     acquire()
     other = open_storage(storage.url)
     read = other.read

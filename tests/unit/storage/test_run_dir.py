@@ -65,7 +65,9 @@ def test_a_directory_has_one_owner_and_the_error_names_it(lock_holder, tmp_path)
     with pytest.raises(RunError) as refused:
         RunDirectory(tmp_path / "run", wait_s=0.2)
     message = str(refused.value)
-    assert message.startswith(f"run error: {tmp_path / 'run'} is locked by process {lock_holder.pid} on ")
+    assert message.startswith(
+        f"run error: {tmp_path / 'run'} is locked by process {lock_holder.pid} on "
+    )
     assert "still running" in message and "\n" not in message
 
 
@@ -106,7 +108,15 @@ def test_released_directories_can_be_locked_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["main.rank0.log", "main.rank3.log", "metrics.jsonl", "tensorboard", "tensorboard/rank0", ".hydra"]
+    "name",
+    [
+        "main.rank0.log",
+        "main.rank3.log",
+        "metrics.jsonl",
+        "tensorboard",
+        "tensorboard/rank0",
+        ".hydra",
+    ],
 )
 @pytest.mark.parametrize("target", ["precious", "nowhere"])
 def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
@@ -118,7 +128,10 @@ def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
     for _ in range(2):  # the refusal releases the lock
         with pytest.raises(RunError) as error:
             RunDirectory(tmp_path / "run", wait_s=0)
-        assert str(error.value) == f"run error: {link} is a symbolic link, which a run does not follow; remove it"
+        assert (
+            str(error.value)
+            == f"run error: {link} is a symbolic link, which a run does not follow; remove it"
+        )
     assert os.listdir(tmp_path / "precious") == [".config.partial"]
     assert not (tmp_path / "nowhere").exists()
     link.unlink()
@@ -148,17 +161,23 @@ def test_other_directories_can_be_locked(lock_holder, tmp_path):
 
 def test_a_directory_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunError, match=r"cannot write to the run directory .*; choose another run.root"):
+    with pytest.raises(
+        RunError, match=r"cannot write to the run directory .*; choose another run.root"
+    ):
         RunDirectory(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("name", ["file/run", "file", "dangling/run", "loop", "a" * 256, "a/" * 2500, "b/" + "ä" * 128])
+@pytest.mark.parametrize(
+    "name", ["file/run", "file", "dangling/run", "loop", "a" * 256, "a/" * 2500, "b/" + "ä" * 128]
+)
 def test_a_directory_that_cannot_be_locked_is_refused_before_anything_is_written(name, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(RunError, match=r"cannot write to the run directory .*; choose another run\.root"):
+    with pytest.raises(
+        RunError, match=r"cannot write to the run directory .*; choose another run\.root"
+    ):
         check_can_lock(tmp_path / name)
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises((RunError, OSError)):
@@ -173,7 +192,9 @@ def test_a_directory_that_can_be_locked(tmp_path):
 
 def test_the_next_free_name(tmp_path):
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        config = from_mapping(to_plain(compose("config", ["run.name=group/run", f"run.root={tmp_path}"])))
+        config = from_mapping(
+            to_plain(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
+        )
     names = []
     for _ in range(4):
         names.append(next_free_name(config))
@@ -248,7 +269,9 @@ def test_starts_without_changes_add_no_record(directory):
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory, monkeypatch):
     logged: list[str] = []
     monkeypatch.setattr(
-        logging.getLogger("mingpt_ddp.storage.run_dir"), "info", lambda form, *values: logged.append(form % values)
+        logging.getLogger("mingpt_ddp.storage.run_dir"),
+        "info",
+        lambda form, *values: logged.append(form % values),
     )
     for lr in (1e-3, 2e-3, 2e-3, 1e-3):
         directory.record_start(changed(lr=lr), {})
@@ -296,7 +319,9 @@ def test_a_pipe_is_not_read_as_a_record(tmp_path, name):
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
 def test_a_directory_that_is_lost_during_the_run(how, tmp_path):
-    """Its owner writes nothing more: another process may have locked a new directory of this name."""
+    """Its owner writes nothing more: another process may have locked a new directory of this
+    name.
+    """
     owner = RunDirectory(tmp_path / "run")
     owner.check()
     (tmp_path / "run").rename(tmp_path / "elsewhere")
@@ -305,7 +330,9 @@ def test_a_directory_that_is_lost_during_the_run(how, tmp_path):
     if how == "replaced":
         RunDirectory(tmp_path / "run").release()
     for write in (owner.check, lambda: owner.write_result({"status": "complete"})):
-        with pytest.raises(RunError, match=r"/run was deleted or moved during the run, which ends here"):
+        with pytest.raises(
+            RunError, match=r"/run was deleted or moved during the run, which ends here"
+        ):
             write()
     assert not (tmp_path / "run" / "result.json").exists()
     owner.release()

@@ -32,7 +32,11 @@ def remote_storage():
 
 @pytest.fixture(params=["path", "file://", "memory://"])
 def storage(request, tmp_path):
-    urls = {"path": str(tmp_path), "file://": f"file://{tmp_path}", "memory://": f"memory://{uuid.uuid4().hex}"}
+    urls = {
+        "path": str(tmp_path),
+        "file://": f"file://{tmp_path}",
+        "memory://": f"memory://{uuid.uuid4().hex}",
+    }
     return open_storage(f"{urls[request.param]}/store")
 
 
@@ -146,7 +150,9 @@ def test_trailing_slash_makes_no_difference(storage):
     assert open_storage(f"{storage.url}/").read("a") == b"x"
 
 
-@pytest.mark.parametrize("name", ["../outside", "a/../../outside", "/etc/passwd", "a//b", ".", "a/", "./a"])
+@pytest.mark.parametrize(
+    "name", ["../outside", "a/../../outside", "/etc/passwd", "a//b", ".", "a/", "./a"]
+)
 @pytest.mark.parametrize(
     "call",
     [
@@ -175,7 +181,9 @@ def test_put_if_absent_refuses_names_that_leave_the_directory(remote_storage, na
 
 
 def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path):
-    """The file may not grow beyond a limit, as on a full disk: the kernel refuses the rest of the bytes."""
+    """The file may not grow beyond a limit, as on a full disk: the kernel refuses the rest of the
+    bytes.
+    """
     path = tmp_path / "file"
     atomic_write(path, b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -193,7 +201,9 @@ def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path):
 
 
 def test_content_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    """fsync of the file, then the rename, then fsync of the directory: in this order a power failure loses nothing."""
+    """fsync of the file, then the rename, then fsync of the directory: in this order a power
+    failure loses nothing.
+    """
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -225,7 +235,9 @@ def test_a_symbolic_link_is_deleted_not_followed(tmp_path):
 
 
 def test_a_reader_never_sees_partial_content(tmp_path):
-    """A reader that has the old file open keeps reading the old content: the file is replaced, not overwritten."""
+    """A reader that has the old file open keeps reading the old content: the file is replaced, not
+    overwritten.
+    """
     path = tmp_path / "file"
     atomic_write(path, b"old" * 1000)
     with open(path, "rb") as reader:
@@ -245,7 +257,14 @@ def test_overwriting_leaves_no_partial_file(storage):
 
 @pytest.mark.parametrize(
     "url",
-    ["text.txt", "/tmp/text.txt", "file:///tmp/x", "memory://x", "https://example.com/x", "simplecache::file://x"],
+    [
+        "text.txt",
+        "/tmp/text.txt",
+        "file:///tmp/x",
+        "memory://x",
+        "https://example.com/x",
+        "simplecache::file://x",
+    ],
 )
 def test_known_protocols(url):
     check_url(url, "data.path")
@@ -264,7 +283,8 @@ def test_a_protocol_that_needs_more_than_a_url(url):
     with pytest.raises(ConfigError) as error:
         check_url(url, "snapshot.path")
     assert str(error.value) == (
-        f"config error: snapshot.path={url}: {protocol}:// needs more than a URL; use a directory or an object store"
+        f"config error: snapshot.path={url}: {protocol}:// needs more than a URL; use a "
+        "directory or an object store"
     )
     with pytest.raises(ConfigError, match=f"^config error: URL={url}: "):
         open_storage(url)
@@ -280,7 +300,9 @@ def test_a_storage_that_does_not_respond_when_opened():
     """FTP, for example, connects when it is opened."""
     url = "ftp://127.0.0.1:1/x"
     check_url(url, "snapshot.path")
-    with pytest.raises(StorageUnavailableError, match=rf"^storage error: cannot open {url}: Connection[^\n]*$"):
+    with pytest.raises(
+        StorageUnavailableError, match=rf"^storage error: cannot open {url}: Connection[^\n]*$"
+    ):
         open_storage(url)
 
 
@@ -289,7 +311,9 @@ def test_a_missing_package_is_named(url, monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     for protocol in ("s3", "s3a"):
         monkeypatch.delitem(_registry, protocol, raising=False)
-    with pytest.raises(ConfigError, match=r"snapshot.path=.* is not installed; pip install 'mingpt_ddp\[s3\]'"):
+    with pytest.raises(
+        ConfigError, match=r"snapshot.path=.* is not installed; pip install 'mingpt_ddp\[s3\]'"
+    ):
         check_url(url, "snapshot.path")
 
 
@@ -325,7 +349,10 @@ def store_error(status: int, code: str) -> OSError:
     """Make an error as an S3 client does from a response."""
     error = OSError(errno.EIO, "the store's message")
     error.__cause__ = Exception()
-    error.__cause__.response = {"ResponseMetadata": {"HTTPStatusCode": status}, "Error": {"Code": code}}
+    error.__cause__.response = {
+        "ResponseMetadata": {"HTTPStatusCode": status},
+        "Error": {"Code": code},
+    }
     return error
 
 
@@ -349,7 +376,11 @@ def test_transient_errors_are_retried(unsteady, fault):
     "fault",
     [
         *(PermissionError("denied"), ValueError("no such key"), store_error(403, "AccessDenied")),
-        *(store_error(400, "InvalidArgument"), store_error(501, "NotImplemented"), store_error(507, "Full")),
+        *(
+            store_error(400, "InvalidArgument"),
+            store_error(501, "NotImplemented"),
+            store_error(507, "Full"),
+        ),
     ],
     ids=repr,
 )
@@ -402,10 +433,14 @@ def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("answer", "made"), [(b"mine", True), (b"theirs", False)], ids=["the answer was lost", "another process was faster"]
+    ("answer", "made"),
+    [(b"mine", True), (b"theirs", False)],
+    ids=["the answer was lost", "another process was faster"],
 )
 def test_put_if_absent_whose_first_response_was_lost(unsteady, answer, made):
-    """The first request ends in a reset and the second is refused: only the content shows who wrote the file."""
+    """The first request ends in a reset and the second is refused: only the content shows who wrote
+    the file.
+    """
 
     def reset_after_writing(*args, **kwargs):
         Unsteady.calls += 1
@@ -428,13 +463,17 @@ def test_more_bytes_than_asked_for_are_an_error_at_once(unsteady, monkeypatch):
         return answers[-1:]
 
     monkeypatch.setattr(unsteady.fs, "cat_ranges", cat_ranges)
-    with pytest.raises(StorageError, match="ValueError: 100 of 10 bytes arrived; use a server with ranges"):
+    with pytest.raises(
+        StorageError, match="ValueError: 100 of 10 bytes arrived; use a server with ranges"
+    ):
         unsteady.read("file", limit=10)
     assert len(answers) == 2
 
 
 def test_a_message_has_one_line_and_no_password(unsteady):
-    Unsteady.faults[:] = [PermissionError("no\nftp://me:hunter2@host/x nor https://host/x?X-Amz-Signature=hunter2 !")]
+    Unsteady.faults[:] = [
+        PermissionError("no\nftp://me:hunter2@host/x nor https://host/x?X-Amz-Signature=hunter2 !")
+    ]
     with pytest.raises(StorageError) as error:
         unsteady.write("file", b"x")
     assert "hunter2" not in str(error.value)

@@ -35,7 +35,10 @@ def figures(page: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def tokenizers(tmp_path) -> Path:
-    """Char has the lower loss, BPE the fewer bits per byte; a run without them, and one that is not complete."""
+    """Char has the lower loss, BPE the fewer bits per byte.
+
+    A run without them, and one that is not complete.
+    """
     for name, loss, bits in (("char", 3.3, 4.75), ("bpe", 7.04, 3.5), ("byte", 2.0, None)):
         keys = {"data.tokenizer": name, "data.vocab_size": None}
         fake_run(tmp_path / "sweep" / name, keys, val_loss=loss, bits_per_byte=bits)
@@ -47,8 +50,31 @@ def tokenizers(tmp_path) -> Path:
 def test_the_table_is_ranked_by_bits_per_byte(tokenizers):
     lines = report([tokenizers], tokenizers / "page.html").splitlines()
     expected = [
-        ["bits_per_byte", "status", "tokenizer", "vocab_size", "step", "tokens/s", "faults", "time", "val", "loss"],
-        ["*", "3.5000", "complete", "bpe", "null", "100", "40,000", "0", "0:01:02", "7.0400", "bpe"],
+        [
+            "bits_per_byte",
+            "status",
+            "tokenizer",
+            "vocab_size",
+            "step",
+            "tokens/s",
+            "faults",
+            "time",
+            "val",
+            "loss",
+        ],
+        [
+            "*",
+            "3.5000",
+            "complete",
+            "bpe",
+            "null",
+            "100",
+            "40,000",
+            "0",
+            "0:01:02",
+            "7.0400",
+            "bpe",
+        ],
         ["4.7500", "complete", "char", "null", "100", "40,000", "0", "0:01:02", "3.3000", "char"],
         ["(1.0000)", "pruned", "bpe", "300", "100", "40,000", "0", "0:01:02", "1.0000", "pruned"],
         ["-", "complete", "byte", "null", "100", "40,000", "0", "0:01:02", "2.0000", "byte"],
@@ -65,11 +91,20 @@ def test_the_page_is_of_bits_per_byte(tokenizers):
     report([tokenizers], tokenizers / "page.html")
     page = (tokenizers / "page.html").read_text()
     assert "Bits per byte 3.5000, validation loss 7.0400, tokenizer bpe, vocab_size null." in page
-    assert "<th><button>bits per byte</button></th>" in page and "<th><button>validation loss</button></th>" in page
+    assert (
+        "<th><button>bits per byte</button></th>" in page
+        and "<th><button>validation loss</button></th>" in page
+    )
     assert "Blue to orange: objectives from 3.500 to 4.750." in page
     curves, training, *against, parallel = figures(tokenizers / "page.html")
-    assert curves["layout"]["title"]["text"] == curves["layout"]["yaxis"]["title"]["text"] == "bits per byte"
-    assert [trace["y"][-1] for trace in curves["data"]] == [1.0, 4.75, 3.5], "of every job that has measured it"
+    assert (
+        curves["layout"]["title"]["text"]
+        == curves["layout"]["yaxis"]["title"]["text"]
+        == "bits per byte"
+    )
+    assert [trace["y"][-1] for trace in curves["data"]] == [1.0, 4.75, 3.5], (
+        "of every job that has measured it"
+    )
     assert "per token" in training["layout"]["title"]["text"]
     assert all(figure["layout"]["yaxis"]["title"]["text"] == "bits per byte" for figure in against)
     assert parallel["layout"]["xaxis"]["ticktext"][-1] == "bits per byte"
@@ -79,7 +114,10 @@ def test_the_page_is_of_bits_per_byte(tokenizers):
 def test_one_tokenizer_is_ranked_by_its_loss(tmp_path):
     for name, loss in (("a", 3.0), ("b", 2.0)):
         fake_run(
-            tmp_path / name, {"data.tokenizer": "byte", "optimizer.lr": loss}, val_loss=loss, bits_per_byte=9 - loss
+            tmp_path / name,
+            {"data.tokenizer": "byte", "optimizer.lr": loss},
+            val_loss=loss,
+            bits_per_byte=9 - loss,
         )
     text = report([tmp_path], tmp_path / "page.html")
     assert f"best: {tmp_path / 'b'}" in text
@@ -89,7 +127,12 @@ def test_one_tokenizer_is_ranked_by_its_loss(tmp_path):
 def test_tokenizer_files_of_the_runs(tmp_path):
     """The same path, with another content."""
     for name, loss in (("a", 2.0), ("b", 3.0)):
-        run = fake_run(tmp_path / name, {"data.tokenizer": "tokenizer.json"}, val_loss=loss, bits_per_byte=9 - loss)
+        run = fake_run(
+            tmp_path / name,
+            {"data.tokenizer": "tokenizer.json"},
+            val_loss=loss,
+            bits_per_byte=9 - loss,
+        )
         (run / "tokenizer.json").write_text(name)
     text = report([tmp_path], tmp_path / "page.html")
     assert f"best: {tmp_path / 'b'}" in text and RANKED in text
@@ -134,7 +177,8 @@ def test_different_texts(tmp_path, changes, keys):
     "changes",
     [
         {"optimizer.lr": 2},
-        {"data.truncate": 1.0, "data.train_split": 0.9, "data.sources": None},  # the defaults of keys not recorded
+        # the defaults of keys not recorded
+        {"data.truncate": 1.0, "data.train_split": 0.9, "data.sources": None},
         {"data.sha256": "1", "data.path": "a/copy.txt"},
         {"data.sha256": None},
         {"data.cache_dir": "elsewhere", "data.name": "a label", "task.name": "language_model"},
@@ -151,7 +195,10 @@ def test_different_data(tmp_path):
     fake_run(tmp_path / "a")
     digits = {"data.dataset": "digits", "data.path": "elsewhere", "task.name": "classification"}
     fake_run(tmp_path / "b", digits)
-    expected = "the jobs were measured on different data (task.name, data.dataset): their results do not compare"
+    expected = (
+        "the jobs were measured on different data (task.name, data.dataset): their "
+        "results do not compare"
+    )
     assert notes(tmp_path) == [expected]
 
 
@@ -169,16 +216,22 @@ def test_different_data(tmp_path):
 def test_different_parts_of_the_validation_split(tmp_path, changes, keys):
     fake_run(tmp_path / "a", {"trainer.eval_steps": 10})
     fake_run(tmp_path / "b", {"trainer.eval_steps": 10, **changes})
-    expected = f"the jobs were measured on different parts of the validation split ({keys}): their results do not "
+    expected = (
+        f"the jobs were measured on different parts of the validation split ({keys}): "
+        "their results do not "
+    )
     assert notes(tmp_path) == ([f"{expected}compare exactly"] if keys else [])
 
 
 def test_the_same_eval_steps_are_another_part_for_another_tokenizer(tmp_path):
     for name in ("char", "byte"):
-        fake_run(tmp_path / name, {"data.tokenizer": name, "trainer.eval_steps": 10}, bits_per_byte=2.0)
+        fake_run(
+            tmp_path / name, {"data.tokenizer": name, "trainer.eval_steps": 10}, bits_per_byte=2.0
+        )
     assert notes(tmp_path) == [
         RANKED.removeprefix("note: "),
-        "the jobs were measured on different parts of the validation split (trainer.eval_steps, data.tokenizer): their "
+        "the jobs were measured on different parts of the validation split "
+        "(trainer.eval_steps, data.tokenizer): their "
         "results do not compare exactly",
     ]
 
@@ -203,13 +256,19 @@ def test_a_job_without_a_result_says_nothing(tmp_path):
 def test_a_single_evaluation_is_a_point(tmp_path):
     """A line through one point is invisible."""
     for number, status in enumerate(["complete", "complete", "pruned"]):
-        run = fake_run(tmp_path / f"{number}", {"optimizer.lr": 1 + number}, status, 2.0 + number, steps=20)
+        run = fake_run(
+            tmp_path / f"{number}", {"optimizer.lr": 1 + number}, status, 2.0 + number, steps=20
+        )
         lines = (run / "metrics.jsonl").read_text().splitlines()
         assert sum("val_loss" in line for line in lines) == 1
     report([tmp_path], tmp_path / "page.html")
     validation, training = figures(tmp_path / "page.html")[:2]
     assert [trace["mode"] for trace in validation["data"]] == ["markers"] * 3
-    assert [trace["marker"]["symbol"] for trace in validation["data"]] == ["circle-open", "circle", "circle"]
+    assert [trace["marker"]["symbol"] for trace in validation["data"]] == [
+        "circle-open",
+        "circle",
+        "circle",
+    ]
     sizes = [trace["marker"]["size"] for trace in validation["data"]]
     assert sizes[2] > sizes[1] == sizes[0], "the best, drawn last"
     assert len({trace["marker"]["color"] for trace in validation["data"]}) == 3
@@ -220,7 +279,9 @@ def test_each_plot_names_what_it_shows(tmp_path):
     fake_run(tmp_path / "a")
     fake_run(tmp_path / "b", {"optimizer.lr": 2})
     report([tmp_path], tmp_path / "page.html")
-    validation, training, against, _ = (figure["layout"] for figure in figures(tmp_path / "page.html"))
+    validation, training, against, _ = (
+        figure["layout"] for figure in figures(tmp_path / "page.html")
+    )
     assert validation["title"]["text"] == validation["yaxis"]["title"]["text"] == "validation loss"
     assert training["title"]["text"] == training["yaxis"]["title"]["text"] == "training loss"
     assert against["yaxis"]["title"]["text"] == "validation loss"

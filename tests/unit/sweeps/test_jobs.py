@@ -18,7 +18,10 @@ from mingpt_ddp.sweeps.jobs import look_up
 @pytest.mark.parametrize(
     ("measured", "expected"),
     [
-        ({"val_loss": 2.0, "val_bits_per_byte": 2.5, "bits_per_byte": 2.5}, {LOSS: 2.0, BITS_PER_BYTE: 2.5}),
+        (
+            {"val_loss": 2.0, "val_bits_per_byte": 2.5, "bits_per_byte": 2.5},
+            {LOSS: 2.0, BITS_PER_BYTE: 2.5},
+        ),
         ({"val_loss": 2.0}, {LOSS: 2.0, BITS_PER_BYTE: math.inf}),  # complete, and ranked last
         ({"val_loss": None, "val_bits_per_byte": 2.5}, {LOSS: None, BITS_PER_BYTE: None}),
     ],
@@ -31,6 +34,8 @@ def test_a_complete_job_has_its_objective(tmp_path, measured, expected):
     assert value is None
     (tmp_path / name).mkdir(parents=True)
     (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    (tmp_path / name / "result.json").write_text(json.dumps({"status": "complete", "step": 1, **measured}))
+    (tmp_path / name / "result.json").write_text(
+        json.dumps({"status": "complete", "step": 1, **measured})
+    )
     for objective, final in expected.items():
         assert look_up(config, {"optimizer.lr": "1"}, objective) == (name, final)

@@ -30,7 +30,9 @@ def test_several_directories_keep_their_own_pages(tmp_path, call, monkeypatch):
     assert (code, str(page)) == (0, "outputs/report-a+b.html")
     assert {path: path.read_bytes() for path in before} == before
     assert "<h2>Jobs</h2>" in page.read_text()
-    assert {path for path in tmp_path.rglob("*") if path.is_file()} - before.keys() == {page.resolve()}
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} - before.keys() == {
+        page.resolve()
+    }
 
 
 def test_a_directory_named_twice_has_its_own_page(tmp_path, call):

@@ -25,7 +25,16 @@ from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.page import DRAWN, POINTS, _highest, _positions
 from mingpt_ddp.sweeps.report import report
-from mingpt_ddp.sweeps.runs import NO_COMMAND, best_of, command_line, hydra_value, identity, plain, read_jobs, varying
+from mingpt_ddp.sweeps.runs import (
+    NO_COMMAND,
+    best_of,
+    command_line,
+    hydra_value,
+    identity,
+    plain,
+    read_jobs,
+    varying,
+)
 from mingpt_ddp.sweeps.table import brief, short_names
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
@@ -46,15 +55,29 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
     ]
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
     assert best_of(jobs).name == "b/c"
-    assert [(job.step, job.speed, job.faults) for job in jobs] == [(100, 4e4, 2), (100, 4e4, 0), (60, 4e4, 0)]
+    assert [(job.step, job.speed, job.faults) for job in jobs] == [
+        (100, 4e4, 2),
+        (100, 4e4, 0),
+        (60, 4e4, 0),
+    ]
     assert jobs[2].val_loss == pytest.approx(1.0), "the last validation loss"
 
 
 def test_values_implied_by_a_preset_are_not_parameters(tmp_path):
-    presets = {"adamw": {"eps": 1e-8, "lr": 1e-3}, "muon": {"eps": 1e-10, "lr": 0.02, "momentum": 0.95}}
-    for number, (name, lr) in enumerate([("adamw", 1e-3), ("muon", 0.02), ("muon", 0.01), ("adamw", 1e-3)]):
-        keys = {f"optimizer.{key}": value for key, value in {"name": name, **presets[name], "lr": lr}.items()}
-        fake_run(tmp_path / str(number), {**keys, "run.seed": number, "run.name": f"sweep/{number}"})
+    presets = {
+        "adamw": {"eps": 1e-8, "lr": 1e-3},
+        "muon": {"eps": 1e-10, "lr": 0.02, "momentum": 0.95},
+    }
+    for number, (name, lr) in enumerate(
+        [("adamw", 1e-3), ("muon", 0.02), ("muon", 0.01), ("adamw", 1e-3)]
+    ):
+        keys = {
+            f"optimizer.{key}": value
+            for key, value in {"name": name, **presets[name], "lr": lr}.items()
+        }
+        fake_run(
+            tmp_path / str(number), {**keys, "run.seed": number, "run.name": f"sweep/{number}"}
+        )
     assert set(varying(read_jobs([tmp_path]))) == {"optimizer.name", "optimizer.lr", "run.seed"}
 
 
@@ -62,7 +85,10 @@ def test_a_directory_may_be_a_run_itself_and_several_may_be_named(tmp_path):
     fake_run(tmp_path / "one")
     fake_run(tmp_path / "sweep" / "job")
     assert [job.name for job in read_jobs([tmp_path / "one"])] == ["one"]
-    assert [job.name for job in read_jobs([tmp_path / "sweep", tmp_path / "one", tmp_path])] == ["one", "sweep/job"]
+    assert [job.name for job in read_jobs([tmp_path / "sweep", tmp_path / "one", tmp_path])] == [
+        "one",
+        "sweep/job",
+    ]
 
 
 def test_the_newest_configuration_counts(tmp_path):
@@ -74,7 +100,9 @@ def test_the_newest_configuration_counts(tmp_path):
 
 def test_what_has_no_result(tmp_path):
     """A process that trains holds the lock."""
-    running, stopped, copied = (fake_run(tmp_path / name, status=None) for name in ("running", "stopped", "copied"))
+    running, stopped, copied = (
+        fake_run(tmp_path / name, status=None) for name in ("running", "stopped", "copied")
+    )
     (stopped / ".lock").touch()
     with open(running / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -97,7 +125,9 @@ def test_a_complete_run_that_is_resumed_is_running(tmp_path):
     assert read_jobs([tmp_path])[0].name == "more", "no process trains it any more"
 
 
-@pytest.mark.parametrize("loss", ["NaN", "Infinity", "null", '"1"', "true", "1e999", "{}", "-1e200"])
+@pytest.mark.parametrize(
+    "loss", ["NaN", "Infinity", "null", '"1"', "true", "1e999", "{}", "-1e200"]
+)
 def test_a_nonfinite_loss_is_never_the_best(tmp_path, loss):
     fake_run(tmp_path / "good", {"optimizer.lr": 0.5}, val_loss=3.0)
     run = fake_run(tmp_path / "bad", val_loss=2.0)
@@ -112,8 +142,12 @@ def test_a_nonfinite_loss_is_never_the_best(tmp_path, loss):
 def test_keys_of_some_jobs_only(tmp_path):
     fake_run(tmp_path / "a", {"optimizer.name": "adamw"})
     fake_run(tmp_path / "b", {"optimizer.name": "sgd", "optimizer.momentum": 0.9})
-    fake_run(tmp_path / "c", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1})
-    fake_run(tmp_path / "d", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1.0})
+    fake_run(
+        tmp_path / "c", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1}
+    )
+    fake_run(
+        tmp_path / "d", {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.lr": 1.0}
+    )
     assert varying(read_jobs([tmp_path])) == ["optimizer.name", "optimizer.lr"]
 
 
@@ -151,29 +185,55 @@ def test_a_file_that_cannot_be_read_is_noted(tmp_path, monkeypatch, file, conten
 
 
 def test_nothing_blocks_the_report(tmp_path):
-    """Neither a pipe, nor a device, nor a configuration of 2 kB that grows exponentially by merging."""
+    """Neither a pipe, nor a device, nor a configuration of 2 kB that grows exponentially by
+    merging.
+    """
     fake_run(tmp_path / "good")
-    for file in ("config.yaml", "result.json", "metrics.jsonl", ".lock", ".hydra/overrides.yaml", ".hydra/hydra.yaml"):
-        run = fake_run(tmp_path / file.replace("/", "_").strip("."), val_loss=1.0, overrides=["optimizer.lr=1"])
+    for file in (
+        "config.yaml",
+        "result.json",
+        "metrics.jsonl",
+        ".lock",
+        ".hydra/overrides.yaml",
+        ".hydra/hydra.yaml",
+    ):
+        run = fake_run(
+            tmp_path / file.replace("/", "_").strip("."), val_loss=1.0, overrides=["optimizer.lr=1"]
+        )
         (run / file).unlink(missing_ok=True)
         os.mkfifo(run / file)
     (fake_run(tmp_path / "zeros") / "metrics.jsonl").unlink()
     (tmp_path / "zeros" / "metrics.jsonl").symlink_to("/dev/zero")
     with open(fake_run(tmp_path / "one_line") / "metrics.jsonl", "wb") as file:
         file.truncate(1 << 40)
-    merges = "".join(f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}, *m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 40))
+    merges = "".join(
+        f"m{n}: &m{n} {{<<: [*m{n - 1}, *m{n - 1}, *m{n - 1}, *m{n - 1}]}}\n" for n in range(1, 40)
+    )
     (fake_run(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
     command = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    output = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     notes = [line for line in output.splitlines() if line.startswith("note: ")]
-    bad = ("bomb/config.yaml", "config.yaml/config", "metrics.jsonl/m", "one_line/m", "result.json/r", "zeros/m")
-    assert len(notes) == len(bad) and all(any(name in note for note in notes) for name in bad), notes
+    bad = (
+        "bomb/config.yaml",
+        "config.yaml/config",
+        "metrics.jsonl/m",
+        "one_line/m",
+        "result.json/r",
+        "zeros/m",
+    )
+    assert len(notes) == len(bad) and all(any(name in note for note in notes) for name in bad), (
+        notes
+    )
 
 
 def test_integers_of_any_length(tmp_path):
     """Python refuses to print them in decimal, although it reads them in hexadecimal."""
     giant = f"0x{'F' * 5000}"
-    content = f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: {{? {giant} : 1}}"
+    content = (
+        f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: {{? {giant} : 1}}"
+    )
     (fake_run(tmp_path / "a") / "config.yaml").write_text(content)
     fake_run(tmp_path / "b")
     report([tmp_path], tmp_path / "page.html")
@@ -184,12 +244,29 @@ def test_integers_of_any_length(tmp_path):
 def test_extreme_numbers_and_names_are_short(tmp_path):
     key = f"optimizer.{'k' * 500}"
     for number, loss in enumerate((1e99, 1e299)):
-        run = fake_run(tmp_path / f"{number}", {key: 10**99 + number, "run.name": None}, val_loss=loss, overrides=[])
+        run = fake_run(
+            tmp_path / f"{number}",
+            {key: 10**99 + number, "run.name": None},
+            val_loss=loss,
+            overrides=[],
+        )
         record = {"step": 10**99, "tokens_per_s": 1e299, "val_loss": loss}
-        (run / "metrics.jsonl").write_text(json.dumps({"start": 1, "step": 0}) + "\n" + json.dumps(record))
+        (run / "metrics.jsonl").write_text(
+            json.dumps({"start": 1, "step": 0}) + "\n" + json.dumps(record)
+        )
     lines = report([tmp_path], tmp_path / "page.html").splitlines()
     assert max(map(len, lines)) < 200
-    assert lines[1].split() == ["*", "1e99", "complete", "1e99", "1e99", "1e299", "0", "0:01:02", "0"]
+    assert lines[1].split() == [
+        "*",
+        "1e99",
+        "complete",
+        "1e99",
+        "1e99",
+        "1e299",
+        "0",
+        "0:01:02",
+        "0",
+    ]
     assert not re.search("[0-9]{40}", Page(tmp_path / "page.html").text)
 
 
@@ -206,7 +283,9 @@ def test_no_run_is_an_error(tmp_path, directory):
 
 
 def test_values_are_brief():
-    assert [brief(v) for v in (0, 0.0003, 1e-3, 0.25, 1 / 3, 2, 123456, 12345.678, 1e12, -2e-5)] == [
+    assert [
+        brief(v) for v in (0, 0.0003, 1e-3, 0.25, 1 / 3, 2, 123456, 12345.678, 1e12, -2e-5)
+    ] == [
         *("0", "3e-4", "0.001", "0.25", "0.3333", "2", "123456", "1.235e4", "1e12", "-2e-5"),
     ]
     assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, {"a": "b"}, 10**5000, float("inf"))] == [
@@ -231,7 +310,17 @@ def test_values_that_are_not_numbers_are_categories():
 
 @pytest.mark.parametrize(
     "values",
-    [[0.0], [5], [-1e99, 1e99], [1e-99, 1e99], [1.0, 1.0 + 1e-15], [None], list(range(1000)), ["x" * 999] * 3, []],
+    [
+        [0.0],
+        [5],
+        [-1e99, 1e99],
+        [1e-99, 1e99],
+        [1.0, 1.0 + 1e-15],
+        [None],
+        list(range(1000)),
+        ["x" * 999] * 3,
+        [],
+    ],
     ids=str,
 )
 def test_any_values_have_a_legible_axis(values):
@@ -296,7 +385,11 @@ def test_hostile_names_and_values_are_escaped(tmp_path):
     name = "<img src=x onerror=alert(1)>\udcff\n'"
     values = {"model.name": HOSTILE, "optimizer.lr": 1}
     fake_run(sweep / name, values, val_loss=1.0, overrides=[f"model.name='{HOSTILE}'"])
-    fake_run(sweep / "b", {f"model.{HOSTILE}": 1, "model.name": "</title></style>", "optimizer.lr": 2}, status=HOSTILE)
+    fake_run(
+        sweep / "b",
+        {f"model.{HOSTILE}": 1, "model.name": "</title></style>", "optimizer.lr": 2},
+        status=HOSTILE,
+    )
     fake_run(sweep / "c", {f"model.{HOSTILE}": 2})
     text = report([sweep], tmp_path / "page.html")
     assert "\x1b" not in text
@@ -315,9 +408,16 @@ def test_the_page_is_self_contained(tmp_path):
         fake_run(tmp_path / f"{number}", {"optimizer.lr": 10.0**-number})
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
-    assert not [name for _, values in page.tags for name in values if name in ("src", "href", "action", "data")]
+    assert not [
+        name
+        for _, values in page.tags
+        for name in values
+        if name in ("src", "href", "action", "data")
+    ]
     policy = next(values["content"] for _, values in page.tags if "http-equiv" in values)
-    assert policy.startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-")
+    assert policy.startswith(
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-"
+    )
     assert "http" not in policy
 
 
@@ -330,7 +430,9 @@ def test_every_job_is_drawn_everywhere(tmp_path, jobs):
     page = Page(tmp_path / "page.html")
     several = jobs > 1
     assert page.count("div") >= len(page.figures) == 2 + 3 * several
-    assert page.traces("lines") == [jobs] * (2 + several), "validation loss, training loss, parallel coordinates"
+    assert page.traces("lines") == [jobs] * (2 + several), (
+        "validation loss, training loss, parallel coordinates"
+    )
     assert [len(figure["data"][0]["x"]) for figure in page.figures[2:-1]] == [jobs] * 2 * several
     assert page.count("tr") == 1 + jobs
     assert (tmp_path / "page.html").stat().st_size < 6_000_000
@@ -344,7 +446,9 @@ def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
     page = Page(tmp_path / "page.html")
     curves = page.figures[0]["data"][::-1]  # the best is drawn last
     colours = [trace["line"]["color"] for trace in curves]
-    assert len({*colours[:7]}) == 7 and colours[6] == colours[7] != colours[8], "one far off has no colour of its own"
+    assert len({*colours[:7]}) == 7 and colours[6] == colours[7] != colours[8], (
+        "one far off has no colour of its own"
+    )
     assert [trace["line"]["dash"] for trace in curves] == ["solid"] * 8 + ["dash"]
     widths = [trace["line"]["width"] for trace in curves]
     assert widths[0] > max(widths[1:])
@@ -370,7 +474,11 @@ def test_a_line_passes_below_the_axes_of_parameters_that_a_job_lacks(tmp_path):
     report([tmp_path], tmp_path / "page.html")
     figure = Page(tmp_path / "page.html").figures[-1]
     assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "momentum", "validation loss"]
-    assert [trace["y"] for trace in figure["data"]] == [[1, pytest.approx(-0.16), 1], [1, 0, 0.5], [0, 1, 0]]
+    assert [trace["y"] for trace in figure["data"]] == [
+        [1, pytest.approx(-0.16), 1],
+        [1, 0, 0.5],
+        [0, 1, 0],
+    ]
     assert "none" in [label["text"] for label in figure["layout"]["annotations"]]
 
 
@@ -383,7 +491,9 @@ def test_curves_of_any_height_and_length(tmp_path):
     fake_run(tmp_path / "long", steps=20_000)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
-    assert [len(figure["data"]) for figure in page.figures[:2]] == [4, 4], "a loss of 1e299 cannot be a coordinate"
+    assert [len(figure["data"]) for figure in page.figures[:2]] == [4, 4], (
+        "a loss of 1e299 cannot be a coordinate"
+    )
     long = max((trace for trace in page.figures[1]["data"]), key=lambda trace: len(trace["x"]))
     assert len(long["x"]) <= POINTS + 1
     assert long["x"][-1] == 20_000, "the last one is drawn"
@@ -432,7 +542,9 @@ def test_the_text_has_a_line_for_each_job(tmp_path):
     fake_run(tmp_path / "a", {"optimizer.lr": 3e-4}, val_loss=2.0, faults=1)
     fake_run(tmp_path / "b", {"optimizer.lr": 1e-3}, "pruned", 2.5, steps=40)
     fake_run(tmp_path / "c", {"optimizer.lr": 1e-2}, None, None)
-    assert [line.split() for line in report([tmp_path], tmp_path / "page.html").splitlines()[:4]] == [
+    assert [
+        line.split() for line in report([tmp_path], tmp_path / "page.html").splitlines()[:4]
+    ] == [
         ["val", "loss", "status", "lr", "step", "tokens/s", "faults", "time", "job"],
         ["*", "2.0000", "complete", "3e-4", "100", "40,000", "1", "0:01:02", "a"],
         ["(2.5000)", "pruned", "0.001", "40", "40,000", "0", "0:01:02", "b"],
@@ -484,7 +596,9 @@ def test_a_single_run_keeps_its_name(tmp_path):
     run = fake_run(tmp_path / "study", overrides=["run.name=study"])
     assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
     overrides = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
-    other = fake_run(tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=overrides)
+    other = fake_run(
+        tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=overrides
+    )
     assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=2 optimizer.lr=1"
 
 
@@ -497,14 +611,20 @@ def test_the_command_without_main_py(tmp_path, monkeypatch):
 def test_the_command_line_names_the_run_once(tmp_path):
     """Local workers record the name that the user has given, and that of the directory."""
     run = fake_run(
-        tmp_path / "study", {"run.name": "study"}, overrides=["optimizer.lr=2", "run.name=study", 'run.name="study"']
+        tmp_path / "study",
+        {"run.name": "study"},
+        overrides=["optimizer.lr=2", "run.name=study", 'run.name="study"'],
     )
     assert command_line(read_jobs([run])[0]) == "python main.py optimizer.lr=2 'run.name=\"study\"'"
 
 
 def test_no_command_line_of_another_run(tmp_path):
-    """The overrides of a job have the name of the sweep, and alone would train a plain run in its directory."""
-    run = fake_run(tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"])
+    """The overrides of a job have the name of the sweep, and alone would train a plain run in its
+    directory.
+    """
+    run = fake_run(
+        tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"]
+    )
     assert command_line(read_jobs([run])[0]) == "python main.py 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
     assert command_line(read_jobs([run])[0]) == NO_COMMAND
@@ -515,10 +635,15 @@ def test_no_command_line_of_another_run(tmp_path):
 
 def test_a_user_config_directory_is_in_the_command(tmp_path):
     run = fake_run(tmp_path / "run", {"run.name": None}, overrides=["model=mine"])
-    sources = [{"path": "/a conf", "provider": "main"}, {"path": "/b presets", "provider": "command-line"}]
+    sources = [
+        {"path": "/a conf", "provider": "main"},
+        {"path": "/b presets", "provider": "command-line"},
+    ]
     record = {"hydra": {"job": {"config_name": "config"}, "runtime": {"config_sources": sources}}}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
-    assert command_line(read_jobs([run])[0]) == "python main.py '--config-dir=/b presets' model=mine"
+    assert (
+        command_line(read_jobs([run])[0]) == "python main.py '--config-dir=/b presets' model=mine"
+    )
     sources[0]["path"] = str(tmp_path)
     record["hydra"]["job"] = {"config_name": "mine"}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
@@ -526,14 +651,32 @@ def test_a_user_config_directory_is_in_the_command(tmp_path):
     assert command_line(read_jobs([run])[0]) == f"python main.py {flags} model=mine"
     sources[0]["path"] = "/" + "x" * 300  # a name that no filesystem takes
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
-    assert command_line(read_jobs([run])[0]) == "python main.py --config-name=mine '--config-dir=/b presets' model=mine"
+    assert (
+        command_line(read_jobs([run])[0])
+        == "python main.py --config-name=mine '--config-dir=/b presets' model=mine"
+    )
     for broken in ("", "[]", "hydra: {runtime: 1}", "hydra: {runtime: {config_sources: [1]}}", "{"):
         (run / ".hydra" / "hydra.yaml").write_text(broken)
         assert command_line(read_jobs([run])[0]) == "python main.py model=mine"
 
 
 def test_any_text_survives_hydra():
-    texts = ["a", "it's", "\\", "a\\'b", "\\'", "${run.name}", "\\${x}", "nUll", "1e3", "", " ", "a,b", "[1,2", "{"]
+    texts = [
+        "a",
+        "it's",
+        "\\",
+        "a\\'b",
+        "\\'",
+        "${run.name}",
+        "\\${x}",
+        "nUll",
+        "1e3",
+        "",
+        " ",
+        "a,b",
+        "[1,2",
+        "{",
+    ]
     texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
         overrides = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
@@ -571,7 +714,9 @@ def test_errors_are_one_line(tmp_path, monkeypatch, call, arg, message):
     code, out, error = call(arg)
     assert (code, out) == (2, "")
     kind = "config" if "credentials" in message or arg == "--open" else "run"
-    assert error.startswith(f"{kind} error: {message}; " if arg == "nothing" else f"{kind} error: {message}")
+    assert error.startswith(
+        f"{kind} error: {message}; " if arg == "nothing" else f"{kind} error: {message}"
+    )
     assert "hunter2" not in error
     assert error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
@@ -582,7 +727,9 @@ def test_a_page_that_cannot_be_written(tmp_path, call):
     (tmp_path / "sweep" / "report.html").mkdir()
     code, out, error = call(tmp_path / "sweep")
     assert code == 2
-    assert "2.0000  complete" in out and f"best: {tmp_path / 'sweep' / 'a'}" in out, "the table is printed nevertheless"
+    assert "2.0000  complete" in out and f"best: {tmp_path / 'sweep' / 'a'}" in out, (
+        "the table is printed nevertheless"
+    )
     assert re.match(r"run error: cannot write .*report.html: ", error)
 
 
@@ -597,9 +744,12 @@ def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
     script = (
         "import json, sys; from pathlib import Path; from mingpt_ddp.sweeps.report import report;"
         f"report([Path({str(tmp_path)!r})], Path({str(tmp_path)!r}) / 'page.html');"
-        "print(json.dumps([name for name in ('torch', 'tensorboard', 'numpy') if name in sys.modules]))"
+        "print(json.dumps([name for name in ('torch', 'tensorboard', 'numpy') if name in "
+        "sys.modules]))"
     )
-    output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert json.loads(output) == []
 
 
@@ -607,7 +757,14 @@ def test_tokenizers_are_compared_by_bits_per_byte(tmp_path):
     for name in ("byte", "bpe"):
         fake_run(tmp_path / name, {"data.tokenizer": name})
         path = tmp_path / name / "result.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "bits_per_byte": {"byte": 2.5, "bpe": 2.25}[name]}))
+        path.write_text(
+            json.dumps(
+                {**json.loads(path.read_text()), "bits_per_byte": {"byte": 2.5, "bpe": 2.25}[name]}
+            )
+        )
     head, *rows = report([tmp_path], tmp_path / "page.html").splitlines()
     assert "bits_per_byte" in head
-    assert {number for row in rows for number in ("2.5000", "2.2500") if number in row} == {"2.5000", "2.2500"}
+    assert {number for row in rows for number in ("2.5000", "2.2500") if number in row} == {
+        "2.5000",
+        "2.2500",
+    }

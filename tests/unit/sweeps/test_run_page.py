@@ -21,7 +21,7 @@ LOG = """2026-01-01 00:00:00,000 INFO run outputs/a
 2026-01-01 00:00:02,000 INFO resuming from the snapshot of step 40 of 100
 2026-01-01 00:00:03,000 INFO the configuration differs from the last start: trainer.max_steps: 40 -> 100
 2026-01-01 00:00:04,000 INFO step 50/100: loss 2.0
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def run(tmp_path) -> Path:
         logger = TensorBoardLogger(run / "tensorboard" / f"rank{rank}")
         logger.start(0, 2)
         for step in range(10, 101, 10):
-            logger.log(step, {"speed/step_ms": 100.0 + 50 * rank, "speed/data_ms": 1.0, "train/loss": 2.0})
+            logger.log(
+                step, {"speed/step_ms": 100.0 + 50 * rank, "speed/data_ms": 1.0, "train/loss": 2.0}
+            )
         if rank == 0:
             logger.log_text(50, "sample", "an early text\n  indented")
             logger.log_text(100, "sample", f"the last text {HOSTILE}")
@@ -63,8 +65,17 @@ def test_everything_of_a_run_is_on_its_page(run):
     text = report([run], run / "report.html")
     assert text.splitlines()[-1] == f"the page is {run / 'report.html'}"
     figures, body = read_page(run / "report.html")
-    assert titles(figures) == ["loss", "lr", "grad_norm", "tokens_per_s", "step, ms", "fetching the batch, ms"]
-    assert [len(trace["x"]) for trace in figures[0]["data"]] == [20, 5], "training and validation loss"
+    assert titles(figures) == [
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "step, ms",
+        "fetching the batch, ms",
+    ]
+    assert [len(trace["x"]) for trace in figures[0]["data"]] == [20, 5], (
+        "training and validation loss"
+    )
     for figure in figures:
         assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [40], "the restart"
     assert [trace["y"][0] for trace in figures[4]["data"]] == [100.0, 150.0], "a line for each rank"
@@ -72,14 +83,20 @@ def test_everything_of_a_run_is_on_its_page(run):
     assert "the last text <script>" in body and "an early text\n  indented" in body
     assert body.index("the last text") < body.index("an early text")
     assert re.search(r"0 +100\.00 +1\.00 +1 +150\.00 +1\.00", body), "medians by rank"
-    assert "trainer.max_steps: 40 -> 100" in body and "resuming from" in body and "WARNING the warm-up" in body
+    assert (
+        "trainer.max_steps: 40 -> 100" in body
+        and "resuming from" in body
+        and "WARNING the warm-up" in body
+    )
     assert "INFO run" not in body and "INFO step" not in body
     assert f"name: {HOSTILE}" in body and "lr: 0.001" in body
     assert "val_loss" in body and "Notes" not in body
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "directory"])
-@pytest.mark.parametrize("file", ["metrics.jsonl", "result.json", "config.yaml", "main.rank0.log", "tensorboard/rank1"])
+@pytest.mark.parametrize(
+    "file", ["metrics.jsonl", "result.json", "config.yaml", "main.rank0.log", "tensorboard/rank1"]
+)
 def test_the_rest_is_shown_without_a_file(file, damage, run):
     path = next((run / file).glob("*")) if file.startswith("tensorboard") else run / file
     path.unlink()

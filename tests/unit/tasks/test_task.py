@@ -30,13 +30,23 @@ def of_kind(kind: type[Task]) -> Task:
 
 def test_several_losses_are_summed():
     losses = named_losses({"a": torch.tensor(1.0), "b": torch.tensor(2.5)})
-    assert {name: float(loss) for name, loss in losses.items()} == {"loss": 3.5, "loss_a": 1.0, "loss_b": 2.5}
+    assert {name: float(loss) for name, loss in losses.items()} == {
+        "loss": 3.5,
+        "loss_a": 1.0,
+        "loss_b": 2.5,
+    }
     assert named_losses(torch.tensor(2.0)) == {"loss": torch.tensor(2.0)}
 
 
 @pytest.mark.parametrize(
     "batch",
-    [torch.zeros(5, 2), (torch.zeros(5, 2), 3), [torch.zeros(5)], {"x": torch.zeros(5, 1)}, ({"x": torch.zeros(5)},)],
+    [
+        torch.zeros(5, 2),
+        (torch.zeros(5, 2), 3),
+        [torch.zeros(5)],
+        {"x": torch.zeros(5, 1)},
+        ({"x": torch.zeros(5)},),
+    ],
 )
 def test_the_number_of_samples_in_a_batch(batch):
     assert batch_length(batch) == 5
@@ -67,9 +77,13 @@ def test_classification():
     task = of_kind(Classification)
     task.config = SimpleNamespace(task=SimpleNamespace(label_smoothing=0.0))
     metrics = task.metrics(nn.Identity(), (logits, y))
-    assert float(metrics["loss"][0]) / metrics["loss"][1] == pytest.approx(float(F.cross_entropy(logits, y)))
+    assert float(metrics["loss"][0]) / metrics["loss"][1] == pytest.approx(
+        float(F.cross_entropy(logits, y))
+    )
     assert (int(metrics["accuracy"][0]), metrics["accuracy"][1]) == (2, 3)
-    assert float(task.loss(nn.Identity(), (logits, y))) == pytest.approx(float(F.cross_entropy(logits, y)))
+    assert float(task.loss(nn.Identity(), (logits, y))) == pytest.approx(
+        float(F.cross_entropy(logits, y))
+    )
     assert task.describe({"loss": 0.5, "accuracy": 2 / 3}) == "loss 0.5000, accuracy 0.6667"
 
 
@@ -80,7 +94,9 @@ def test_without_metrics_the_mean_losses_are_measured():
 
 
 def test_text(one_thread):
-    """The loss is that of the model; accuracy is the share of next tokens that are the likeliest."""
+    """The loss is that of the model; accuracy is the share of next tokens that are the
+    likeliest.
+    """
     config = from_mapping(configure("data.block_size=4"))
     task = text_task(config)
 
@@ -97,11 +113,18 @@ def test_text(one_thread):
     bits = means["bits_per_char"]
     assert bits == pytest.approx(means["loss"] / 0.6931471805599453)
     assert {*task.comparable} < means.keys()
-    expected = f"({bits:.4f} bits) per character, {bits:.4f} bits per byte, accuracy 0.7500, wiki_loss 2.5000"
+    expected = (
+        f"({bits:.4f} bits) per character, {bits:.4f} bits per byte, accuracy 0.7500, "
+        "wiki_loss 2.5000"
+    )
     assert task.describe(means | {"wiki_loss": 2.5}).endswith(expected)
     task.dataset.tokenizer = CharTokenizer("abcdefgß")
     metrics = task.metrics(Model(), (x, torch.tensor([[1, 2, 3, 7]])))
-    assert [int(metrics[name][1]) for name in ("loss", "bits_per_char", "bits_per_byte")] == [4, 4, 5]
+    assert [int(metrics[name][1]) for name in ("loss", "bits_per_char", "bits_per_byte")] == [
+        4,
+        4,
+        5,
+    ]
 
 
 def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
@@ -115,9 +138,15 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
 
     monkeypatch.setitem(BUILDERS["task"], "regression", Keeping)
     config = from_mapping(configure("data=toy", "task=regression"))
-    for given, kept in (((), {}), ((None, {"own": 1}), {"own": 1}), (({"weights": 1}, {"own": 1}), {"weights": 1})):
+    for given, kept in (
+        ((), {}),
+        ((None, {"own": 1}), {"own": 1}),
+        (({"weights": 1}, {"own": 1}), {"weights": 1}),
+    ):
         assert build_task(config, GROUP, *given).kept == kept
-    monkeypatch.setitem(BUILDERS["task"], "regression", lambda config, group: Keeping(config, group))
+    monkeypatch.setitem(
+        BUILDERS["task"], "regression", lambda config, group: Keeping(config, group)
+    )
     with pytest.raises(CodeError, match="the task regression must be a subclass of"):
         build_task(config, GROUP)
 
@@ -127,9 +156,15 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
     [
         (
             ["data=toy"],
-            "task.name=language_model needs a text; for data.dataset=toy add a task and a model, as in task=",
+            (
+                "task.name=language_model needs a text; for data.dataset=toy add a task and a "
+                "model, as in task="
+            ),
         ),
-        (["task=regression"], "task.name=regression needs a dataset, as in data=digits; python_docs is a text"),
+        (
+            ["task=regression"],
+            "task.name=regression needs a dataset, as in data=digits; python_docs is a text",
+        ),
     ],
 )
 def test_data_that_does_not_fit_the_task(overrides, message):
@@ -141,7 +176,10 @@ def test_data_that_does_not_fit_the_task(overrides, message):
     ("overrides", "message"),
     [
         (["model=gpt_nano"], "model.architecture=gpt needs task.name=language_model"),
-        (["model=convnet"], r"model.architecture=convnet needs images \(C, H, W\) of at least 4 x 4, not \(10,\)"),
+        (
+            ["model=convnet"],
+            r"model.architecture=convnet needs images \(C, H, W\) of at least 4 x 4, not \(10,\)",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_the_data(overrides, message):

@@ -12,16 +12,21 @@ from mingpt_ddp.training.anomaly import EMA_DECAY, AnomalyPolicy
 from mingpt_ddp.training.train_state import TrainState
 
 
-def policy(state: TrainState | None = None, spike_factor: float | None = None, scaled: bool = False) -> AnomalyPolicy:
+def policy(
+    state: TrainState | None = None, spike_factor: float | None = None, scaled: bool = False
+) -> AnomalyPolicy:
     trainer = SimpleNamespace(spike_factor=spike_factor, on_nonfinite="stop")
     scaler = SimpleNamespace(is_enabled=lambda: scaled)
     runtime = SimpleNamespace(scaler=scaler, device=torch.device("cpu"))
     config = SimpleNamespace(trainer=trainer)
-    return AnomalyPolicy(SimpleNamespace(config=config, runtime=runtime, state=state or TrainState()))
+    return AnomalyPolicy(
+        SimpleNamespace(config=config, runtime=runtime, state=state or TrainState())
+    )
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (-math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)]
+    ("loss", "norm"),
+    [(math.nan, 1.0), (math.inf, 1.0), (-math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)],
 )
 def test_nonfinite_loss_or_norm(loss, norm):
     assert policy().find_anomaly(loss, norm) == f"loss {loss} and gradient norm {norm}"
@@ -44,7 +49,10 @@ def test_a_loss_spike():
     anomaly_policy.on_step_accepted(1, 3.0)
     assert anomaly_policy.context.state.loss_ema == 3.0
     assert anomaly_policy.find_anomaly(6.0, 1.0) is None
-    assert anomaly_policy.find_anomaly(6.001, 1.0) == "loss 6.0010, more than 2 times the average of 3.0000"
+    assert (
+        anomaly_policy.find_anomaly(6.001, 1.0)
+        == "loss 6.0010, more than 2 times the average of 3.0000"
+    )
 
 
 def test_the_average_decays():

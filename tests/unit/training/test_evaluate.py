@@ -23,12 +23,15 @@ from mingpt_ddp.training.evaluate import Evaluator
 torch.set_num_threads(1)  # more threads only slow down tensors this small
 
 T, V = 8, 11
-LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]  # the rest behind the whole windows is 0, 1, ...
+# the rest behind the whole windows is 0, 1, ...
+LENGTHS = [2, 3, T, T + 1, T + 2, 2 * T, 5 * T + 1, 5 * T + 2, 103]
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(from_mapping(configure("trainer.device=cpu", "trainer.precision=fp32")), DistEnv())
+    return Runtime(
+        from_mapping(configure("trainer.device=cpu", "trainer.precision=fp32")), DistEnv()
+    )
 
 
 def text(length: int) -> np.ndarray:
@@ -36,14 +39,19 @@ def text(length: int) -> np.ndarray:
 
 
 class MeanOfTargets(nn.Module):
-    """A model that records the targets that are evaluated; their mean is the loss of `evaluator`'s task."""
+    """A model that records the targets that are evaluated.
+
+    Their mean is the loss of `evaluator`'s task.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[int] = []
 
 
-def mean_of_targets(model: MeanOfTargets, batch: tuple[Tensor, Tensor]) -> dict[str, tuple[Tensor, int]]:
+def mean_of_targets(
+    model: MeanOfTargets, batch: tuple[Tensor, Tensor]
+) -> dict[str, tuple[Tensor, int]]:
     x, y = batch
     assert torch.equal(x[:, 1:], y[:, :-1])
     model.seen += y.flatten().tolist()
@@ -55,14 +63,19 @@ def evaluator(tokens: np.ndarray, runtime: Runtime, windows: int | None = None) 
     config = from_mapping(configure(*changes, "trainer.batch_size=1", f"data.block_size={T}"))
     task = text_task(config, tokens, V)
     metrics = task.metrics
-    task.metrics = lambda model, batch: (mean_of_targets if isinstance(model, MeanOfTargets) else metrics)(model, batch)
+    task.metrics = lambda model, batch: (
+        mean_of_targets if isinstance(model, MeanOfTargets) else metrics
+    )(model, batch)
     return Evaluator(task, runtime)
 
 
 @pytest.mark.parametrize("per_batch", [1, 2 * T, 4096])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_batch):
-    """The characters are their own positions, so that each can be identified; the mean is over characters."""
+    """The characters are their own positions, so that each can be identified.
+
+    The mean is over characters.
+    """
     monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
     model = MeanOfTargets()
     loss = evaluator(np.arange(length, dtype=np.uint16), runtime).run(model, "val")["loss"]
@@ -78,7 +91,14 @@ def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_
     torch.manual_seed(0)
     model = build_model(
         GPTConfig(
-            name="test", architecture="gpt", n_layer=1, n_head=2, n_embd=16, dropout=0.5, bias=False, activation="gelu"
+            name="test",
+            architecture="gpt",
+            n_layer=1,
+            n_head=2,
+            n_embd=16,
+            dropout=0.5,
+            bias=False,
+            activation="gelu",
         ),
         V,
         T,
@@ -94,17 +114,23 @@ def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_
             scores = model(torch.from_numpy(tokens[window:position].astype(np.int64))[None])[0, -1]
             total -= float(F.log_softmax(scores, dim=-1)[tokens[position]])
     model.train()
-    assert evaluator(tokens, runtime).run(model, "val")["loss"] == pytest.approx(total / (length - 1), rel=1e-5)
+    assert evaluator(tokens, runtime).run(model, "val")["loss"] == pytest.approx(
+        total / (length - 1), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("windows", [1, 3, 12, 13, 99])
 def test_a_sample_of_windows(runtime, monkeypatch, windows):
-    """103 characters have 12 full windows: a sample has each at most once, and is always the same."""
+    """103 characters have 12 full windows: a sample has each at most once, and is always the
+    same.
+    """
     monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", 2 * T)
     seen = []
     for _ in range(2):
         model = MeanOfTargets()
-        loss = evaluator(np.arange(103, dtype=np.uint16), runtime, windows).run(model, "val")["loss"]
+        loss = evaluator(np.arange(103, dtype=np.uint16), runtime, windows).run(model, "val")[
+            "loss"
+        ]
         assert loss == pytest.approx(np.mean(model.seen))
         seen.append(model.seen)
     assert seen[0] == seen[1]
@@ -127,7 +153,14 @@ def test_a_sample_is_drawn_from_the_whole_text(runtime):
 def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
     model = build_model(
         GPTConfig(
-            name="test", architecture="gpt", n_layer=1, n_head=2, n_embd=16, dropout=0.5, bias=False, activation="gelu"
+            name="test",
+            architecture="gpt",
+            n_layer=1,
+            n_head=2,
+            n_embd=16,
+            dropout=0.5,
+            bias=False,
+            activation="gelu",
         ),
         V,
         T,

@@ -37,7 +37,11 @@ def configuration(*overrides: str) -> Config:
 
 
 def test_a_language_model(cwd):
-    plan = make_plan(configuration(*TEXT, "trainer.max_epochs=4", "trainer.eval_every=10", "snapshot.every_steps=10"))
+    plan = make_plan(
+        configuration(
+            *TEXT, "trainer.max_epochs=4", "trainer.eval_every=10", "snapshot.every_steps=10"
+        )
+    )
     width, length, layers, vocabulary = 48, 64, 3, 8
     parameters = (vocabulary + length) * width + layers * (12 * width**2 + 2 * width) + width
     flops = 6 * (parameters - length * width) + 12 * layers * width * length
@@ -46,7 +50,12 @@ def test_a_language_model(cwd):
     assert plan["model"]["parameters"] == parameters
     assert plan["model"]["flops_per_item"] == flops
     assert plan["model"]["flops"] == flops * steps * 12 * length
-    assert plan["length"] == {"steps": steps, "epochs": 4.0, "items": steps * 12 * length, "unit": "tokens"}
+    assert plan["length"] == {
+        "steps": steps,
+        "epochs": 4.0,
+        "items": steps * 12 * length,
+        "unit": "tokens",
+    }
     tensors = 3 + layers * 6  # AdamW counts the steps of each in 4 bytes
     memory = plan["memory"]
     assert (memory["weights"], memory["gradients"]) == (4 * parameters, 4 * parameters)
@@ -56,8 +65,14 @@ def test_a_language_model(cwd):
     )
     saves = plan["snapshots"]
     assert saves["bytes"] == memory["weights"] + memory["optimizer"]
-    assert (saves["every_steps"], saves["count"], saves["kept"]) == (10, 4, 3), "steps 10, 20, 30, 36; two and the best"
-    assert saves["kept_bytes"] == 3 * saves["bytes"] and saves["write_s"] > 0 and saves["free_bytes"] > 0
+    assert (saves["every_steps"], saves["count"], saves["kept"]) == (10, 4, 3), (
+        "steps 10, 20, 30, 36; two and the best"
+    )
+    assert (
+        saves["kept_bytes"] == 3 * saves["bytes"]
+        and saves["write_s"] > 0
+        and saves["free_bytes"] > 0
+    )
     times = plan["time"]
     assert times["evaluations"] == 4
     assert times["training_s"] == pytest.approx(steps * times["step_s"])
@@ -68,7 +83,8 @@ def test_a_language_model(cwd):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shares"), [("auto", (1, 1, 1)), ("zero1", (1, 1, 2)), ("fsdp", (2, 2, 2)), ("manual", (1, 1, 1))]
+    ("strategy", "shares"),
+    [("auto", (1, 1, 1)), ("zero1", (1, 1, 2)), ("fsdp", (2, 2, 2)), ("manual", (1, 1, 1))],
 )
 def test_the_memory_of_a_rank(strategy, shares):
     plan = make_plan(configuration(*TOY, f"ddp.strategy={strategy}"))
@@ -96,7 +112,9 @@ def test_averaged_weights_take_memory_and_are_saved():
 def test_checkpointed_activations_are_fewer():
     sizes = []
     for value in ("false", "true"):
-        config = configuration(*TEXT, "trainer.max_steps=5", f"trainer.activation_checkpointing={value}")
+        config = configuration(
+            *TEXT, "trainer.max_steps=5", f"trainer.activation_checkpointing={value}"
+        )
         sizes.append(make_plan(config)["memory"]["activations"])
     assert sizes[1] < sizes[0] / 2
 
@@ -105,7 +123,13 @@ def test_other_world_sizes():
     plan = make_plan(configuration(*TOY, "trainer.batch_size=12", "ddp.nproc_per_node=3"))
     keys = ("ranks", "batch_size", "micro_batch_size", "micro_batches_per_rank", "idle")
     rows = [tuple(row[key] for key in keys) for row in plan["world_sizes"]]
-    assert rows == [(1, 12, 12, 1, 0), (2, 12, 6, 1, 0), (3, 12, 4, 1, 0), (4, 12, 3, 1, 0), (8, 12, 1, 2, 0.25)]
+    assert rows == [
+        (1, 12, 12, 1, 0),
+        (2, 12, 6, 1, 0),
+        (3, 12, 4, 1, 0),
+        (4, 12, 3, 1, 0),
+        (8, 12, 1, 2, 0.25),
+    ]
 
 
 def test_a_batch_per_rank_and_its_learning_rate():
@@ -129,7 +153,11 @@ def test_ranks_that_do_not_work_are_named():
     ("overrides", "every", "kept"),
     [
         (["snapshot.every_epochs=2", "snapshot.every_steps=null"], 128, 3),
-        (["snapshot.keep_every=100", "snapshot.every_steps=null", "snapshot.keep_best=false"], 100, 7),
+        (
+            ["snapshot.keep_every=100", "snapshot.every_steps=null", "snapshot.keep_best=false"],
+            100,
+            7,
+        ),
         (["snapshot.every_steps=null", "snapshot.every_minutes=600"], 640, 2),
         (["snapshot.every_steps=null"], 640, 2),
         (["snapshot.every_steps=1000"], 640, 2),
@@ -141,7 +169,9 @@ def test_when_snapshots_are_saved(overrides, every, kept):
 
 
 def test_an_object_store_is_not_measured():
-    saves = make_plan(configuration(*TOY, "snapshot.path=memory://runs", "snapshot.every_steps=auto"))["snapshots"]
+    saves = make_plan(
+        configuration(*TOY, "snapshot.path=memory://runs", "snapshot.every_steps=auto")
+    )["snapshots"]
     assert (saves["write_s"], saves["free_bytes"]) == (None, None)
     assert saves["every_steps"] >= 1
 
@@ -171,7 +201,9 @@ def doubts(overrides: list[str], change: dict[str, dict[str, Any]]) -> list[str]
     plan = copy.deepcopy(SOUND)
     for name, values in change.items():
         plan[name] |= values
-    config = configuration("model=gpt_nano", "trainer.max_epochs=null", "trainer.max_steps=1000", *overrides)
+    config = configuration(
+        "model=gpt_nano", "trainer.max_epochs=null", "trainer.max_steps=1000", *overrides
+    )
     return find_doubts(config, plan, cores=4)
 
 
@@ -197,8 +229,16 @@ def test_a_sound_configuration(overrides, change):
     ("overrides", "change", "message"),
     [
         (["optimizer.warmup_steps=1001"], {}, "the warm-up takes 1001 of 1000 steps"),
-        (["trainer.max_epochs=9"], {}, "trainer.max_steps=1000 ends the run before trainer.max_epochs=9"),
-        (["trainer.max_steps=2000", "trainer.max_epochs=9"], {}, "trainer.max_epochs=9 ends the run at step 1000"),
+        (
+            ["trainer.max_epochs=9"],
+            {},
+            "trainer.max_steps=1000 ends the run before trainer.max_epochs=9",
+        ),
+        (
+            ["trainer.max_steps=2000", "trainer.max_epochs=9"],
+            {},
+            "trainer.max_epochs=9 ends the run at step 1000",
+        ),
         (
             [],
             {"model": {"parameters": 10**6}, "length": {"epochs": 40.0, "items": 40_000}},
@@ -208,11 +248,23 @@ def test_a_sound_configuration(overrides, change):
         ([], {"batch": {"lr": 0.1}}, "the learning rate is 0.1, for adamw 1e-05 to 0.01 is usual"),
         (["optimizer=muon"], {"batch": {"lr": 1e-4}}, "for muon 0.002 to 0.3"),
         ([], {"batch": {"idle": 0.25}}, "8 micro-batches on 4 ranks leave 25% of the time idle"),
-        ([], {"memory": {"total": 3 << 30, "available": 2 << 30}}, "each rank needs 3.0 GiB and has 2.0 GiB"),
-        ([], {"snapshots": {"kept_bytes": 3 << 30, "free_bytes": 1 << 30}}, "snapshots take 3.0 GiB of 1.0 GiB free"),
+        (
+            [],
+            {"memory": {"total": 3 << 30, "available": 2 << 30}},
+            "each rank needs 3.0 GiB and has 2.0 GiB",
+        ),
+        (
+            [],
+            {"snapshots": {"kept_bytes": 3 << 30, "free_bytes": 1 << 30}},
+            "snapshots take 3.0 GiB of 1.0 GiB free",
+        ),
         ([], {"snapshots": {"write_s": 9.0}}, "a snapshot takes 9 s to write and is due every 2 s"),
         ([], {"time": {"evaluations_s": 9.0}}, "evaluations take 9 s and training 2 s"),
-        (["trainer.device=cpu", "ddp.nproc_per_node=5"], {}, "ddp.nproc_per_node=5 is more than the 4 cores"),
+        (
+            ["trainer.device=cpu", "ddp.nproc_per_node=5"],
+            {},
+            "ddp.nproc_per_node=5 is more than the 4 cores",
+        ),
     ],
 )
 def test_what_looks_doubtful(overrides, change, message):

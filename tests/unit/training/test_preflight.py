@@ -51,7 +51,9 @@ def preflight(config, runtime, monkeypatch):
         register("model", "own", ModelConfig)(model or Plain)
         chosen = replace(chosen, model=ModelConfig(name="own", architecture="own"))
         if optimizer is not None:
-            register("optimizer", "own", AdamWConfig)(lambda model, config: optimizer(model.parameters(), {"lr": 0.1}))
+            register("optimizer", "own", AdamWConfig)(
+                lambda model, config: optimizer(model.parameters(), {"lr": 0.1})
+            )
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
         monkeypatch.setattr(runtime.group, "world_size", ranks)
         check_resumes_exactly(runtime, text_task(chosen, vocab_size=V), BATCH)
@@ -71,7 +73,9 @@ class Plain(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = self.hidden(tokens)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (
+            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
 
 
 class PlainSGD(torch.optim.Optimizer):
@@ -159,7 +163,9 @@ def test_numbers_in_optimizer_state_are_restored():
     optimizer.step()
     saved = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
     assert set(saved) == {
-        f"{n}:{key}" for n in ("weight", "bias") for key in ("step:int", "fine:float", "odd:bool", "sum")
+        f"{n}:{key}"
+        for n in ("weight", "bias")
+        for key in ("step:int", "fine:float", "odd:bool", "sum")
     }
     other = NumericState(model.parameters(), {"lr": 0.1})
     load_optimizer_state(model, other, saved)
@@ -200,12 +206,16 @@ class OtherWeights(Plain):
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
-        nn.init.normal_(self.scores.weight, generator=torch.Generator().manual_seed(next(self.seeds)))
+        nn.init.normal_(
+            self.scores.weight, generator=torch.Generator().manual_seed(next(self.seeds))
+        )
 
 
 class LogitsOfTheLast(Plain):
     def forward(self, tokens, targets=None):
-        return super().forward(tokens, targets) if targets is not None else self.hidden(tokens)[:, -1]
+        return (
+            super().forward(tokens, targets) if targets is not None else self.hidden(tokens)[:, -1]
+        )
 
 
 class Losses(Plain):
@@ -245,14 +255,32 @@ class Sum(Plain):
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        (LooksAhead, "the model own is not causal: its logits at a position depend on later characters"),
-        (MixesSequences, "the model own mixes sequences: the logits of one depend on the others in its batch"),
-        (AlwaysDropsOut, "the model own is random in evaluation mode: apply dropout only if self.training is true"),
-        (Sum, r"must return the mean cross-entropy of its logits, which in evaluation mode are \d\.\d{4} nats, not 1"),
+        (
+            LooksAhead,
+            "the model own is not causal: its logits at a position depend on later characters",
+        ),
+        (
+            MixesSequences,
+            "the model own mixes sequences: the logits of one depend on the others in its batch",
+        ),
+        (
+            AlwaysDropsOut,
+            (
+                "the model own is random in evaluation mode: apply dropout only if self.training "
+                "is true"
+            ),
+        ),
+        (
+            Sum,
+            r"must return the mean cross-entropy of its logits, which in evaluation mode are \d\.\d{4} nats, not 1",  # noqa: E501
+        ),
         (OwnGenerator, "the model own would not resume exactly: its loss depends on more than"),
         (PythonRandom, "the model own would not resume exactly: its loss depends on more than"),
         (Counter, "the model own would not resume exactly: its loss depends on more than"),
-        (OtherWeights, "the model own would not resume exactly: its first weights depend on more than"),
+        (
+            OtherWeights,
+            "the model own would not resume exactly: its first weights depend on more than",
+        ),
         (LogitsOfTheLast, r"model\(tokens\) must return logits of shape \(2, 1, 5\), not \(2, 5\)"),
         (Losses, r"model\(tokens, targets\) must return the mean loss, a scalar, not \(8,\)"),
         (Complex, "the model's phases cannot be saved: torch.complex64"),
@@ -300,7 +328,10 @@ class ColonInName(PlainSGD):
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
-        (StateOnOptimizer, "the optimizer own would not resume exactly: its step depends on more than"),
+        (
+            StateOnOptimizer,
+            "the optimizer own would not resume exactly: its step depends on more than",
+        ),
         (StateInGroup, "the optimizer own would not resume exactly: its step depends on more than"),
         (StringState, "the optimizer's state 'phase' of scores.weight cannot be saved: str"),
         (SharedState, r"the optimizer's state\['all'\] cannot be saved: it is of no parameter"),
@@ -321,7 +352,9 @@ class Unused(Plain):
 
 def test_parameters_without_gradients_are_refused_with_several_ranks(preflight):
     preflight(Unused)
-    with pytest.raises(ConfigError, match=r"spare.weight, spare.bias of the model own have no gradient"):
+    with pytest.raises(
+        ConfigError, match=r"spare.weight, spare.bias of the model own have no gradient"
+    ):
         preflight(Unused, ranks=2)
 
 
@@ -337,7 +370,9 @@ class Scaled(Plain):
 def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, monkeypatch):
     preflight(Scaled)
     monkeypatch.setattr(type(runtime.strategy), "shards_model", True)
-    with pytest.raises(ConfigError, match=r"cannot split temperature, a scalar; give it one element, or use zero1"):
+    with pytest.raises(
+        ConfigError, match=r"cannot split temperature, a scalar; give it one element, or use zero1"
+    ):
         preflight(Scaled)
 
 

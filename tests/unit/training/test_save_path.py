@@ -21,11 +21,21 @@ from mingpt_ddp.training import trainer
 from mingpt_ddp.training.run import run
 
 PACKAGE = str(Path(mingpt_ddp.__file__).parent)
-SETTINGS = [*TINY, "trainer.device=cpu", "trainer.max_steps=6", "trainer.eval_every=null", "snapshot.max_failures=0"]
+SETTINGS = [
+    *TINY,
+    "trainer.device=cpu",
+    "trainer.max_steps=6",
+    "trainer.eval_every=null",
+    "snapshot.max_failures=0",
+]
 
 
 def frames(stack: traceback.StackSummary) -> list[str]:
-    return [f"{Path(frame.filename).stem}.{frame.name}" for frame in stack if frame.filename.startswith(PACKAGE)]
+    return [
+        f"{Path(frame.filename).stem}.{frame.name}"
+        for frame in stack
+        if frame.filename.startswith(PACKAGE)
+    ]
 
 
 def below_trainer(stack: traceback.StackSummary) -> list[str]:
@@ -35,7 +45,9 @@ def below_trainer(stack: traceback.StackSummary) -> list[str]:
 
 @pytest.mark.parametrize("background", ["true", "false"])
 @pytest.mark.parametrize("file", ["model.safetensors", "manifest.json"])
-def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(file, background, tmp_path, monkeypatch):
+def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(
+    file, background, tmp_path, monkeypatch
+):
     starts = []
 
     def fail(self: Storage, name: str, content: bytes) -> None:
@@ -50,7 +62,12 @@ def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(file, backgroun
     write, original_start = Storage.write, AsyncSave.start
     monkeypatch.setattr(Storage, "write", fail)
     monkeypatch.setattr(AsyncSave, "start", start)
-    settings = [*SETTINGS, "snapshot.every_steps=2", f"snapshot.background={background}", f"run.root={tmp_path}"]
+    settings = [
+        *SETTINGS,
+        "snapshot.every_steps=2",
+        f"snapshot.background={background}",
+        f"run.root={tmp_path}",
+    ]
     config = from_mapping(configure(*settings, "run.name=run"))
     runtime = Runtime(config, DistEnv())
     with pytest.raises(StorageUnusableError, match="no space is left") as refused:
@@ -60,7 +77,10 @@ def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(file, backgroun
     assert isinstance(on_thread, OSError)
     writing = frames(traceback.extract_tb(on_thread.__traceback__))
     assert writing == ["async_writer.run", "store.write_files"]
-    for trainer_side in (below_trainer(starts[0]), below_trainer(traceback.extract_tb(refused.value.__traceback__))):
+    for trainer_side in (
+        below_trainer(starts[0]),
+        below_trainer(traceback.extract_tb(refused.value.__traceback__)),
+    ):
         assert 1 <= len(trainer_side) <= 2, trainer_side
         assert len(trainer_side) + len(writing) <= 4
     assert below_trainer(starts[0]) == ["save_schedule.maybe_save", "manager.save"]

@@ -1,4 +1,6 @@
-"""Daly's snapshot interval against the paper and numbers by hand; test_availability.py simulates it."""
+"""Daly's snapshot interval against the paper and numbers by hand; test_availability.py simulates
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ mtbfs = st.floats(1e3, 1e8)
 factors = st.floats(1.0, 1e3)
 
 
-@pytest.mark.parametrize(("mtbf", "minutes"), [(24 * HOUR, "117"), (6 * HOUR, "57"), (15 * MINUTE, "9.1")])
+@pytest.mark.parametrize(
+    ("mtbf", "minutes"), [(24 * HOUR, "117"), (6 * HOUR, "57"), (15 * MINUTE, "9.1")]
+)
 def test_the_examples_of_the_paper(mtbf, minutes):
     """Daly's figures 3 to 5, a dump of 5 minutes."""
     digits = len(minutes.partition(".")[2])
@@ -60,10 +64,14 @@ def test_dearer_snapshots_and_rarer_failures_mean_longer_intervals(cost, mtbf, f
 
 @given(cost=costs, mtbf=mtbfs, factor=factors)
 def test_the_unit_does_not_matter(cost, mtbf, factor):
-    assert best_interval(cost * factor, mtbf * factor) == pytest.approx(factor * best_interval(cost, mtbf))
+    assert best_interval(cost * factor, mtbf * factor) == pytest.approx(
+        factor * best_interval(cost, mtbf)
+    )
 
 
-@pytest.mark.parametrize("bad", [(-1, 100), (1, 0), (1, -1), (math.nan, 100), (1, math.nan), (1, 100, -1)])
+@pytest.mark.parametrize(
+    "bad", [(-1, 100), (1, 0), (1, -1), (math.nan, 100), (1, math.nan), (1, 100, -1)]
+)
 def test_impossible_times_are_refused(bad):
     with pytest.raises(ValueError, match="must"):
         best_interval(*bad)

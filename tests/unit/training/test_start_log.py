@@ -1,4 +1,6 @@
-"""What a run logs at its start: differences from earlier attempts, and nothing if there are none."""
+"""What a run logs at its start: differences from earlier attempts, and nothing if there are
+none.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ from mingpt_ddp.training.start_log import log_changes, log_start
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAME = "gpt-adamw"
-ENVIRONMENT = {"torch": "2.9.0", "device": "some CPU (AVX2)", "threads": 2, "transport": "gloo", "comm_hook": "none"}
+ENVIRONMENT = {
+    "torch": "2.9.0",
+    "device": "some CPU (AVX2)",
+    "threads": 2,
+    "transport": "gloo",
+    "comm_hook": "none",
+}
 BITS = "results may differ in the last bits from now on, because of "
 
 
@@ -48,19 +56,25 @@ def test_a_limit_below_the_snapshot(log_lines):
     train(NAME, STEPS - 2)
     beyond, unused = lines_with(log_lines, "complete")
     assert beyond == "INFO complete: the snapshot of step 4 is beyond the limit of 2 steps"
-    assert unused == ("WARNING the run is complete, so it was not trained with trainer.max_steps: 4 -> 2")
+    assert unused == (
+        "WARNING the run is complete, so it was not trained with trainer.max_steps: 4 -> 2"
+    )
 
 
 def test_a_complete_run_again(log_lines):
     train(NAME, STEPS)
-    assert lines_with(log_lines, "complete") == ["INFO complete: the snapshot of step 4 is of the last step"]
+    assert lines_with(log_lines, "complete") == [
+        "INFO complete: the snapshot of step 4 is of the last step"
+    ]
 
 
 # The environment
 
 
 def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
-    """Return what is logged if the snapshot has recorded one environment and the run has another."""
+    """Return what is logged if the snapshot has recorded one environment and the run has
+    another.
+    """
     runtime = SimpleNamespace(environment=lambda: {**ENVIRONMENT, **now})
     config = configuration(NAME, STEPS)
     state = {"config": config.to_dict(), "environment": recorded}
@@ -79,7 +93,9 @@ def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
     ],
 )
 def test_changes_that_affect_the_last_bits_are_named(key, value, log_lines):
-    assert log_of(log_lines, ENVIRONMENT, **{key: value}) == [f"INFO {BITS}{key}: {ENVIRONMENT[key]} -> {value}"]
+    assert log_of(log_lines, ENVIRONMENT, **{key: value}) == [
+        f"INFO {BITS}{key}: {ENVIRONMENT[key]} -> {value}"
+    ]
 
 
 def test_all_changes_in_one_line(log_lines):
@@ -88,7 +104,8 @@ def test_all_changes_in_one_line(log_lines):
 
 
 @pytest.mark.parametrize(
-    "recorded", [ENVIRONMENT, {**ENVIRONMENT, "added_later": 1}, {"torch": "2.9.0"}, {}, None, "text"]
+    "recorded",
+    [ENVIRONMENT, {**ENVIRONMENT, "added_later": 1}, {"torch": "2.9.0"}, {}, None, "text"],
 )
 def test_nothing_is_logged_without_changes(recorded, log_lines):
     assert log_of(log_lines, recorded) == []
@@ -115,13 +132,24 @@ def test_a_run_records_its_own_environment(log_lines, cwd):
 # The learning rate
 
 
-@pytest.mark.parametrize(("steps", "schedule_steps", "warns"), [(60, None, True), (100, None, False), (60, 500, False)])
+@pytest.mark.parametrize(
+    ("steps", "schedule_steps", "warns"), [(60, None, True), (100, None, False), (60, 500, False)]
+)
 def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, log_lines):
     base = configuration(NAME, steps)
-    config = replace(base, optimizer=replace(base.optimizer, warmup_steps=100, schedule_steps=schedule_steps))
-    runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
+    config = replace(
+        base, optimizer=replace(base.optimizer, warmup_steps=100, schedule_steps=schedule_steps)
+    )
+    runtime = SimpleNamespace(
+        group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
+    )
     log_start(runtime, text_task(config), torch.nn.Linear(1, 1), Path("run"), range(0, steps))
-    expected = ["WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach optimizer.lr"]
+    expected = [
+        (
+            "WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach "
+            "optimizer.lr"
+        )
+    ]
     assert lines_with(log_lines, "warm-up") == (expected if warns else [])
 
 
@@ -142,7 +170,8 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(log_lines):
         return list(log_lines)
 
     assert resumed(config(20), config(40)) == [
-        "INFO the learning rate of step 21 is 5.50e-04 instead of 1.00e-04, because its schedule has 40 steps instead "
+        "INFO the learning rate of step 21 is 5.50e-04 instead of 1.00e-04, because its "
+        "schedule has 40 steps instead "
         "of 20; optimizer.schedule_steps=20 keeps the old one"
     ]
     assert len(resumed(config(40, epochs=1), config(100, epochs=2))) == 1  # 30 steps, then 60
@@ -177,15 +206,19 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
 def test_goodput_is_logged_only_for_long_runs(least_s, log_lines, monkeypatch):
     monkeypatch.setattr(composition, "MIN_GOODPUT_S", least_s)
     train(NAME, STEPS + 1)
-    pattern = r"INFO goodput \d+\.\d%: startup, stalls for snapshots and repeated steps took [\d:]+ of [\d:]+"
-    assert [bool(re.fullmatch(pattern, line)) for line in lines_with(log_lines, "goodput")] == [True] * (least_s == 0)
+    pattern = r"INFO goodput \d+\.\d%: startup, stalls for snapshots and repeated steps took [\d:]+ of [\d:]+"  # noqa: E501
+    assert [bool(re.fullmatch(pattern, line)) for line in lines_with(log_lines, "goodput")] == [
+        True
+    ] * (least_s == 0)
 
 
 # Clocks
 
 
 def test_a_clock_that_goes_back(log_lines, monkeypatch, cwd):
-    """By 60 days at the start, and further whenever it is read: no time is negative, goodput is a share."""
+    """By 60 days at the start, and further whenever it is read: no time is negative, goodput is a
+    share.
+    """
     real, calls = time.time, itertools.count()
 
     def stepped_back() -> float:
@@ -209,10 +242,17 @@ def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
 
 
 def test_the_age_of_a_process():
-    program = "import time; from mingpt_ddp.distributed.env import process_start_time as start; time.sleep(0.5); "
+    program = (
+        "import time; from mingpt_ddp.distributed.env import process_start_time as "
+        "start; time.sleep(0.5); "
+    )
     program += "print(time.monotonic() - start())"
     begin = time.monotonic()
-    age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+    age = float(
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, check=True, text=True
+        ).stdout
+    )
     assert 0.5 <= age <= time.monotonic() - begin + 0.02
 
 
@@ -220,13 +260,18 @@ def test_the_age_of_a_process():
     ("words", "expected"),
     [
         (["optimizer=adamw", "optimizer.lr=3e-4"], "INFO optimizer adamw: lr 0.0003"),
-        (["optimizer=muon"], "INFO optimizer muon: lr 0.04, embedding_lr 0.1, head_lr 0.02, vector_lr 0.1"),
+        (
+            ["optimizer=muon"],
+            "INFO optimizer muon: lr 0.04, embedding_lr 0.1, head_lr 0.02, vector_lr 0.1",
+        ),
     ],
 )
 def test_the_optimizer_and_its_rates_are_named(words, expected, log_lines, tmp_path):
     """Muon's rate is of another size than AdamW's."""
     config = from_mapping(configure("model=gpt_nano", "trainer.device=cpu", *words))
     task = SimpleNamespace(config=config, describe_data=lambda: "data")
-    runtime = SimpleNamespace(group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32")
+    runtime = SimpleNamespace(
+        group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
+    )
     log_start(runtime, task, torch.nn.Linear(2, 2), tmp_path, range(0, 1000))
     assert expected in log_lines

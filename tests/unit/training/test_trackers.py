@@ -40,7 +40,9 @@ class MemoryTracker:
     def send(self, points: list[tuple[int, dict[str, float]]]) -> None:
         for step, metrics in points:
             if step >= self.next:
-                assert self.points.setdefault(step, metrics) is metrics, f"step {step} was sent twice"
+                assert self.points.setdefault(step, metrics) is metrics, (
+                    f"step {step} was sent twice"
+                )
 
     def finish(self, result: dict[str, Any]) -> None:
         self.results.append(result)
@@ -56,7 +58,9 @@ def tracker(monkeypatch):
 @functools.cache
 def settings() -> str:
     schedule = ["optimizer.schedule_steps=12", "snapshot.keep_best=false", "trainer.sample_every=3"]
-    return json.dumps(configure(*TINY, *schedule, "trainer.device=cpu", "run.name=run", "tracker=[wandb,csv]"))
+    return json.dumps(
+        configure(*TINY, *schedule, "trainer.device=cpu", "run.name=run", "tracker=[wandb,csv]")
+    )
 
 
 def train(root: Path, **changes: object) -> None:
@@ -93,7 +97,12 @@ def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
     (points,) = MemoryTracker.runs.values()
     assert [*points] == [*range(1, 13)]
     assert "val/loss" in points[6] and "val/loss" in points[12] and "val/loss" not in points[5]
-    assert [step for step, metrics in points.items() if isinstance(metrics.get("sample"), str)] == [3, 6, 9, 12]
+    assert [step for step, metrics in points.items() if isinstance(metrics.get("sample"), str)] == [
+        3,
+        6,
+        9,
+        12,
+    ]
     (result,) = MemoryTracker.results
     assert (result["status"], result["step"]) == ("complete", 12)
     assert not (tmp_path / "run" / "tensorboard").exists(), "it was not chosen"

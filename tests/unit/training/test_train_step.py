@@ -38,13 +38,16 @@ def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Modul
 @pytest.mark.parametrize("limit", [0.5, None])
 def test_clipping_equals_that_of_torch(scale, limit):
     ours, theirs = with_gradients(scale), with_gradients(scale)
-    norm = train_step(ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}").clip_grad_norm()
+    norm = train_step(
+        ours, f"trainer.grad_norm_clip={'null' if limit is None else limit}"
+    ).clip_grad_norm()
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), limit or float("inf"))
     assert torch.equal(norm.nan_to_num(), expected.nan_to_num())
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         if other.grad is None:
             assert one.grad is None
-        elif limit is not None or scale < float("inf"):  # without a limit torch multiplies by inf / inf
+        elif limit is not None or scale < float("inf"):
+            # without a limit torch multiplies by inf / inf
             assert torch.equal(one.grad.nan_to_num(), other.grad.nan_to_num())
 
 
@@ -57,7 +60,11 @@ def test_a_model_without_gradients(limit):
 def test_weight_decay_follows_its_schedule_after_a_rollback():
     """Which loads the optimizer's state: torch replaces the parameter groups."""
     model = nn.Linear(1, 1)
-    decays = ["optimizer.weight_decay_schedule=linear", "optimizer.warmup_steps=0", "trainer.max_epochs=null"]
+    decays = [
+        "optimizer.weight_decay_schedule=linear",
+        "optimizer.warmup_steps=0",
+        "trainer.max_epochs=null",
+    ]
     step = train_step(model, *decays, "trainer.max_steps=10")
     step.optimizer.param_groups[0]["weight_decay"] = 1.0
     step = TrainStep(step.runtime, step.task, step.loader, step.plan, model, step.optimizer)

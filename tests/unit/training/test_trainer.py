@@ -1,4 +1,6 @@
-"""How a run ends, when it saves and what it keeps: early stopping, preemption, intervals, milestones."""
+"""How a run ends, when it saves and what it keeps: early stopping, preemption, intervals,
+milestones.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,15 @@ from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.weight_average import WeightAverage
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
-SETTINGS = [*TINY, "trainer.device=cpu", "trainer.eval_every=2", "trainer.min_delta=100", "optimizer.schedule_steps=12"]
-ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")  # snapshots are kept
+SETTINGS = [
+    *TINY,
+    "trainer.device=cpu",
+    "trainer.eval_every=2",
+    "trainer.min_delta=100",
+    "optimizer.schedule_steps=12",
+]
+# snapshots are kept
+ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")
 NOW = 2e6  # seconds
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -59,7 +68,10 @@ def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -
 
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_a_run_returns_a_metric_of_the_validation_split(tmp_path, is_complete):
-    """The loss, another one that the task has, or infinity, which is ranked last; also of a run that was complete."""
+    """The loss, another one that the task has, or infinity, which is ranked last.
+
+    Also of a run that was complete.
+    """
     result = train(tmp_path) if is_complete else None
     config = from_mapping(configure(*SETTINGS, f"run.root={tmp_path}", "run.name=run"))
     for metric in ("loss", "bits_per_byte", "unknown"):
@@ -110,7 +122,10 @@ def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
     assert "stopped early at step 6: trainer.patience=2 evaluations" in caplog.text
     caplog.clear()
     again = train(tmp_path, "trainer.patience=2")
-    assert all(again[key] == result[key] for key in ("status", "step", "stopped_early", "val_loss", "best_val_loss"))
+    assert all(
+        again[key] == result[key]
+        for key in ("status", "step", "stopped_early", "val_loss", "best_val_loss")
+    )
     assert "stopped early" not in caplog.text, "nothing is trained or evaluated again"
     further = train(tmp_path, "trainer.patience=3")
     assert (further["step"], further["stopped_early"]) == (8, True)
@@ -118,14 +133,20 @@ def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
     assert (last["status"], last["step"], last.get("stopped_early")) == ("complete", 12, None)
 
 
-ENDS = pytest.mark.parametrize(("settings", "last"), [([], 12), (["trainer.patience=2"], 6)], ids=["steps", "patience"])
+ENDS = pytest.mark.parametrize(
+    ("settings", "last"), [([], 12), (["trainer.patience=2"], 6)], ids=["steps", "patience"]
+)
 
 
 @ENDS
 def test_a_run_interrupted_in_its_last_step_ends_once(settings, last, tmp_path, monkeypatch):
-    """Its last snapshot lacks the evaluation, which the next start makes, and further ones find in metrics.jsonl."""
+    """Its last snapshot lacks the evaluation, which the next start makes, and further ones find in
+    metrics.jsonl.
+    """
     called: list[str] = []
-    monkeypatch.setattr(Hooks, "call", lambda hooks, event, *_: called.append(event) if event != "step" else None)
+    monkeypatch.setattr(
+        Hooks, "call", lambda hooks, event, *_: called.append(event) if event != "step" else None
+    )
     settings = [*settings, "snapshot.keep_last=1"]
     expected = train(tmp_path / "whole", *settings)
     interrupted = train(tmp_path, *settings, interrupt=InterruptedAt(last, monkeypatch))
@@ -134,7 +155,9 @@ def test_a_run_interrupted_in_its_last_step_ends_once(settings, last, tmp_path, 
         called.clear()
         result = train(tmp_path, *settings)
         changing = {"wall_seconds", "goodput"}
-        assert {k: result[k] for k in result.keys() - changing} == {k: expected[k] for k in expected.keys() - changing}
+        assert {k: result[k] for k in result.keys() - changing} == {
+            k: expected[k] for k in expected.keys() - changing
+        }
         assert called == events
         assert committed(tmp_path / "run") == committed(tmp_path / "whole" / "run")
     assert train(tmp_path)["step"] == 12
@@ -168,7 +191,9 @@ def test_patience_counts_evaluations_without_a_loss_lower_by_min_delta():
 
 
 def test_patience_needs_evaluations():
-    with pytest.raises(ConfigError, match=r"trainer.patience=2 needs evaluations .* set trainer.eval_every"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.patience=2 needs evaluations .* set trainer.eval_every"
+    ):
         configure("trainer.patience=2", "trainer.eval_every=null")
 
 
@@ -193,7 +218,8 @@ def test_milestones_are_saved_and_kept(tmp_path):
 )
 def test_a_run_saves_when_the_configuration_says(settings, steps, tmp_path):
     overrides = [f"snapshot.{setting}" for setting in settings]
-    train(tmp_path, *ALL, *overrides, "snapshot.background=false", "data.truncate=0.002")  # epochs of 4 steps
+    # epochs of 4 steps
+    train(tmp_path, *ALL, *overrides, "snapshot.background=false", "data.truncate=0.002")
     assert committed(tmp_path / "run") == steps
 
 
@@ -208,12 +234,21 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
     monkeypatch.setattr(save_schedule, "FIRST_S", 0.0)
     monkeypatch.setattr(save_schedule, "best_interval", best_interval)
     begin = time.perf_counter()
-    train(tmp_path, *ALL, "snapshot.every_steps=auto", "snapshot.mtbf_hours=7", "snapshot.background=false")
+    train(
+        tmp_path,
+        *ALL,
+        "snapshot.every_steps=auto",
+        "snapshot.mtbf_hours=7",
+        "snapshot.background=false",
+    )
     elapsed = time.perf_counter() - begin
     assert committed(tmp_path / "run") == [1, 2, 3, 4, 12], (
         "the first snapshot has no cost yet, the fourth is followed by a pause"
     )
-    assert all(0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < least_s < 60 for cost_s, mtbf_s, least_s in asked)
+    assert all(
+        0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < least_s < 60
+        for cost_s, mtbf_s, least_s in asked
+    )
     assert sum(cost_s for cost_s, _, _ in asked) < elapsed
     logged = [record for record in caplog.records if "is due in" in record.getMessage()]
     assert logged[-1].getMessage() == "the next snapshot is due in 1000000.0 s"
@@ -256,13 +291,25 @@ def test_a_save_that_is_due_starts_when_the_one_in_progress_has_finished(tmp_pat
 def test_a_foreground_save_is_durable_before_the_next_step(tmp_path, monkeypatch):
     seen = []
     before_each_step(monkeypatch, lambda number: seen.append(committed(tmp_path / "run")))
-    train(tmp_path, *ALL, "snapshot.every_steps=5", "snapshot.keep_every=3", "snapshot.background=false")
+    train(
+        tmp_path,
+        *ALL,
+        "snapshot.every_steps=5",
+        "snapshot.keep_every=3",
+        "snapshot.background=false",
+    )
     assert seen == [[s for s in (3, 5, 6, 9, 10) if s < number] for number in range(1, 13)]
 
 
 def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
     """The losses since the last line, the counters and the averaged weights survive a crash."""
-    settings = [*ALL, "trainer.log_every=5", "trainer.ema=0.9", "model.dropout=0.1", "snapshot.background=false"]
+    settings = [
+        *ALL,
+        "trainer.log_every=5",
+        "trainer.ema=0.9",
+        "model.dropout=0.1",
+        "snapshot.background=false",
+    ]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     train(whole, *settings)
 
@@ -277,23 +324,34 @@ def test_a_state_between_two_log_lines_is_saved_whole(tmp_path, monkeypatch):
     before_each_step(monkeypatch, lambda _: time.sleep(0.02))
     result = train(parts, *settings)
     elapsed = time.perf_counter() - begin
-    logged = [read_history(root / "run" / "metrics.jsonl").series("train_loss") for root in (whole, parts)]
+    logged = [
+        read_history(root / "run" / "metrics.jsonl").series("train_loss") for root in (whole, parts)
+    ]
     assert [step for step, _ in logged[0]] == [5, 10, 12]
     assert logged[0] == logged[1]
     last = [root / "run" / "snapshots" / "step_00000012" for root in (whole, parts)]
-    files = [{path.name: path.read_bytes() for path in directory.glob("*.safetensors")} for directory in last]
+    files = [
+        {path.name: path.read_bytes() for path in directory.glob("*.safetensors")}
+        for directory in last
+    ]
     assert len(files[0]) == 3
     assert files[0] == files[1]
     state = json.loads((last[1] / "state.json").read_text())["train_state"]
     assert 0 < state["stall_seconds"] < state["wall_seconds"] <= result["wall_seconds"]
-    first = json.loads((last[1].parent / "step_00000008" / "state.json").read_text())["train_state"]["wall_seconds"]
+    first = json.loads((last[1].parent / "step_00000008" / "state.json").read_text())[
+        "train_state"
+    ]["wall_seconds"]
     assert 0.08 < state["wall_seconds"] - first < elapsed, "four steps"
 
 
 def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
     result = train(tmp_path, *ALL, interrupt=InterruptedAt(7, monkeypatch))
-    assert (result["status"], result["step"], committed(tmp_path / "run")) == ("preempted", 7, [4, 7])
+    assert (result["status"], result["step"], committed(tmp_path / "run")) == (
+        "preempted",
+        7,
+        [4, 7],
+    )
     assert "preempted at step 7; rerun the same command to resume" in caplog.messages
 
 
@@ -304,7 +362,9 @@ def test_a_signal_saves_its_step_within_the_grace_period(tmp_path, monkeypatch, 
         (["snapshot.every_steps=null"], [], "there is no snapshot yet"),
     ],
 )
-def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(settings, kept, message, tmp_path, monkeypatch, caplog):
+def test_a_signal_that_leaves_no_time_keeps_the_older_snapshot(
+    settings, kept, message, tmp_path, monkeypatch, caplog
+):
     """The grace period of 60 seconds began 60 seconds before."""
     caplog.set_level(logging.INFO, "mingpt_ddp")
     late = InterruptedAt(7, monkeypatch, seconds=60.0)
@@ -336,7 +396,9 @@ def test_a_signal_saves_if_a_save_fits_the_grace_period(durable_s, kept, tmp_pat
 
     stop_clock(monkeypatch)
     monkeypatch.setattr(InterruptedAt, "elapsed", lambda _: 20.0)
-    monkeypatch.setattr(SnapshotManager, "durable_s", property(lambda _: durable_s, lambda *_: None), raising=False)
+    monkeypatch.setattr(
+        SnapshotManager, "durable_s", property(lambda _: durable_s, lambda *_: None), raising=False
+    )
     monkeypatch.setattr(SnapshotManager, "set_deadline", lambda _, seconds: allowed.append(seconds))
     monkeypatch.setattr(SnapshotManager, "save", save)
     monkeypatch.setattr(SnapshotManager, "wait", wait)
@@ -361,7 +423,10 @@ def test_a_storage_that_is_away_does_not_hide_a_signal(tmp_path, monkeypatch, ca
     settings = [*ALL, "snapshot.background=false"]
     result = train(tmp_path, *settings, interrupt=InterruptedAt(7, monkeypatch))
     assert (result["status"], committed(tmp_path / "run")) == ("preempted", [4])
-    assert "preempted at step 7 without time for a snapshot: the last one is of step 4" in caplog.messages
+    assert (
+        "preempted at step 7 without time for a snapshot: the last one is of step 4"
+        in caplog.messages
+    )
 
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
@@ -381,7 +446,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
     seen: list[int] = []
     before_each_step(monkeypatch, seen.append)
     monkeypatch.setattr(TrainStep, "clip_grad_norm", lambda step: spoil(step, seen[-1]))
-    message = r"step 8 or one shortly before it has loss \d.* and gradient norm inf; run again with a lower"
+    message = r"step 8 or one shortly before it has loss \d.* and gradient norm inf; run again with a lower"  # noqa: E501
     with pytest.raises(TrainingError, match=message):
         train(tmp_path, *ALL, "trainer.log_every=100", "snapshot.background=false")
     assert committed(tmp_path / "run") == [4]
@@ -403,7 +468,9 @@ def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
 
 
 def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
-    """A gradient is not finite once: the steps since the snapshot are repeated with the same weights and moments."""
+    """A gradient is not finite once: the steps since the snapshot are repeated with the same
+    weights and moments.
+    """
     losses: list[tuple[int, float]] = []
     original = TrainStep.forward_backward
 
@@ -417,9 +484,13 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
     averages: list[bool] = []
     original_restore = save_schedule.restore
 
-    def restore(found: Snapshot, model: Any, optimizer: Any, scaler: Any, average: WeightAverage) -> TrainState:
+    def restore(
+        found: Snapshot, model: Any, optimizer: Any, scaler: Any, average: WeightAverage
+    ) -> TrainState:
         state = original_restore(found, model, optimizer, scaler, average)
-        averages.append(all(torch.equal(found.ema[name], each) for name, each in average.state()["ema"].items()))
+        averages.append(
+            all(torch.equal(found.ema[name], each) for name, each in average.state()["ema"].items())
+        )
         return state
 
     monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)

@@ -36,14 +36,19 @@ def config() -> Config:
 def job(directory: Path, began: float, losses: dict[int, float], key: str = "val_loss") -> Path:
     """Write the records of a job with this start time and these validation losses by step."""
     directory.mkdir(parents=True)
-    records = [{"start": began, "step": 0}, *({"step": step, key: loss} for step, loss in losses.items())]
+    records = [
+        {"start": began, "step": 0},
+        *({"step": step, key: loss} for step, loss in losses.items()),
+    ]
     (directory / METRICS).write_text("".join(json.dumps(record) + "\n" for record in records))
     return directory
 
 
 @pytest.fixture
 def pruner(config, tmp_path):
-    """The pruner of a job with five earlier jobs, whose lowest losses up to step 20 are 2, 3, 4, 5 and 6."""
+    """The pruner of a job with five earlier jobs, whose lowest losses up to step 20 are 2, 3, 4, 5
+    and 6.
+    """
     for number in range(MIN_JOBS):
         job(tmp_path / f"job{number}", number, {10: 9.0, 20: 2.0 + number, 30: 0.5})
     return MedianPruner(config, OneRank(), job(tmp_path / "own", 100, {}))
@@ -94,7 +99,9 @@ def test_unreadable_jobs_do_not_count(pruner, tmp_path):
     assert pruner.should_prune(20, 4.001)
 
 
-@pytest.mark.parametrize(("name", "prune"), [("own", "median"), (None, "median"), ("sweep/own", "none")])
+@pytest.mark.parametrize(
+    ("name", "prune"), [("own", "median"), (None, "median"), ("sweep/own", "none")]
+)
 def test_nothing_is_pruned_outside_a_sweep_or_with_pruning_off(name, prune, pruner, config):
     run = dataclasses.replace(config.run, name=name)
     trainer = dataclasses.replace(config.trainer, prune=prune)
@@ -103,7 +110,9 @@ def test_nothing_is_pruned_outside_a_sweep_or_with_pruning_off(name, prune, prun
 
 
 def test_pruning_is_not_part_of_the_config_hash(config):
-    off = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, prune="none", prune_after=7))
+    off = dataclasses.replace(
+        config, trainer=dataclasses.replace(config.trainer, prune="none", prune_after=7)
+    )
     assert off.digest() == config.digest()
 
 
@@ -116,25 +125,36 @@ def test_bits_per_byte_decide_between_tokenizers(config, tmp_path, caplog):
     """The last of five BPE jobs would be the worst of all by its loss, and is the best."""
     caplog.set_level("INFO", "mingpt_ddp")
     for number in range(MIN_JOBS):
-        path = job(tmp_path / f"job{number}", number, {10: 9.0, 20: 2.0 + number}, "val_bits_per_byte")
+        path = job(
+            tmp_path / f"job{number}", number, {10: 9.0, 20: 2.0 + number}, "val_bits_per_byte"
+        )
         encoded(path, "char")
     own = job(tmp_path / "own", 100, {10: 3.9, 20: 8.0}, "val_bits_per_byte")
     encoded(own, "bpe")
-    assert not MedianPruner(config, OneRank(), own).should_prune(20, 99.0), "3.9 at step 10 is below 4"
+    assert not MedianPruner(config, OneRank(), own).should_prune(20, 99.0), (
+        "3.9 at step 10 is below 4"
+    )
     other = job(tmp_path / "other", 101, {10: 4.1}, "val_bits_per_byte")
     encoded(other, "bpe")
     assert MedianPruner(config, OneRank(), other).should_prune(20, 0.1)
-    assert "pruned at step 20: bits per byte 4.1000 is above the median 3.9500 of earlier jobs" in caplog.text
+    assert (
+        "pruned at step 20: bits per byte 4.1000 is above the median 3.9500 of earlier jobs"
+        in caplog.text
+    )
 
 
 def test_a_job_without_bits_per_byte_is_neither_pruned_nor_counted(config, tmp_path):
     for number in range(MIN_JOBS):
-        encoded(job(tmp_path / f"job{number}", number, {20: 2.0 + number}, "val_bits_per_byte"), "char")
+        encoded(
+            job(tmp_path / f"job{number}", number, {20: 2.0 + number}, "val_bits_per_byte"), "char"
+        )
     own = job(tmp_path / "own", 100, {20: 9.0})
     encoded(own, "byte")
     assert not MedianPruner(config, OneRank(), own).should_prune(20, 9.0)
     encoded(own, "char")
-    assert not MedianPruner(config, OneRank(), own).should_prune(20, 9.0), "no other job has recorded a loss"
+    assert not MedianPruner(config, OneRank(), own).should_prune(20, 9.0), (
+        "no other job has recorded a loss"
+    )
 
 
 def test_jobs_of_one_tokenizer_are_compared_by_their_losses(pruner, tmp_path):

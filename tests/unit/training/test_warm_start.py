@@ -34,13 +34,25 @@ from mingpt_ddp.training.plan import make_plan
 from mingpt_ddp.training.run import run
 
 # A step that changes nothing: what a run starts from is in its snapshot.
-FROZEN = ["trainer.max_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0", "trainer.eval_every=null"]
+FROZEN = [
+    "trainer.max_steps=1",
+    "optimizer.lr=1e-30",
+    "optimizer.weight_decay=0",
+    "trainer.eval_every=null",
+]
 OTHER_SIZES = ["model.n_layer=1", "model.n_embd=18", "data.block_size=8", "model.dropout=0.25"]
 
 
 def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -> Path:
     """Train in this process; return the run directory."""
-    words = [*TINY, "trainer.device=cpu", "data.truncate=1.0", f"run.root={root}", f"run.name={name}", *overrides]
+    words = [
+        *TINY,
+        "trainer.device=cpu",
+        "data.truncate=1.0",
+        f"run.root={root}",
+        f"run.name={name}",
+        *overrides,
+    ]
     config = from_mapping(configure(*words, f"data.cache_dir={root / 'cache'}"))
     runtime = Runtime(config, DistEnv())
     try:
@@ -83,19 +95,37 @@ def modern(texts) -> Path:
 
 
 def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]:
-    """Write a model as transformers would: linear weights transposed, and the head beside the embedding it is."""
+    """Write a model as transformers would: linear weights transposed, and the head beside the
+    embedding it is.
+    """
     c, directory_names = model.config, {ours: theirs for theirs, ours in NAMES.items()}
     tensors = {}
     for name, tensor in model.state_dict().items():
         module, _, kind = name.rpartition(".")
         is_block = module.startswith("blocks.")
-        block, _, part = module.removeprefix("blocks.").partition(".") if is_block else ("", "", module)
-        full = f"transformer.h.{block}.{directory_names[part]}" if block else f"transformer.{directory_names[part]}"
+        block, _, part = (
+            module.removeprefix("blocks.").partition(".") if is_block else ("", "", module)
+        )
+        full = (
+            f"transformer.h.{block}.{directory_names[part]}"
+            if block
+            else f"transformer.{directory_names[part]}"
+        )
         is_linear = tensor.dim() == 2 and bool(block)
         tensors[f"{full}.{kind}"] = (tensor.T if is_linear else tensor).contiguous()
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
-    values = {"model_type": "gpt2", "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "resid_pdrop": 0.0}
-    values |= {"n_positions": model.block_size, "vocab_size": model.token_embedding.num_embeddings, **changed}
+    values = {
+        "model_type": "gpt2",
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_embd": c.n_embd,
+        "resid_pdrop": 0.0,
+    }
+    values |= {
+        "n_positions": model.block_size,
+        "vocab_size": model.token_embedding.num_embeddings,
+        **changed,
+    }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(values))
     save_file(tensors, directory / "model.safetensors")
@@ -104,7 +134,14 @@ def write_gpt2(directory: Path, model: GPT, **changed: Any) -> dict[str, Tensor]
 
 def small_gpt2(vocab_size: int) -> GPT:
     config = GPTConfig(
-        name="g", architecture="gpt", n_layer=2, n_head=2, n_embd=12, bias=True, activation="gelu_tanh", dropout=0.0
+        name="g",
+        architecture="gpt",
+        n_layer=2,
+        n_head=2,
+        n_embd=12,
+        bias=True,
+        activation="gelu_tanh",
+        dropout=0.0,
     )
     seed_everything("gpt2")
     model = GPT(config, vocab_size, 32).eval()
@@ -114,7 +151,9 @@ def small_gpt2(vocab_size: int) -> GPT:
 
 
 def tokenizer_json(vocabulary: str) -> str:
-    return json.dumps({"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(vocabulary)}}})
+    return json.dumps(
+        {"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(vocabulary)}}}
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,14 +168,25 @@ def tokenizer_json(vocabulary: str) -> str:
 def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts, request):
     """Of everything. Added characters get rows of the run's own seed."""
     source = request.getfixturevalue(model)
-    url = {"run": source, "snapshot": source / "snapshots" / "step_00000002"}.get(kind, source.parent / kind)
+    url = {"run": source, "snapshot": source / "snapshots" / "step_00000002"}.get(
+        kind, source.parent / kind
+    )
     if not url.exists():
         export(ExportConfig(str(source), str(url), format=kind))  # type: ignore[arg-type]
-    other = [f"data.path={texts / 'second.txt'}", *OTHER_SIZES, *FROZEN, "trainer.batch_size=4", "optimizer=sgd"]
+    other = [
+        f"data.path={texts / 'second.txt'}",
+        *OTHER_SIZES,
+        *FROZEN,
+        "trainer.batch_size=4",
+        "optimizer=sgd",
+    ]
     names = ("one", "again") if kind == "run" else ("one",)
-    runs = [train(source.parent, f"{name}-{kind}", *other, f"run.init_from={url}") for name in names]
+    runs = [
+        train(source.parent, f"{name}-{kind}", *other, f"run.init_from={url}") for name in names
+    ]
     before, after, state = weights_of(source, 2), weights_of(runs[0]), state_of(runs[0])
-    has_biases = kind == "hf" and "blocks.0.norm_1.weight" in after  # of GPT-2, which has no form without them
+    # of GPT-2, which has no form without them
+    has_biases = kind == "hf" and "blocks.0.norm_1.weight" in after
     assert before.keys() == {name for name in after if not (has_biases and name.endswith("bias"))}
     first, second = ((texts / f"{name}.txt").read_text() for name in ("first", "second"))
     assert state["vocabulary"] == "".join([*sorted(set(first)), *sorted(set(second) - set(first))])
@@ -147,26 +197,41 @@ def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts
         assert len(after[name]) == (new if len(tensor) == old else len(tensor))
     changed = {"name": state["config"]["model"]["name"], "bias": True} if kind == "hf" else {}
     theirs = state_of(source, 2)["config"]["model"]
-    assert state["config"]["model"] == {**theirs, **{key: value for key, value in changed.items() if key in theirs}}
+    assert state["config"]["model"] == {
+        **theirs,
+        **{key: value for key, value in changed.items() if key in theirs},
+    }
     config = from_mapping(state["config"])
     assert config.data.block_size == 16
     seed_everything("weights", config.run.seed)
     fresh = build_model(config.model, new, 16).state_dict()
-    torch.testing.assert_close(after["token_embedding.weight"][old:], fresh["token_embedding.weight"][old:])
+    torch.testing.assert_close(
+        after["token_embedding.weight"][old:], fresh["token_embedding.weight"][old:]
+    )
     ids = torch.tensor([[0, 3, 5, 2]])
     logits = [load_model(str(run))[0].eval()(ids)[..., :old] for run in (source, runs[0])]
     torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=0)
     again = weights_of(runs[-1])
     assert all(again[name].equal(tensor) for name, tensor in after.items())
     sources = {state_of(run)["config"]["run"]["init_sha256"] for run in runs}
-    assert has_biases or sources == {read_initial_weights(str(source)).sha256()}, "the same for every form"
+    assert has_biases or sources == {read_initial_weights(str(source)).sha256()}, (
+        "the same for every form"
+    )
 
 
 def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
-    """The characters of the text have other numbers in the model; another text may lack some of them."""
+    """The characters of the text have other numbers in the model.
+
+    Another text may lack some of them.
+    """
     path = f"data.path={texts / 'second.txt'}"
     tuned = train(
-        source.parent, "measured", path, f"run.init_from={source}", "trainer.max_steps=30", "optimizer.lr=0.01"
+        source.parent,
+        "measured",
+        path,
+        f"run.init_from={source}",
+        "trainer.max_steps=30",
+        "optimizer.lr=0.01",
     )
     result = read_result(tuned)
     assert result["val_loss"] < 2.0, "it has learnt its text"
@@ -174,22 +239,33 @@ def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
     assert found["loss"] == pytest.approx(result["val_loss"], abs=1e-5)
     text = texts / "part.txt"
     text.write_text("the sea, 1234 the sea\n" * 9)
-    other = evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text)))
+    other = evaluate(
+        EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text))
+    )
     assert other["loss"] < 3
     with pytest.raises(DataError, match="the model does not know '5'"):
         text.write_text("5 the sea\n")
         evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text)))
 
 
-def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, log_lines, monkeypatch):
+def test_a_resume_needs_no_source_and_allows_no_other(
+    source, texts, tmp_path, log_lines, monkeypatch
+):
     shutil.copytree(source, tmp_path / "source")
     path, other = f"data.path={texts / 'second.txt'}", f"data.path={texts / 'first.txt'}"
-    start = [path, f"run.init_from={tmp_path / 'source'}", "trainer.max_steps=4", "optimizer.schedule_steps=8"]
+    start = [
+        path,
+        f"run.init_from={tmp_path / 'source'}",
+        "trainer.max_steps=4",
+        "optimizer.schedule_steps=8",
+    ]
     train(tmp_path, "run", *start)
     train(tmp_path, "whole", *start, "trainer.max_steps=8")
     shutil.rmtree(tmp_path / "source")
     read, newest_state = [], SnapshotStore.newest_state
-    monkeypatch.setattr(SnapshotStore, "newest_state", lambda store: read.append(store.url) or newest_state(store))
+    monkeypatch.setattr(
+        SnapshotStore, "newest_state", lambda store: read.append(store.url) or newest_state(store)
+    )
     train(tmp_path, "run", *start, "trainer.max_steps=8")
     assert len(read) == len({*read}), "each store is asked once"
     assert str(tmp_path / "run" / "snapshots") in read
@@ -201,12 +277,16 @@ def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, l
     train(tmp_path, "run", *moved, f"run.init_from={source}")  # the same weights
     with pytest.raises(SnapshotError, match="the run has not started from run"):
         train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'whole'}")
-    with pytest.raises(SnapshotError, match=r"nothing does not exist; .* nothing is downloaded by a model's name"):
+    with pytest.raises(
+        SnapshotError, match=r"nothing does not exist; .* nothing is downloaded by a model's name"
+    ):
         train(tmp_path, "run", *moved, f"run.init_from={tmp_path / 'nothing'}")
     with pytest.raises(SnapshotError, match=r"run.init_sha256 \(\w+ there, None now\)"):
         sizes = ["model=gpt_nano", "model.n_head=4"]
         train(tmp_path, "run", other, *sizes, "trainer.max_steps=8")
-    with pytest.raises(SnapshotError, match=r"or write run.init_from=.* to start from its weights alone"):
+    with pytest.raises(
+        SnapshotError, match=r"or write run.init_from=.* to start from its weights alone"
+    ):
         sizes = ["model=gpt_nano", "model.n_head=4", "run.seed=5"]
         train(tmp_path, "new", path, *sizes, f"run.resume={source}")
     assert not (tmp_path / "new").exists()
@@ -215,13 +295,30 @@ def test_a_resume_needs_no_source_and_allows_no_other(source, texts, tmp_path, l
 @pytest.mark.parametrize(
     ("overrides", "typed", "kind", "message"),
     [
-        (["model.n_layer=1"], ["model.n_layer"], ConfigError, "model.n_layer=1 is 2 in the weights of run.init_from="),
+        (
+            ["model.n_layer=1"],
+            ["model.n_layer"],
+            ConfigError,
+            "model.n_layer=1 is 2 in the weights of run.init_from=",
+        ),
         (["model=gpt_mini"], ["model"], ConfigError, "in the weights of run.init_from="),
-        (["data.block_size=32"], ["data.block_size"], ConfigError, "data.block_size=32 is more than the 16 of"),
-        (["run.init_sha256=abc"], [], ConfigError, "not run.init_sha256=abc; set that to null to use it"),
+        (
+            ["data.block_size=32"],
+            ["data.block_size"],
+            ConfigError,
+            "data.block_size=32 is more than the 16 of",
+        ),
+        (
+            ["run.init_sha256=abc"],
+            [],
+            ConfigError,
+            "not run.init_sha256=abc; set that to null to use it",
+        ),
     ],
 )
-def test_typed_sizes_that_differ_are_refused(overrides, typed, kind, message, source, tmp_path, texts):
+def test_typed_sizes_that_differ_are_refused(
+    overrides, typed, kind, message, source, tmp_path, texts
+):
     words = [f"data.path={texts / 'first.txt'}", f"run.init_from={source}", *overrides]
     with pytest.raises(kind, match=message) as caught:
         train(tmp_path, "refused", *words, typed=tuple(typed))
@@ -250,16 +347,21 @@ def test_the_name_depends_on_the_source_only_if_there_is_one():
     plain = from_mapping(configure(*TINY))
     assert "init" not in json.dumps(numeric_values(plain.to_dict()))
     names = {
-        from_mapping(configure(*TINY, *words)).run_name() for words in ([], ["run.init_from=a"], ["run.init_from=b"])
+        from_mapping(configure(*TINY, *words)).run_name()
+        for words in ([], ["run.init_from=a"], ["run.init_from=b"])
     }
     assert len(names) == 3
 
 
-@pytest.mark.parametrize("words", [["data.tokenizer=byte"], ["data.tokenizer=bpe", "data.vocab_size=280"]])
+@pytest.mark.parametrize(
+    "words", [["data.tokenizer=byte"], ["data.tokenizer=bpe", "data.vocab_size=280"]]
+)
 def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
     """From a run, and from its export, by tokenizer.json or by the two files of older versions."""
     pytest.importorskip("tokenizers")
-    source = train(tmp_path, "source", f"data.path={texts / 'first.txt'}", *words, "trainer.max_steps=2")
+    source = train(
+        tmp_path, "source", f"data.path={texts / 'first.txt'}", *words, "trainer.max_steps=2"
+    )
     export(ExportConfig(str(source), str(tmp_path / "hf"), format="hf"))
     tokenizer, urls = load_model(str(source))[1], [source, tmp_path / "hf"]
     if "data.tokenizer=bpe" in words:
@@ -272,15 +374,27 @@ def test_a_tokenizer_of_bytes_is_kept(words, texts, tmp_path):
         urls.append(tmp_path / "files")
     sentence = "A new \u03b1 sea, \U0001f30a!"
     for i, url in enumerate(urls):
-        tuned = train(tmp_path, f"tuned-{i}", f"data.path={texts / 'second.txt'}", f"run.init_from={url}", *FROZEN)
+        tuned = train(
+            tmp_path,
+            f"tuned-{i}",
+            f"data.path={texts / 'second.txt'}",
+            f"run.init_from={url}",
+            *FROZEN,
+        )
         kept = load_model(str(tuned))[1]
         assert kept.encode(sentence) == tokenizer.encode(sentence)
         assert kept.decode(kept.encode(sentence)) == sentence
         assert state_of(tuned)["config"]["data"]["tokenizer"] == tokenizer.name
         assert weights_of(tuned)["token_embedding.weight"].shape == (tokenizer.vocab_size, 24)
-    with pytest.raises(ConfigError, match=r"data.tokenizer=char is \w+ in the weights of run.init_from="):
+    with pytest.raises(
+        ConfigError, match=r"data.tokenizer=char is \w+ in the weights of run.init_from="
+    ):
         train(
-            tmp_path, "new", f"data.path={texts / 'second.txt'}", f"run.init_from={source}", typed=("data.tokenizer",)
+            tmp_path,
+            "new",
+            f"data.path={texts / 'second.txt'}",
+            f"run.init_from={source}",
+            typed=("data.tokenizer",),
         )
 
 
@@ -308,7 +422,9 @@ def test_weights_that_are_no_numbers_to_train_from(kind, form, source, texts, tm
     name = next(name for name in sorted(tensors) if "c_fc.weight" in name or "up.weight" in name)
     save_file({**tensors, name: bad_weight(kind, tensors[name])}, directory / "model.safetensors")
     before = sorted(tmp_path.rglob("*"))
-    refusal = "cannot be used: .*not finite|has whole numbers|do not fit the model: .* in (int64|bool)"
+    refusal = (
+        "cannot be used: .*not finite|has whole numbers|do not fit the model: .* in (int64|bool)"
+    )
     with pytest.raises(SnapshotError, match=refusal):
         train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={directory}")
     assert sorted(tmp_path.rglob("*")) == before
@@ -316,9 +432,17 @@ def test_weights_that_are_no_numbers_to_train_from(kind, form, source, texts, tm
 
 def test_weights_without_a_tokenizer_are_named(texts, tmp_path, log_lines):
     write_gpt2(tmp_path / "gpt2", small_gpt2(40))
-    train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={tmp_path / 'gpt2'}", *FROZEN)
+    train(
+        tmp_path,
+        "run",
+        f"data.path={texts / 'first.txt'}",
+        f"run.init_from={tmp_path / 'gpt2'}",
+        *FROZEN,
+    )
     (line,) = [line for line in log_lines if "has no tokenizer" in line]
-    assert line.startswith("WARNING run.init_from=") and "uses the tokens of data.tokenizer," in line
+    assert (
+        line.startswith("WARNING run.init_from=") and "uses the tokens of data.tokenizer," in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -332,8 +456,17 @@ def test_weights_without_a_tokenizer_are_named(texts, tmp_path, log_lines):
 )
 def test_values_of_another_type_are_refused(values, tmp_path):
     write_gpt2(tmp_path, small_gpt2(40))
-    known = {"n_layer": 2, "n_head": 2, "n_embd": 12, "dropout": 0.0, "vocab_size": 40, "block_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps({**(known if "model_type" in values else {}), **values}))
+    known = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 12,
+        "dropout": 0.0,
+        "vocab_size": 40,
+        "block_size": 32,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**(known if "model_type" in values else {}), **values})
+    )
     with pytest.raises(SnapshotError, match="cannot be used: "):
         read_initial_weights(str(tmp_path))
 
@@ -345,8 +478,12 @@ def test_a_tokenizer_of_words_is_refused(texts, tmp_path):
         {"type": "WordLevel", "vocab": {"a": 3}},
         {"type": "WordPiece"},
     ):
-        (tmp_path / "gpt2" / "tokenizer.json").write_text(json.dumps({"model": model, "pre_tokenizer": {"type": "x"}}))
-        with pytest.raises(SnapshotError, match=r"cannot be used: (tokenizer.json has words|it does not decode)"):
+        (tmp_path / "gpt2" / "tokenizer.json").write_text(
+            json.dumps({"model": model, "pre_tokenizer": {"type": "x"}})
+        )
+        with pytest.raises(
+            SnapshotError, match=r"cannot be used: (tokenizer.json has words|it does not decode)"
+        ):
             read_initial_weights(str(tmp_path / "gpt2"))
 
 
@@ -358,24 +495,41 @@ def test_a_gpt2_without_transformers(texts, tmp_path):
     theirs = small_gpt2(len(known) + 3)  # padded, as vocabularies often are
     write_gpt2(tmp_path / "gpt2", theirs)
     (tmp_path / "gpt2" / "tokenizer.json").write_text(tokenizer_json(known))
-    tuned = train(tmp_path, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={tmp_path / 'gpt2'}", *FROZEN)
+    tuned = train(
+        tmp_path,
+        "run",
+        f"data.path={texts / 'first.txt'}",
+        f"run.init_from={tmp_path / 'gpt2'}",
+        *FROZEN,
+    )
     model, tokenizer = load_model(str(tuned))
     assert tokenizer.state() == {"vocabulary": known}
     ids = torch.tensor([tokenizer.encode("the sea and the shore\nqz")])
     torch.testing.assert_close(model.eval()(ids), theirs(ids)[..., : len(known)], atol=1e-5, rtol=0)
     model = state_of(tuned)["config"]["model"]
-    assert (model["name"], model["bias"], model["activation"], model["n_layer"]) == ("gpt2", True, "gelu_tanh", 2)
+    assert (model["name"], model["bias"], model["activation"], model["n_layer"]) == (
+        "gpt2",
+        True,
+        "gelu_tanh",
+        2,
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"model_type": "llama"}, "model_type is llama, not gpt2"),
-        ({"activation_function": "relu"}, "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu"),
+        (
+            {"activation_function": "relu"},
+            "activation_function is relu, not gelu_new or gelu_pytorch_tanh or gelu",
+        ),
         ({"n_inner": 5}, "n_inner is 5, not 4 n_embd = 48"),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
+        (
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx is True, not False",
+        ),
         ({"n_positions": -1}, "vocabulary size and context length are"),
         ({"n_layer": 9999}, "n_layer is 9999, with"),
         ({"n_embd": "many"}, "n_inner|vocab_size|can only|n_embd"),
@@ -388,7 +542,9 @@ def test_settings_that_gpt_does_not_compute_are_refused(changed, message, tmp_pa
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("changed", [{"n_embd": 24}, {"n_layer": 10_000_000}, {"n_layer": 3}, {"vocab_size": 10**12}])
+@pytest.mark.parametrize(
+    "changed", [{"n_embd": 24}, {"n_layer": 10_000_000}, {"n_layer": 3}, {"vocab_size": 10**12}]
+)
 def test_a_configuration_of_other_weights_is_refused(changed, texts, tmp_path):
     write_gpt2(tmp_path / "gpt2", small_gpt2(40), **changed)
     refused(tmp_path / "gpt2", texts, "do not fit the model|n_layer")
@@ -396,7 +552,12 @@ def test_a_configuration_of_other_weights_is_refused(changed, texts, tmp_path):
 
 def test_a_plan_refuses_them_too(texts, tmp_path):
     write_gpt2(tmp_path / "gpt2", small_gpt2(40), n_layer=3)
-    words = [*TINY, "trainer.device=cpu", f"data.path={texts / 'first.txt'}", f"run.root={tmp_path}"]
+    words = [
+        *TINY,
+        "trainer.device=cpu",
+        f"data.path={texts / 'first.txt'}",
+        f"run.root={tmp_path}",
+    ]
     config = from_mapping(configure(*words, f"run.init_from={tmp_path / 'gpt2'}"))
     with pytest.raises(SnapshotError, match="do not fit the model"):
         make_plan(config)
@@ -405,7 +566,10 @@ def test_a_plan_refuses_them_too(texts, tmp_path):
 def test_names_that_are_not_of_gpt2_are_refused(tmp_path):
     tensors = write_gpt2(tmp_path, small_gpt2(40))
     short = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    head, other = {"lm_head.weight": torch.zeros(40, 12)}, {"transformer.h.0.attn.c_other.weight": torch.zeros(2)}
+    head, other = (
+        {"lm_head.weight": torch.zeros(40, 12)},
+        {"transformer.h.0.attn.c_other.weight": torch.zeros(2)},
+    )
     for changed, message in (
         ({**tensors, **other}, "transformer.h.0.attn.c_other.weight is not a tensor of GPT-2"),
         ({**tensors, **head}, "lm_head.weight differs from wte.weight"),
@@ -422,7 +586,9 @@ def test_hostile_files_are_refused(texts, tmp_path):
         write_gpt2(tmp_path / name, small_gpt2(40))
         (tmp_path / name / "model.safetensors").rename(tmp_path / name / name)
         refused(
-            tmp_path / name, texts, f"{name} is a pickle, which is never read; save the weights as model.safetensors"
+            tmp_path / name,
+            texts,
+            f"{name} is a pickle, which is never read; save the weights as model.safetensors",
         )
     write_gpt2(tmp_path / "b", small_gpt2(40))
     content = (tmp_path / "b" / "model.safetensors").read_bytes()
@@ -436,6 +602,11 @@ def test_hostile_files_are_refused(texts, tmp_path):
 
 def refused(directory: Path, texts: Path, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
-        train(directory.parent, "run", f"data.path={texts / 'first.txt'}", f"run.init_from={directory}")
+        train(
+            directory.parent,
+            "run",
+            f"data.path={texts / 'first.txt'}",
+            f"run.init_from={directory}",
+        )
     assert len(str(caught.value).splitlines()) == 1
     assert not (directory.parent / "run").exists()

@@ -40,7 +40,9 @@ def test_the_formula():
 
 
 def test_shared_weights_and_buffers():
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    model = nn.Sequential(
+        nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)
+    )
     model[1].weight = model[0].weight
     average, before = WeightAverage(model, 0.5), model[0].weight.detach().clone()
     nn.init.constant_(model[0].weight, 3.0)
@@ -60,7 +62,13 @@ def test_without_a_decay_nothing_is_kept():
 
 
 def train(root: Path, *overrides: str) -> None:
-    settings = [*TINY, "trainer.device=cpu", "optimizer.schedule_steps=12", f"run.root={root}", "run.name=run"]
+    settings = [
+        *TINY,
+        "trainer.device=cpu",
+        "optimizer.schedule_steps=12",
+        f"run.root={root}",
+        "run.name=run",
+    ]
     config = from_mapping(configure(*settings, *overrides))
     runtime = Runtime(config, DistEnv())
     run(config, runtime, {})
