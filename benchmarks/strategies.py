@@ -96,7 +96,7 @@ def worker_main(out: Path) -> None:
 
     Then resume for one step more.
     """
-    from mingpt_ddp.cli import train as launch
+    from mingpt_ddp.cli import train_command as launch
     from mingpt_ddp.distributed.process_group import ProcessGroup
     from mingpt_ddp.snapshots.manager import SnapshotManager
     from mingpt_ddp.training import run as composition

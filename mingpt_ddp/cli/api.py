@@ -133,7 +133,7 @@ class LoadedRun:
             ConfigError: an argument is out of bounds.
             DataError: the prompt has characters that the model does not know.
         """
-        from mingpt_ddp.cli.sample import SampleConfig
+        from mingpt_ddp.cli.sample_command import SampleConfig
         from mingpt_ddp.config.validation import build
         from mingpt_ddp.inference.generate import SamplingParams, generate_text
 

@@ -27,6 +27,6 @@ def main() -> None:
     if sys.argv[1:2] == ["--version"]:
         print(f"mingpt_ddp {__version__}")
     elif sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        import_module(f"mingpt_ddp.cli.{sys.argv.pop(1)}").main()
+        import_module(f"mingpt_ddp.cli.{sys.argv.pop(1)}_command").main()
     else:
         run_command(__doc__, dict.fromkeys(COMMANDS, len))  # refuses the name

@@ -18,7 +18,7 @@ DESCRIPTORS = "/proc/self/fd/"
 LONGEST_TMPDIR = 65
 PRELOADED = [
     "mingpt_ddp.distributed.preload",
-    "mingpt_ddp.cli.train",
+    "mingpt_ddp.cli.train_command",
     "mingpt_ddp.training.run",
     "torch._dynamo",
 ]

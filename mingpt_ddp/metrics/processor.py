@@ -20,7 +20,7 @@ from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.trackers.csv_file import CSVLogger
 from mingpt_ddp.metrics.trackers.outbox import Outbox
-from mingpt_ddp.metrics.trackers.samples import append_sample
+from mingpt_ddp.metrics.trackers.sample_texts import append_sample
 from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks.task import Task

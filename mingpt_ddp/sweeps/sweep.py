@@ -160,7 +160,7 @@ class Sweep:
             self.env.call_on_rank_zero(self._report)
 
     def _report(self) -> None:
-        from mingpt_ddp.sweeps.report import PAGE, report
+        from mingpt_ddp.sweeps.sweep_report import PAGE, report
 
         is_own = self.lock and (self.done or self.uses_external_launcher)
         runs = [self.directory] if is_own else self.done

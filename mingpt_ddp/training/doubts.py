@@ -18,7 +18,7 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
     """List the doubtful settings of a configuration.
 
     Args:
-        plan: what `mingpt_ddp.training.plan.make_plan` returns.
+        plan: what `mingpt_ddp.training.run_plan.make_plan` returns.
         cores: of this machine.
     """
     workers = config.ddp.local_workers if config.trainer.device == "cpu" else 0

@@ -40,7 +40,7 @@ from mingpt_ddp.storage.run_dir import (
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.preflight import (
     RecordedBatch,

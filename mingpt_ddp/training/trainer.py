@@ -14,7 +14,7 @@ from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
-from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import (

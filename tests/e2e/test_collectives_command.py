@@ -12,7 +12,7 @@ import pytest
 from launching import ROOT, call, torchrun
 from pause_points import SITE
 
-from mingpt_ddp.distributed.collectives import OPERATIONS
+from mingpt_ddp.distributed.collective_checks import OPERATIONS
 
 SMALL = ["max_bytes=512", "repetitions=2"]
 # all_to_all is as in a backend that lacks it; all_reduce adds one to a value of rank 1.
@@ -28,7 +28,7 @@ def patch(collectives):
     operation = collectives.OPERATIONS["all_reduce"]
     collectives.OPERATIONS["all_reduce"] = replace(operation, call=wrong)
     collectives.OPERATIONS["all_to_all"] = replace(operation, call=lacking)
-PATCHES["mingpt_ddp.distributed.collectives"] = patch
+PATCHES["mingpt_ddp.distributed.collective_checks"] = patch
 """
 
 

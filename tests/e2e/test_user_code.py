@@ -12,8 +12,8 @@ import pytest
 from launching import ROOT, TINY, Job, call, committed, last_step, python_main, wait_for
 from user_code_page import PAGE, page_commands, page_files
 
-from mingpt_ddp.cli.export import ExportConfig, export
-from mingpt_ddp.cli.sample import SampleConfig, sample
+from mingpt_ddp.cli.export_command import ExportConfig, export
+from mingpt_ddp.cli.sample_command import SampleConfig, sample
 from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30

@@ -11,7 +11,7 @@ import pytest
 from launching import ROOT, Job, call, committed, last_step, python_main, wait_for
 from user_code_page import page_commands, page_files
 
-from mingpt_ddp.cli.export import ExportConfig, export
+from mingpt_ddp.cli.export_command import ExportConfig, export
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result

@@ -32,12 +32,12 @@ from fuzz.values import (
     WORDS,
 )
 
-from mingpt_ddp.cli.collectives import CollectivesConfig
-from mingpt_ddp.cli.evaluate import EvaluateConfig
-from mingpt_ddp.cli.export import ExportConfig
-from mingpt_ddp.cli.report import ReportConfig
-from mingpt_ddp.cli.sample import SampleConfig
-from mingpt_ddp.cli.snapshots import ListConfig, PruneConfig
+from mingpt_ddp.cli.collectives_command import CollectivesConfig
+from mingpt_ddp.cli.evaluate_command import EvaluateConfig
+from mingpt_ddp.cli.export_command import ExportConfig
+from mingpt_ddp.cli.report_command import ReportConfig
+from mingpt_ddp.cli.sample_command import SampleConfig
+from mingpt_ddp.cli.snapshots_command import ListConfig, PruneConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import field_types, parts

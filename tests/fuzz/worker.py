@@ -79,20 +79,20 @@ def stop_before_training() -> None:
     for name in (
         "training.run.Attempt.build",
         "distributed.launcher._run_with_restarts",
-        "training.plan._measure",
+        "training.run_plan._measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
-        "cli.train.start_server",
+        "cli.train_command.start_server",
         "distributed.launcher.start_server",
-        "cli.train.die_with_parent",
+        "cli.train_command.die_with_parent",
     ):
         replace_attribute(f"mingpt_ddp.{name}", lambda *args: None)
     generate = replace_attribute(
         "mingpt_ddp.inference.generate.generate",
         lambda model, tokens, count, *rest: generate(model, tokens[:4], min(count, 4), *rest),
     )
-    train = importlib.import_module("mingpt_ddp.cli.train").main
+    train = importlib.import_module("mingpt_ddp.cli.train_command").main
 
     def execute(path: str, argv: list[str]) -> None:
         sys.argv = ["main.py", *argv[3:]]
@@ -125,7 +125,7 @@ def entry(case: Case) -> Any:
     name, *first = case.command.split()
     sys.argv = [f"{name}.py", *first, *case.words]
     sys.orig_argv = [sys.executable, *sys.argv]
-    return importlib.import_module(f"mingpt_ddp.cli.{name}").main
+    return importlib.import_module(f"mingpt_ddp.cli.{name}_command").main
 
 
 def reset(world: World) -> None:
@@ -240,9 +240,9 @@ def forked(work: Callable[[], int]) -> int:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for name in (
-        *(f"cli.{name}" for name in COMMANDS),
+        *(f"cli.{name}_command" for name in COMMANDS),
         "training.run",
-        "training.plan",
+        "training.run_plan",
         "inference.generate",
     ):
         importlib.import_module(f"mingpt_ddp.{name}")

@@ -26,7 +26,7 @@ from torch.distributed import is_mpi_available
 SERVER = """
 import json, os, signal, sys, traceback
 import torch
-import mingpt_ddp.config.hydra_utils, mingpt_ddp.cli.train, mingpt_ddp.training.run
+import mingpt_ddp.config.hydra_utils, mingpt_ddp.cli.train_command, mingpt_ddp.training.run
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
@@ -48,7 +48,7 @@ for line in sys.stdin:
         sys.argv = ["main.py", *case["args"]]
         code = 0
         try:
-            mingpt_ddp.cli.train.main()
+            mingpt_ddp.cli.train_command.main()
         except SystemExit as leaving:
             code = leaving.code or 0
         except BaseException:

@@ -19,10 +19,10 @@ import yaml
 from hydra import compose, initialize_config_dir
 from tasks import text_task
 
-from mingpt_ddp.cli import sample as sample_module
-from mingpt_ddp.cli.export import ExportConfig, export
-from mingpt_ddp.cli.sample import SampleConfig, sample
-from mingpt_ddp.cli.snapshots import inspect, verify_step
+from mingpt_ddp.cli import sample_command as sample_module
+from mingpt_ddp.cli.export_command import ExportConfig, export
+from mingpt_ddp.cli.sample_command import SampleConfig, sample
+from mingpt_ddp.cli.snapshots_command import inspect, verify_step
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import DataError, SnapshotError, printable
@@ -110,7 +110,7 @@ def sample_limited(*urls: str) -> list[str]:
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
 from mingpt_ddp.errors import UserError
-from mingpt_ddp.cli.sample import SampleConfig, sample
+from mingpt_ddp.cli.sample_command import SampleConfig, sample
 for url in sys.argv[1:]:
     try:
         sample(SampleConfig(url, max_new_tokens=1), "a")

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from snapshot_helpers import commit, small_snapshot
 
 import mingpt_ddp
-from mingpt_ddp.cli.snapshots import verify_step
+from mingpt_ddp.cli.snapshots_command import verify_step
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import (

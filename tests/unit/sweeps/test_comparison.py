@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fake_runs import fake_run
 
-from mingpt_ddp.sweeps.report import report
+from mingpt_ddp.sweeps.sweep_report import report
 
 RANKED = "note: ranked by bits per byte: losses per token of different tokenizers do not compare"
 

@@ -9,8 +9,8 @@ import pytest
 from fake_runs import fake_run
 from tools import call_tool
 
-from mingpt_ddp.cli import report as tool
-from mingpt_ddp.sweeps.report import MAX_NAME, page_path
+from mingpt_ddp.cli import report_command as tool
+from mingpt_ddp.sweeps.sweep_report import MAX_NAME, page_path
 
 
 @pytest.fixture

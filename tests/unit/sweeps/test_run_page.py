@@ -13,7 +13,7 @@ import yaml
 from fake_runs import CONFIG, fake_run
 
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
-from mingpt_ddp.sweeps.report import report
+from mingpt_ddp.sweeps.sweep_report import report
 
 HOSTILE = "<script>stolen = 1</script>"
 LOG = """2026-01-01 00:00:00,000 INFO run outputs/a

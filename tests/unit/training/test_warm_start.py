@@ -15,8 +15,8 @@ from multiprocess.ranks import configure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mingpt_ddp.cli.evaluate import EvaluateConfig, evaluate
-from mingpt_ddp.cli.export import ExportConfig, export
+from mingpt_ddp.cli.evaluate_command import EvaluateConfig, evaluate
+from mingpt_ddp.cli.export_command import ExportConfig, export
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import from_mapping, numeric_values
 from mingpt_ddp.data.rng import seed_everything
@@ -30,8 +30,8 @@ from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.transformers_import import NAMES
 from mingpt_ddp.storage.run_dir import read_result
-from mingpt_ddp.training.plan import make_plan
 from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run_plan import make_plan
 
 # A step that changes nothing: what a run starts from is in its snapshot.
 FROZEN = [

@@ -19,7 +19,7 @@ from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.weight_average import WeightAverage
 

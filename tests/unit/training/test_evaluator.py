@@ -18,7 +18,7 @@ from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training.evaluate import Evaluator
+from mingpt_ddp.training.evaluator import Evaluator
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
 

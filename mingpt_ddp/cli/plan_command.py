@@ -21,7 +21,7 @@ import hydra
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import echo, human_size
-from mingpt_ddp.cli.train import checked_config, prepare
+from mingpt_ddp.cli.train_command import checked_config, prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.validation import check
@@ -65,7 +65,9 @@ def main() -> None:
 def _print_plan(cfg: DictConfig, as_json: bool) -> None:
     with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
         config = checked_config(cfg)
-        from mingpt_ddp.training.plan import make_plan  # imports torch: report a mistyped key first
+        from mingpt_ddp.training.run_plan import (
+            make_plan,  # imports torch: report a mistyped key first
+        )
 
         plan = make_plan(config, hydra_utils.typed_keys())
     echo(json.dumps(plan, indent=1) if as_json else describe(plan))

@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from snapshot_helpers import filled
 
-from mingpt_ddp.cli.evaluate import EvaluateConfig, _run_config, evaluate
+from mingpt_ddp.cli.evaluate_command import EvaluateConfig, _run_config, evaluate
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import DataError, SnapshotError

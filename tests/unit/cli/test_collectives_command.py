@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from tools import call_tool
 
-from mingpt_ddp.cli import collectives as command
-from mingpt_ddp.distributed import collectives
+from mingpt_ddp.cli import collectives_command as command
+from mingpt_ddp.distributed import collective_checks as collectives
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.storage.storage import atomic_write
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.collectives import Measurement
+    from mingpt_ddp.distributed.collective_checks import Measurement
 
 OPERATIONS = [
     *(
@@ -150,7 +150,7 @@ def _command(config: CollectivesConfig) -> int:
 
 def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> int:
     # torch takes a second to import: only after the keys are validated.
-    from mingpt_ddp.distributed.collectives import measure, rounded
+    from mingpt_ddp.distributed.collective_checks import measure, rounded
     from mingpt_ddp.distributed.device import choose_device, set_up_device, total_memory
     from mingpt_ddp.distributed.process_group import ProcessGroup
 

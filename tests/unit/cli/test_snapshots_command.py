@@ -12,7 +12,7 @@ import pytest
 import torch
 from snapshot_helpers import commit, filled, model_snapshot
 
-from mingpt_ddp.cli import snapshots as tool
+from mingpt_ddp.cli import snapshots_command as tool
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
 from mingpt_ddp.snapshots.store import SnapshotStore

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps.report import page_path, report
+from mingpt_ddp.sweeps.sweep_report import page_path, report
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from hydra import compose, initialize_config_dir
 from launching import ROOT
 from tools import call_tool
 
-from mingpt_ddp.cli import report as tool
+from mingpt_ddp.cli import report_command as tool
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.page import DRAWN, POINTS, _highest, _positions
-from mingpt_ddp.sweeps.report import report
 from mingpt_ddp.sweeps.runs import (
     NO_COMMAND,
     best_of,
@@ -35,6 +34,7 @@ from mingpt_ddp.sweeps.runs import (
     read_jobs,
     varying,
 )
+from mingpt_ddp.sweeps.sweep_report import report
 from mingpt_ddp.sweeps.table import brief, short_names
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
@@ -742,7 +742,8 @@ def test_without_arguments_the_help_is_printed(call):
 def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
     fake_run(tmp_path / "a")
     script = (
-        "import json, sys; from pathlib import Path; from mingpt_ddp.sweeps.report import report;"
+        "import json, sys; from pathlib import Path;"
+        "from mingpt_ddp.sweeps.sweep_report import report;"
         f"report([Path({str(tmp_path)!r})], Path({str(tmp_path)!r}) / 'page.html');"
         "print(json.dumps([name for name in ('torch', 'tensorboard', 'numpy') if name in "
         "sys.modules]))"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mingpt_ddp.metrics.trackers.samples import NAME, append_sample, read_samples
+from mingpt_ddp.metrics.trackers.sample_texts import NAME, append_sample, read_samples
 
 
 def test_the_last_text_of_each_step(tmp_path):

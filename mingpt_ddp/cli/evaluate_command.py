@@ -94,7 +94,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     from mingpt_ddp.inference.ensemble import Ensemble, why_not_averaged
     from mingpt_ddp.snapshots.load import load
     from mingpt_ddp.tasks import build_task
-    from mingpt_ddp.training.evaluate import Evaluator
+    from mingpt_ddp.training.evaluator import Evaluator
 
     if config.code is not None:
         run_file(Path(config.code), "code")

@@ -31,7 +31,7 @@ from typing import Any
 from tqdm import tqdm
 
 from mingpt_ddp.cli.arguments import echo, human_size, run_command
-from mingpt_ddp.cli.export import export
+from mingpt_ddp.cli.export_command import export
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
 from mingpt_ddp.snapshots.format import (
