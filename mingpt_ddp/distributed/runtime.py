@@ -1,8 +1,10 @@
 """The runtime of a rank: device, precision, process group, strategy."""
 
+import copy
 import gc
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from mingpt_ddp.distributed.device import choose_device, device_name, devices_of
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
+from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.models.ops import DTYPES, choose_precision
 
@@ -34,11 +37,31 @@ class Runtime:
         self.devices = devices_of_rank(self.device, config.model.devices)  # of the model
         self.precision = choose_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.scaler = self._new_scaler()
         self.compiles = should_compile(config, self.device)
         set_up_device(self.device, config.trainer.deterministic)
         self.group = ProcessGroup(env, self.devices, config.ddp, job)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+
+    def alone(self) -> "Runtime":
+        """Return the runtime of this rank by itself, for trials before the run.
+
+        It has the same device and precision, and a loss scaler of its own; no call is a collective,
+        and nothing is compiled.
+        """
+        config = self.strategy.config
+        ddp = replace(config.ddp, tensor_parallel=1, sync_batchnorm=False)
+        alone = copy.copy(self)
+        alone.scaler = self._new_scaler()
+        alone.compiles = False
+        alone.group = ProcessGroup(DistEnv(), self.devices, ddp, job=0)
+        alone.strategy = SingleStrategy(
+            replace(config, ddp=ddp), self.device, alone.group, compiles=False
+        )
+        return alone
 
     def close(self) -> None:
         """Destroy the process group on all ranks together; free all state before the next job of

@@ -23,40 +23,44 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # those of this rank in the latest step
         self.device = device
-        self.micro_batches = 1
+        self.micro_batches = 1  # of this rank in a step
         # begin and end of each stretch of work
         self._steps: deque[list[tuple[Any, Any]]] = deque(maxlen=LATEST)
         self._begin: Any = None
         self._is_split = False
 
-    def attach(self, model: nn.Module, is_split: bool) -> None:
+    def attach(self, model: nn.Module, micro_batches: int, is_split: bool) -> None:
         """Watch the passes of a model.
 
         Args:
+            micro_batches: of this rank in a step.
             is_split: its passes wait for other ranks.
         """
+        self.micro_batches = micro_batches
         self._is_split = is_split
-        leaves = (
-            [module for module in model.modules() if not [*module.children()]] if is_split else []
-        )
-        for module in leaves:
+        if is_split:
+            self._watch_leaves(model)
+            return
+        first = next((p for p in model.parameters() if p.requires_grad), None)
+        if first is not None:  # its gradient is usually the last
+            first.register_post_accumulate_grad_hook(lambda _: self._stop(replaces=True))
+
+    def _watch_leaves(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if any(module.children()):
+                continue
             module.register_forward_pre_hook(lambda *_: self._resume())
             # before collectives of the outputs
             module.register_forward_hook(lambda *_: self._stop(), prepend=True)
-        first = next((p for p in model.parameters() if p.requires_grad), None)
-        if first is not None and not is_split:  # its gradient is usually the last
-            first.register_post_accumulate_grad_hook(lambda _: self._stop(replaces=True))
 
     def start(self) -> None:
         """Begin a step."""
         self._steps.append([])
         self._begin = self._now()
 
-    def fetched(self, micro_batches: int) -> None:
+    def fetched(self) -> None:
         """Note that the batch has arrived."""
-        self.micro_batches = micro_batches
         if self._is_split:
             self._stop()
 

@@ -19,10 +19,12 @@ class AnomalyPolicy:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.config = context.config.trainer
+        self.config = context.config
         # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is
         # logged.
-        acts_at_once = self.config.on_nonfinite != "stop" or bool(self.config.spike_factor)
+        acts_at_once = self.config.trainer.on_nonfinite != "stop" or bool(
+            self.config.trainer.spike_factor
+        )
         self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
 
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
@@ -37,7 +39,7 @@ class AnomalyPolicy:
         scaled = self.context.runtime.scaler.is_enabled()
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
-        factor = self.config.spike_factor
+        factor = self.config.trainer.spike_factor
         average = self.context.state.loss_ema
         if factor is not None and average is not None and loss > factor * average:
             return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
@@ -49,7 +51,7 @@ class AnomalyPolicy:
         # earlier steps are repeated after a rollback
         if step > max(state.skipped_steps, default=0):
             state.consecutive_skips = 0
-        if self.config.spike_factor is not None:
+        if self.config.trainer.spike_factor is not None:
             average = loss if state.loss_ema is None else state.loss_ema
             state.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
 
@@ -66,7 +68,7 @@ class AnomalyPolicy:
             )
 
     def make_error(self, anomaly: str) -> TrainingError:
-        config = self.context.config
+        config = self.config
         # an unnamed run's name depends on lr
         name = "" if config.run.name else f" and run.name={config.run_name()}"
         advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"

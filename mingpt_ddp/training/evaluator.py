@@ -1,7 +1,6 @@
-"""Evaluate a model: the task's metrics over a split, every item once, over all ranks."""
+"""Evaluate a model: the task's metrics over a split, every item once, over all ranks; a sample."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import torch
@@ -35,69 +34,79 @@ class Evaluator:
         """
         metrics: dict[str, float] = {}
         for other, split in self.splits.items():
-            if split is not None and (other == name or other.startswith(f"{name}_")):
-                measured = self._measure(model, split, stop)
-                if measured is None:
-                    return None
-                prefix = other.removeprefix(name)[1:]
-                metrics |= {
-                    f"{prefix}_{key}" if prefix else key: value for key, value in measured.items()
-                }
+            if split is None or not (other == name or other.startswith(f"{name}_")):
+                continue
+            measured = self._measure(model, split, stop)
+            if measured is None:
+                return None
+            prefix = "" if other == name else other.removeprefix(f"{name}_") + "_"
+            for key, value in measured.items():
+                metrics[prefix + key] = value
         return metrics
 
     def _measure(
         self, model: nn.Module, split: Split, stop: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Return the metrics of a split; batch i is computed by copy i mod their number of the
-        model.
-        """
+        """Return the metrics of a split: batch i is computed by copy i mod copies of the model."""
         group = self.runtime.group
         sums: dict[str, Tensor] = {}
         counts: dict[str, Tensor | int] = {}
         stopped = False
         bar = progress_bar(group.env, len(split), "evaluating", "batch")
         with eval_mode(model), bar:
-            for batch, own in self._passes(split):
-                if stopped := self._is_stopped(stop()):
+            for batch, is_own in self._passes(split):
+                stopped = self.runtime.strategy.any_in_pass(stop())
+                if stopped:
                     break
                 group.set_activity("evaluating")
                 with self.runtime.autocast():
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
-                for name, (value, n) in metrics.items() if own else ():
-                    sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
-                    counts[name] = counts.get(name, 0) + n
+                if is_own:
+                    for name, (value, n) in metrics.items():
+                        sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
+                        counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
-        parts = group.all_gather(
-            (stopped, {name: (float(sums[name]), int(counts[name])) for name in sums})
-        )
-        if any(stopped for stopped, _ in parts):
+        own = {name: (float(total), int(counts[name])) for name, total in sums.items()}
+        parts = group.all_gather((stopped, own))
+        if any(was_stopped for was_stopped, _ in parts):
             return None
-        names = list(dict.fromkeys(name for _, part in parts for name in part))
-        totals = {
-            name: [
-                sum(column)
-                for column in zip(*(p[name] for _, p in parts if name in p), strict=True)
-            ]
-            for name in names
-        }
-        return {name: total / n for name, (total, n) in totals.items()}
+        return _means([part for _, part in parts])
 
     def _passes(self, split: Split) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of this rank, and whether they count: the others make up for a rank
-        that has more.
+        """Yield the batches of this rank, and whether they count.
+
+        The others make up for a rank that has more, where each pass is a collective.
         """
         group = self.runtime.group
-        own = len(range(group.data_rank, len(split), group.data_size))
-        most = -(-len(split) // group.data_size) if self.runtime.strategy.shards_model else own
-        first = (next(iter(split.batches(0, group.data_size))) for _ in range(own, most))
-        numbered = enumerate(chain(split.batches(group.data_rank, group.data_size), first))
-        return ((batch, i < own) for i, batch in numbered)
+        own = 0
+        for batch in split.batches(group.data_rank, group.data_size):
+            own += 1
+            yield batch, True
+        for _ in range(own, self.runtime.strategy.passes(len(split))):
+            yield next(iter(split.batches(0, group.data_size))), False
 
-    def _is_stopped(self, stopped: bool) -> bool:
-        """Return whether to stop: on any rank, if the next forward pass is a collective."""
-        group = self.runtime.group
-        return (
-            any(group.all_gather(stopped))
-            if self.runtime.strategy.shards_model
-            else group.any_in_copy(stopped)
+    def sample(self, model: nn.Module, step: int) -> str | None:
+        """Return a text that the model generates, if the task has one. A collective.
+
+        Return None on ranks without it.
+        """
+        if type(self.task).sample is Task.sample:
+            return None
+        return self.runtime.strategy.on_whole_model(
+            model, self.task.build_model, lambda whole: self.task.sample(whole, step)
         )
+
+
+def _means(parts: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return the means over all ranks.
+
+    Args:
+        parts: by rank: the sum over its items and their number, by name.
+    """
+    sums: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    for part in parts:
+        for name, (total, n) in part.items():
+            sums[name] = sums.get(name, 0) + total
+            counts[name] = counts.get(name, 0) + n
+    return {name: total / counts[name] for name, total in sums.items()}

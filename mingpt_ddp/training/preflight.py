@@ -1,21 +1,18 @@
-"""Before anything is written: the batch of a resumed run.
+"""Checks before anything is written: the batch, the memory, and that user code resumes exactly."""
 
-The model fits; user code trains and resumes exactly.
-"""
-
-import hashlib
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
-from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.distributed.compile import check_compiles
 from mingpt_ddp.distributed.device import total_memory
+from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError, SnapshotError
 from mingpt_ddp.models import apply_activation_checkpointing, count_parameters, flops_per_token
@@ -25,14 +22,25 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import check_can_lock, run_directory
-from mingpt_ddp.tasks.task import Task, named_losses
-from mingpt_ddp.training.train_step import build_model_and_optimizer
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.train_state import TrainState, restore
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import build_trainable
 
-# Of the newest snapshot, or None: trainer.batch_size and the micro-batch size; its step, or 0; and
-# the URL that run.resume names, if the run has no snapshot of its own; and the state.
-RecordedBatch: TypeAlias = tuple[int | None, int | None, int, str | None, Any]
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
+TRIAL_MICRO_BATCHES = 2  # at most: the second shows that gradients accumulate
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the snapshot that a run resumes from has recorded, without its tensors."""
+
+    step: int
+    batch_size: int  # trainer.batch_size
+    micro_batch_size: int
+    source: str | None  # the URL that run.resume names, if the run has no snapshot of its own
+    state: Any  # the content of its state.json, untrusted
 
 
 def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
@@ -46,8 +54,12 @@ def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
         check_can_lock(Path(storage.root), what="the snapshot directory", key="path for snapshots")
 
 
-def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch:
-    """Read the batch of the snapshot that the run resumes from.
+def read_recorded(
+    config: Config, stores: list[SnapshotStore], group: ProcessGroup
+) -> Recorded | None:
+    """Read what the snapshot that the run resumes from has recorded; None without one.
+
+    A collective.
 
     Args:
         stores: of the run's snapshots.
@@ -56,9 +68,16 @@ def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch
         SnapshotError: another version wrote it, in another format, or its batch is not one.
         StorageUnavailableError: a store does not respond.
     """
-    newest, source = newest_snapshot(config, stores)
-    if newest is None:
-        return None, None, 0, None, None
+
+    def read() -> dict[str, Any] | None:
+        newest, source = newest_snapshot(config, stores)
+        return None if newest is None else asdict(_recorded(newest, source))
+
+    found = group.run_on_rank_zero(read)
+    return None if found is None else Recorded(**found)
+
+
+def _recorded(newest: Snapshot, source: str | None) -> Recorded:
     try:
         batch = newest.state["config"]["trainer"]["batch_size"]
         micro = newest.state["micro_batch_size"]
@@ -68,14 +87,15 @@ def recorded_batch(config: Config, stores: list[SnapshotStore]) -> RecordedBatch
         raise SnapshotError(
             f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]
         ) from error
-    return batch, micro, newest.step, source, newest.state
+    return Recorded(newest.step, batch, micro, source, newest.state)
 
 
 def newest_snapshot(
     config: Config, stores: list[SnapshotStore]
 ) -> tuple[Snapshot | None, str | None]:
-    """Read the state of the snapshot that the run resumes from, without tensors; raises as
-    `recorded_batch` does.
+    """Read the state of the snapshot that the run resumes from, without tensors.
+
+    Raises as `read_recorded` does.
 
     Returns:
         The snapshot, if there is one, and the URL that run.resume names if it is not the run's own.
@@ -120,8 +140,7 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     if config.model.devices > 1:
         blocks_of(model, config.model.devices)
     count = count_parameters(model)
-    if runtime.strategy.shards_model:
-        memory *= runtime.strategy.shards
+    memory = runtime.strategy.model_memory(memory)
     if count * BYTES > memory:
         raise ConfigError(
             f"the model {config.model.name} has {count:,} parameters, which need "
@@ -131,126 +150,173 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
         )
 
 
-def check_resumes_exactly(runtime: Runtime, task: Task, batch: Any) -> None:
-    """Train three steps, restore the state after the second into fresh objects, and compare the
-    third bit for bit.
+def check_resumes_exactly(
+    runtime: Runtime, task: Task, loader: Loader, batch: list[MicroBatch]
+) -> None:
+    """Train three steps, restore the state after the second, and compare the third bit for bit.
+
+    The third step runs twice: in the objects that took the first two, and in fresh ones with their
+    restored state. One rank calls this alone.
 
     Args:
-        batch: of one micro-batch, on the CPU.
+        loader: of the run.
+        batch: the micro-batches of one rank in a step, on the CPU.
 
     Raises:
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
-    config = task.config
-    batch = runtime.to_device(batch)
-    part = task.trial_batch(batch)
+    whole = runtime.to_device(batch[0].batch)
+    part = task.trial_batch(whole)
+    trial_loader = _TrialLoader(task, loader, batch[:TRIAL_MICRO_BATCHES])
     with attribute_errors_to_user_code():
-        first = _Trial(runtime, task)
-        flops_per_token(first.model)
-        state_dict.check_savable(first.model, first.optimizer)
-        coarse = [
-            name
-            for name, p in first.model.named_parameters()
-            if p.dtype.itemsize < MIN_AVERAGED_BYTES
-        ]
-        if coarse and config.trainer.ema is not None:
-            raise ConfigError(
-                f"trainer.ema={config.trainer.ema} needs {coarse[0]} in fp32; average it in "
-                "your model"
-            )
-        scalars = [
-            name for name, parameter in first.model.named_parameters() if parameter.dim() == 0
-        ]
-        if scalars and runtime.strategy.shards_model:
-            key = f"ddp.strategy={config.ddp.strategy}"
-            raise ConfigError(
-                f"{key} cannot split {scalars[0]}, a scalar; give it one element, or use zero1"
-            )
-        with runtime.autocast():
-            task.check_model(first.model, batch, trained=False)
-        if runtime.compiles:
-            check_compiles(first.model, config, lambda model: task.loss(model, part))
-        first = _Trial(runtime, task)  # the checks may have changed buffers
+        _check_model(runtime, task, whole)
+        # new ones: the checks may have changed buffers
+        first = _Trial(runtime, task, trial_loader)
         fresh = first.digest()
-        first.step(1, part)
-        state_dict.check_savable(first.model, first.optimizer, runtime.strategy.shards_model)
-        first.step(2, part)
-        saved = [
-            {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-            for tensors in first.state()
-        ]
-        loss = first.step(3, part)
+        unused = first.unused_parameters_of_step(1)
+        _check_unused(task.config, runtime, unused)
+        trainable = first.trainable
+        state_dict.check_savable(
+            trainable.model, trainable.optimizer, by_rows=runtime.strategy.shards_model
+        )
+        first.step(2)
+        saved = first.copy()
+        loss = first.step(3)
         end = first.digest()
-        del first
-        second = _Trial(runtime, task)
+        del first, trainable
+        second = _Trial(runtime, task, trial_loader)
         if fresh != second.digest():
-            raise _not_exact(f"model {config.model.architecture}", "first weights depend")
-        state_dict.load_model_state(second.model, saved[0])
-        state_dict.load_optimizer_state(second.model, second.optimizer, saved[1])
-        again = second.step(3, part)
+            raise _not_exact(f"model {task.config.model.architecture}", "first weights depend")
+        second.load(saved)
+        again = second.step(3)
         # otherwise GPU summation order varies
-        if runtime.device.type == "cpu" or config.trainer.deterministic:
+        if runtime.device.type == "cpu" or task.config.trainer.deterministic:
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
-                raise _not_exact(f"model {config.model.architecture}", "loss depends")
+                raise _not_exact(f"model {task.config.model.architecture}", "loss depends")
             if end != second.digest():
-                raise _not_exact(f"optimizer {config.optimizer.name}", "step depends")
-        task.check_model(second.model, part, trained=True)
+                raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
+        task.check_model(second.trainable.model, part, trained=True)
+
+
+def _check_model(runtime: Runtime, task: Task, batch: Any) -> None:
+    """Check what a user's model returns, what it can be saved as, and whether it compiles.
+
+    Args:
+        batch: of one micro-batch, on the device.
+    """
+    config = task.config
+    trainable = build_trainable(runtime.alone(), task)
+    model = trainable.model
+    flops_per_token(model)
+    state_dict.check_savable(model, trainable.optimizer)
+    if config.trainer.ema is not None:
+        _check_averaged(model, config.trainer.ema)
+    runtime.strategy.check_model(model)
+    with runtime.autocast():
+        task.check_model(model, batch, trained=False)
+    if runtime.compiles:
+        part = task.trial_batch(batch)
+        check_compiles(model, config, lambda model: task.loss(model, part))
+
+
+def _check_averaged(model: nn.Module, decay: float) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.dtype.itemsize < MIN_AVERAGED_BYTES:
+            raise ConfigError(f"trainer.ema={decay} needs {name} in fp32; average it in your model")
+
+
+def _check_unused(config: Config, runtime: Runtime, unused: list[str]) -> None:
+    if unused and runtime.group.world_size > 1 and not config.ddp.find_unused_parameters:
+        raise ConfigError(
+            f"{', '.join(unused[:3])} of the model {config.model.architecture} have no gradient; "
+            "remove them, or set ddp.find_unused_parameters=true"
+        )
 
 
 def _not_exact(part: str, depends: str) -> CodeError:
     return CodeError(
-        f"the {part} would not resume exactly: its {depends} on more than the snapshot and "
-        "torch's seed; keep its "
-        "state in parameters, buffers or optimizer.state, and draw random numbers from "
-        "torch's global generator"
+        f"the {part} would not resume exactly: its {depends} on more than the snapshot and torch's "
+        "seed; keep its state in parameters, buffers or optimizer.state, and draw random numbers "
+        "from torch's global generator"
     )
 
 
+class _TrialLoader:
+    """The same few micro-batches in every step, each reduced to what a trial needs."""
+
+    def __init__(self, task: Task, loader: Loader, batch: list[MicroBatch]) -> None:
+        self.steps_per_epoch = loader.steps_per_epoch
+        self.items_per_step = loader.items_per_step
+        self.batch = [
+            MicroBatch(index, task.trial_batch(micro.batch)) for index, micro in enumerate(batch)
+        ]
+
+    def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
+        return self.batch
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
 class _Trial:
-    """A fresh model and optimizer, built as every start of the run builds them."""
+    """The train step of the run with fresh objects, built as every start of the run builds them."""
 
-    def __init__(self, runtime: Runtime, task: Task) -> None:
-        self.config = task.config
-        self.runtime = runtime
-        self.task = task
-        self.model, self.optimizer = build_model_and_optimizer(runtime, task)
+    def __init__(self, runtime: Runtime, task: Task, loader: _TrialLoader) -> None:
+        self.runtime = runtime.alone()
+        self.trainable = build_trainable(self.runtime, task)
+        plan = BatchPlan(len(loader.batch), 1, world_size=1)
+        self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable)
 
-    def step(self, step: int, batch: Any) -> Tensor:
-        """Take an optimizer step with the seeds of the run, and return its loss."""
-        seed_everything("dropout", self.config.run.seed, step, 0)
-        with self.runtime.autocast():
-            loss = named_losses(self.task.loss(self.model, batch))["loss"]
-        loss.backward()
-        unused = [n for n, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
-        if (
-            unused
-            and self.runtime.group.world_size > 1
-            and not self.config.ddp.find_unused_parameters
-        ):
-            raise ConfigError(
-                f"{', '.join(unused[:3])} of the model {self.config.model.architecture} have "
-                "no gradient; remove them, "
-                "or set ddp.find_unused_parameters=true"
-            )
-        seed_everything("update", self.config.run.seed, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+    def step(self, step: int) -> Tensor:
+        """Take an optimizer step and return its loss."""
+        return self.train_step.run(step).losses["loss"]
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors of a snapshot: those of the model and of the optimizer, by name."""
-        return state_dict.model_state(self.model), state_dict.optimizer_state(
-            self.model, self.optimizer
+    def unused_parameters_of_step(self, step: int) -> list[str]:
+        """Take an optimizer step; return the names of the parameters that got no gradient."""
+        unused = {}
+        hooks = []
+        for name, parameter in self.trainable.model.named_parameters():
+            if parameter.requires_grad:
+                unused[parameter] = name
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda used: unused.pop(used, None)
+                )
+                hooks.append(hook)
+        self.step(step)
+        for hook in hooks:
+            hook.remove()
+        return list(unused.values())
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of a snapshot by kind and name."""
+        model = self.trainable.model
+        return {
+            "model": state_dict.model_state(model),
+            "optimizer": state_dict.optimizer_state(model, self.trainable.optimizer),
+            **self.trainable.average.state(),
+        }
+
+    def copy(self) -> Snapshot:
+        """Return a snapshot of this step, in memory."""
+        kinds = {}
+        for kind, tensors in self._tensors().items():
+            kinds[kind] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
+        return Snapshot(
+            step=0,
+            model=kinds["model"],
+            optimizer=kinds["optimizer"],
+            state={
+                "train_state": asdict(TrainState()),
+                "scaler": self.runtime.scaler.state_dict(),
+            },
+            ema=kinds.get("ema", {}),
         )
 
-    def digest(self) -> bytes:
-        """Return the SHA-256 of every bit of the state."""
-        digest = hashlib.sha256()
-        for tensors in self.state():
-            for name, tensor in sorted(tensors.items()):
-                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(
-                    tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-                )
-        return digest.digest()
+    def load(self, snapshot: Snapshot) -> None:
+        """Load a snapshot as a resume does."""
+        restore(snapshot, self.trainable, self.runtime.scaler)
+
+    def digest(self) -> list[str]:
+        """Return the SHA-256 of every bit of the state, by kind."""
+        return [state_dict.sha256_of_tensors(tensors) for tensors in self._tensors().values()]

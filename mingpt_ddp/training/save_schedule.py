@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from mingpt_ddp.training.train_state import (
     restore,
     snapshot_state,
 )
-from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -78,19 +76,27 @@ class SaveSchedule:
     All ranks call the same methods at the same step.
     """
 
-    def __init__(self, context: Context, manager: SnapshotManager, train_step: TrainStep) -> None:
+    def __init__(
+        self,
+        context: Context,
+        manager: SnapshotManager,
+        anomaly: AnomalyPolicy,
+        micro_batch_size: int,
+        steps_per_epoch: int,
+    ) -> None:
         self.context = context
-        self.config = context.config.snapshot
+        self.snapshot_config = context.config.snapshot
         self.manager = manager
-        self.train_step = train_step
-        self.anomaly = AnomalyPolicy(context)
+        self.anomaly = anomaly
+        self.micro_batch_size = micro_batch_size
+        self._every: list[int] = []  # steps
+        if isinstance(self.snapshot_config.every_steps, int):
+            self._every.append(self.snapshot_config.every_steps)
+        if self.snapshot_config.every_epochs:
+            self._every.append(self.snapshot_config.every_epochs * steps_per_epoch)
         self._interval_s = FIRST_S  # with every_steps=auto
-        # time of the last snapshot, and stalls since
-        self._since = time.monotonic()
-        self._cost_s = 0.0
-        per_epoch = (self.config.every_epochs or 0) * train_step.loader.steps_per_epoch
-        # steps
-        self._every = [n for n in (self.config.every_steps, per_epoch) if isinstance(n, int) and n]
+        self._since = time.monotonic()  # of the last snapshot
+        self._cost_s = 0.0  # stalls since then
         self._clock = time.perf_counter()
         self._is_due = False
 
@@ -104,9 +110,10 @@ class SaveSchedule:
     def is_due(self) -> bool:
         """Return whether a snapshot is due by this rank's clock."""
         elapsed = time.monotonic() - self._since
-        minutes = self.config.every_minutes
-        by_cost = self.config.every_steps == "auto" and elapsed >= self._interval_s
-        return by_cost or (minutes is not None and elapsed >= 60 * minutes)
+        if self.snapshot_config.every_steps == "auto" and elapsed >= self._interval_s:
+            return True
+        minutes = self.snapshot_config.every_minutes
+        return minutes is not None and elapsed >= 60 * minutes
 
     def wait_for_staging(self) -> None:
         """Wait until the tensors are staged, so that the weights may change."""
@@ -120,19 +127,22 @@ class SaveSchedule:
             is_due: whether one is due by rank zero's clock.
         """
         step = self.context.state.step
-        # a milestone is of no other step
-        if self.config.keep_every and step % self.config.keep_every == 0:
-            return self.save(last=False)
-        self._is_due |= is_due or any(step % every == 0 for every in self._every)
+        keep_every = self.snapshot_config.keep_every
+        if keep_every and step % keep_every == 0:  # a milestone is of no other step
+            self.save(last=False)
+            return
+        if is_due or any(step % every == 0 for every in self._every):
+            self._is_due = True
         if not self._is_due:
             return
         with self._stall():
             can_start = self.manager.wait(until=self.manager.quick_deadline)
-        if can_start:
-            with self._stall():
-                self.manager.save(*self._capture())
-                if not self.config.background:
-                    self.manager.wait()
+        if not can_start:
+            return
+        with self._stall():
+            self._start_save()
+            if not self.snapshot_config.background:
+                self.manager.wait()
 
     def save(self, last: bool) -> None:
         """Save this step, after the save in progress.
@@ -145,19 +155,19 @@ class SaveSchedule:
         """
         with self._stall():
             self.manager.wait()
-            self.manager.save(*self._capture())
-            while (
-                last and self.manager.wait() and self.manager.last_step != self.context.state.step
-            ):
-                self.manager.save(*self._capture())
-            if not self.config.background:
+            self._start_save()
+            if last or not self.snapshot_config.background:
+                self.manager.wait()
+            while last and self.manager.last_step != self.context.state.step:
+                self._start_save()
                 self.manager.wait()
 
     def save_on_preemption(self) -> None:
         """Save within the grace period if there is time; else wait for the save in progress."""
         group = self.context.runtime.group
         step = self.context.state.step
-        left = self.config.grace_seconds - max(group.all_gather(self.context.interrupt.elapsed()))
+        elapsed = max(group.all_gather(self.context.interrupt.elapsed()))
+        left = self.snapshot_config.grace_seconds - elapsed
         until = time.monotonic() + left
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
@@ -166,29 +176,23 @@ class SaveSchedule:
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
-                self.manager.save(*self._capture())
-        if self.manager.last_step == step:
+                self._start_save()
+        older = self.manager.last_step
+        if older == step:
             log.info("preempted at step %d; rerun the same command to resume", step)
-        else:
-            older = self.manager.last_step
-            last = (
-                "there is no snapshot yet" if older is None else f"the last one is of step {older}"
-            )
-            log.warning("preempted at step %d without time for a snapshot: %s", step, last)
+            return
+        last = "there is no snapshot yet" if older is None else f"the last one is of step {older}"
+        log.warning("preempted at step %d without time for a snapshot: %s", step, last)
 
     def restore_latest(self) -> TrainState | None:
-        """Load the newest snapshot into the model, the optimizer and the scaler.
-
-        Return its TrainState, if any.
-        """
+        """Load the newest snapshot, if any, into what is trained; return its TrainState."""
         self.manager.wait()
-        found = self.manager.load_latest(partial(check_state, task=self.train_step.task))
+        found = self.manager.load_latest(partial(check_state, task=self.context.task))
         if found is None:
             return None
-        model = self.train_step.model
-        optimizer = self.train_step.optimizer
-        found = self.manager.read_shards(found, model, optimizer)
-        return restore(found, model, optimizer, self.context.runtime.scaler, self.context.average)
+        trainable = self.context.trainable
+        found = self.manager.read_shards(found, trainable.model, trainable.optimizer)
+        return restore(found, trainable, self.context.runtime.scaler)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
@@ -200,34 +204,42 @@ class SaveSchedule:
         self.context.state.stall_seconds += seconds
         self._cost_s += seconds
 
-    def _capture(self) -> tuple[int, dict[str, Any], dict[str, dict[str, Tensor]], int | None]:
-        """Return what SnapshotManager.save takes.
+    def _start_save(self) -> None:
+        """Start to save this step; the manager copies and writes it meanwhile.
 
         Raises:
             TrainingError: the loss is not finite; such a state is not saved.
         """
         self.context.metrics.tensorboard.flush()
         state = self.update_wall_time()
-        train_step = self.train_step
         meter = self.context.metrics.meter
         sums, state.loss_steps = meter.state()
         state.loss_sum = sums.pop("loss")
         state.loss_part_sums = sums
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
+        self._begin_interval()
+        values = snapshot_state(self.context, self.micro_batch_size)
+        self.manager.save(state.step, values, self._tensors(), state.best_step)
+
+    def _begin_interval(self) -> None:
+        """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
         self._is_due = False
-        if self.config.every_steps == "auto":
+        if self.snapshot_config.every_steps == "auto":
+            mtbf_s = 3600 * self.snapshot_config.mtbf_hours
             if self.manager.durable_s is not None:
-                self._interval_s = best_interval(
-                    self._cost_s, 3600 * self.config.mtbf_hours, self.manager.durable_s
-                )
+                self._interval_s = best_interval(self._cost_s, mtbf_s, self.manager.durable_s)
             log.info(
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
             )
         self._since = time.monotonic()
         self._cost_s = 0.0
-        model = train_step.model
-        optimizer = train_step.optimizer
-        tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
-        tensors |= self.context.average.state()
-        values = snapshot_state(self.context, train_step.task, train_step.plan.micro_batch_size)
-        return state.step, values, tensors, state.best_step
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of a snapshot by kind and name."""
+        trainable = self.context.trainable
+        model = trainable.model
+        return {
+            "model": model_state(model),
+            "optimizer": optimizer_state(model, trainable.optimizer),
+            **trainable.average.state(),
+        }

@@ -1,17 +1,13 @@
-"""The train state of a run, its form in a snapshot, and the check that a run can resume from a
-snapshot.
-"""
+"""The train state of a run, its form in a snapshot, and whether a run can resume from one."""
 
 import contextlib
 import logging
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import (
     CODE_LOCATION_KEYS,
@@ -31,8 +27,7 @@ from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.tasks.task import Task, recorded_sha256
-from mingpt_ddp.training.trial_pruning import MedianPruner
-from mingpt_ddp.training.weight_average import WeightAverage
+from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +35,8 @@ NOT_IN_IDENTITY = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of mode
 # its content counts, wherever it comes from
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "data.path (the content's SHA-256)"
+# what reading an untrusted state may raise
+INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
 
 
 @dataclass
@@ -72,17 +69,19 @@ class TrainState:
     @property
     def goodput(self) -> float:
         """The fraction of the time of all attempts that is kept progress, 0 to 1."""
-        share = (self.wall_seconds - self.stall_seconds) / max(
-            self.wall_seconds + self.wasted_seconds, 1e-9
-        )
-        return min(1.0, max(0.0, share))  # lost work is measured with the clocks of two attempts
+        kept = self.wall_seconds - self.stall_seconds
+        total = self.wall_seconds + self.wasted_seconds
+        # lost work is measured with the clocks of two attempts
+        return min(1.0, max(0.0, kept / max(total, 1e-9)))
+
+    def assign(self, other: "TrainState") -> None:
+        """Take the values of another state, after a rollback; all parts of a run share this one."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
 
 def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: float) -> bool:
-    """Record the metrics of an evaluation of this step.
-
-    Return whether its loss is the lowest so far.
-    """
+    """Record the metrics of an evaluation of this step; return whether its loss is the lowest."""
     state.val_loss = metrics["loss"]
     state.val_metrics = metrics
     state.val_step = state.step
@@ -99,35 +98,33 @@ def record_last_evaluation(
 ) -> None:
     """Record the evaluation of this step from metrics.jsonl if the run ended after it.
 
-    A collective.
-
     The last snapshot lacks it if a signal came between that step and its evaluation, which the next
-    start then made.
+    start then made. A collective.
 
     Args:
         steps: the limit of the run.
     """
-
-    def read() -> dict[str, float]:
-        with contextlib.suppress(OSError, DataError):
-            history = read_history(directory / METRICS)
-            if history.is_complete and history.rows and history.rows[-1]["step"] == state.step:
-                metrics = to_metrics(history.by_step()[state.step])
-                return {
-                    tag.removeprefix("val/"): value
-                    for tag, value in metrics.items()
-                    if tag.startswith("val/")
-                }
-        return {}
-
-    is_due = state.step % (config.trainer.eval_every or steps) == 0 or state.step == steps
-    if (
-        state.step
-        and is_due
-        and state.val_step != state.step
-        and "loss" in (metrics := group.run_on_rank_zero(read))
-    ):
+    every = config.trainer.eval_every or steps
+    is_due = state.step % every == 0 or state.step == steps
+    if state.step == 0 or not is_due or state.val_step == state.step:
+        return
+    metrics = group.run_on_rank_zero(lambda: _read_last_evaluation(directory, state.step))
+    if "loss" in metrics:
         record_evaluation(state, metrics, config.trainer.min_delta)
+
+
+def _read_last_evaluation(directory: Path, step: int) -> dict[str, float]:
+    """Return the metrics of the validation split, if the run ended at this step."""
+    with contextlib.suppress(OSError, DataError):
+        history = read_history(directory / METRICS)
+        if history.is_complete and history.rows and history.rows[-1]["step"] == step:
+            metrics = to_metrics(history.by_step()[step])
+            values = {}
+            for tag, value in metrics.items():
+                if tag.startswith("val/"):
+                    values[tag.removeprefix("val/")] = value
+            return values
+    return {}
 
 
 def count_patience(state: TrainState, min_delta: float) -> None:
@@ -142,56 +139,53 @@ def count_patience(state: TrainState, min_delta: float) -> None:
 
 def has_stopped_early(state: TrainState, patience: int | None) -> bool:
     """Return whether a run with this trainer.patience ends at this step."""
-    return (
-        patience is not None
-        and state.evaluations_above >= patience
-        and state.step == state.val_step
-    )
+    if patience is None or state.step != state.val_step:
+        return False
+    return state.evaluations_above >= patience
 
 
-@dataclass
+@dataclass(frozen=True)
 class Context:
-    """State that all parts of a training run share."""
+    """What all parts of a training run share."""
 
-    config: Config
+    task: Task
     runtime: Runtime
-    state: TrainState  # replaced by a rollback: do not keep a reference to it
+    trainable: Trainable
+    state: TrainState
     metrics: MetricsProcessor
-    pruner: MedianPruner
     interrupt: SignalHandler
-    average: WeightAverage
+
+    @property
+    def config(self) -> Config:
+        """The whole configuration."""
+        return self.task.config
 
 
-def snapshot_state(context: Context, task: Task, micro_batch_size: int) -> dict[str, Any]:
+def snapshot_state(context: Context, micro_batch_size: int) -> dict[str, Any]:
     """Return the content of state.json."""
     context.state.saved_at = time.time()
     return {
         "train_state": asdict(context.state),
         "scaler": context.runtime.scaler.state_dict(),
         "micro_batch_size": micro_batch_size,
-        **task.state(),
+        **context.task.state(),
         "config": context.config.to_dict(),
         "environment": context.runtime.environment(),
     }
 
 
-def restore(
-    snapshot: Snapshot,
-    model: nn.Module,
-    optimizer: Optimizer,
-    scaler: GradScaler,
-    average: WeightAverage | None = None,
-) -> TrainState:
+def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> TrainState:
     """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
-    if average is not None and average.decay is not None:
+    model = trainable.model
+    if trainable.average.decay is not None:
         if not snapshot.ema:
             log.info(
                 "the snapshot has no average of the weights: trainer.ema starts from its weights"
             )
         load_model_state(model, snapshot.ema or snapshot.model)
-        average.restart()
+        trainable.average.restart()
     load_model_state(model, snapshot.model)
-    load_optimizer_state(model, optimizer, snapshot.optimizer)
+    load_optimizer_state(model, trainable.optimizer, snapshot.optimizer)
     if snapshot.state["scaler"]:
         scaler.load_state_dict(snapshot.state["scaler"])
     return _train_state(snapshot.state)
@@ -199,11 +193,8 @@ def restore(
 
 def _train_state(state: Any) -> TrainState:
     """Return the train state in a state.json, without fields added by later versions."""
-    known = {
-        key: value
-        for key, value in state["train_state"].items()
-        if key in TrainState.__dataclass_fields__
-    }
+    names = {each.name for each in fields(TrainState)}
+    known = {key: value for key, value in state["train_state"].items() if key in names}
     return build(TrainState, known, "train_state")
 
 
@@ -218,53 +209,52 @@ def check_state(step: int, state: Any, task: Task) -> None:
     """
     config = task.config
     try:
-        # ddp may differ, even in its keys
-        recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
-        # of another model or optimizer: compared below
-        with contextlib.suppress(NotRegisteredError):
-            recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
-        if (
-            _train_state(state).step != step
-            or recorded["trainer"]["batch_size"] % state["micro_batch_size"]
-        ):
-            raise ValueError(
-                f"step {state['train_state']['step']}, micro_batch_size {state['micro_batch_size']}"
-            )
-        old = flatten(recorded) | {DATA_SHA256: recorded_sha256(state)[:16]}
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        ConfigError,
-    ) as error:
+        old = _recorded_settings(step, state, config)
+    except INVALID as error:
         raise SnapshotError(
             f"the snapshot of step {step} has an invalid state: {str(error)[:300]}"
         ) from error
-    new = flatten(config.to_dict()) | {DATA_SHA256: task.sha256[:16]}
-    keys = [*identity_keys(config.to_dict()), DATA_SHA256]
-    differences = [
-        f"{k} ({str(old.get(k))[:100]} there, {new.get(k)} now)"
-        for k in keys
-        if old.get(k) != new.get(k)
-    ]
-    if differences:
-        advice = "or choose another run.name, or run.resume=never"
-        if config.run.source is not None:  # it would continue the training of another run
-            advice = f"or write run.init_from={config.run.source} to start from its weights alone"
-        raise SnapshotError(
-            f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
-            f"restore them, {advice}"
-        )
+    new = flatten(config.to_dict())
+    new[DATA_SHA256] = task.sha256[:16]
+    differences = []
+    for key in [*identity_keys(config.to_dict()), DATA_SHA256]:
+        if old.get(key) != new.get(key):
+            differences.append(f"{key} ({str(old.get(key))[:100]} there, {new.get(key)} now)")
+    if not differences:
+        return
+    advice = "or choose another run.name, or run.resume=never"
+    if config.run.source is not None:  # it would continue the training of another run
+        advice = f"or write run.init_from={config.run.source} to start from its weights alone"
+    raise SnapshotError(
+        f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
+        f"restore them, {advice}"
+    )
+
+
+def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
+    """Return the configuration and the SHA-256 of the data in a state.json, by dotted key.
+
+    Raises:
+        One of INVALID: it is not the state of this step of a run.
+    """
+    # ddp may differ, even in its keys
+    recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
+    with contextlib.suppress(NotRegisteredError):  # another model or optimizer: it differs
+        recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
+    micro_batch_size = state["micro_batch_size"]
+    is_divided = recorded["trainer"]["batch_size"] % micro_batch_size == 0
+    if _train_state(state).step != step or not is_divided:
+        recorded_step = state["train_state"]["step"]
+        raise ValueError(f"step {recorded_step}, micro_batch_size {micro_batch_size}")
+    settings = flatten(recorded)
+    settings[DATA_SHA256] = recorded_sha256(state)[:16]
+    return settings
 
 
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
-    keys += [
-        key
-        for key in numeric_keys(config)
-        if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS
-    ]
+    for key in numeric_keys(config):
+        if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS:
+            keys.append(key)
     return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]

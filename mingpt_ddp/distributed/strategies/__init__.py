@@ -42,8 +42,7 @@ def check_strategy(config: Config, world_size: int) -> None:
     if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
         raise ConfigError(
             f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} "
-            "splits; use "
-            "ddp.strategy=zero1"
+            "splits; use ddp.strategy=zero1"
         )
 
 
@@ -63,12 +62,16 @@ def build_strategy(
         from mingpt_ddp.distributed.strategies.tensor_parallel import TensorParallelStrategy
 
         return TensorParallelStrategy(config, device, group, compiles)
+    if group.world_size == 1 and name == "dp":
+        return DPStrategy(config, device, group, compiles)
     if group.world_size == 1:
-        return (DPStrategy if name == "dp" else SingleStrategy)(config, device, group, compiles)
+        return SingleStrategy(config, device, group, compiles)
     if name in ("fsdp", "hsdp"):
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
 
         return FSDPStrategy(config, device, group, dtype)
-    return {"manual": ManualStrategy, "zero1": Zero1Strategy}.get(name, DDPStrategy)(
-        config, device, group, compiles
-    )
+    if name == "manual":
+        return ManualStrategy(config, device, group, compiles)
+    if name == "zero1":
+        return Zero1Strategy(config, device, group, compiles)
+    return DDPStrategy(config, device, group, compiles)

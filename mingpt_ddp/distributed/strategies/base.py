@@ -1,13 +1,14 @@
 """The base class of all strategies: what the train step, evaluation and snapshots may ask.
 
-A model passes `prepare` before its optimizer is built and `wrap` before the first step. Then every
-step calls `begin_step`, `maybe_no_sync` around each forward and backward pass, `reduce_gradients`,
-`clip_grad_norm`, `update` and `broadcast_buffers`.
+A model passes `prepare` before its optimizer is built, and the optimizer `configure`; the model
+passes `wrap` before the first step. Then every step calls `begin_step`, `pad`, `maybe_no_sync`
+around each forward and backward pass, `loss_scale`, `reduce_gradients`, `clip_grad_norm`, `update`
+and `broadcast_buffers`.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,12 +17,14 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.compile import compile_model, report_compile_errors
 from mingpt_ddp.distributed.device import devices_of_rank
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
 from mingpt_ddp.models.placement import split_blocks
+from mingpt_ddp.optim.muon import Muon
 
 T = TypeVar("T")
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
@@ -31,8 +34,9 @@ class Strategy:
     """Each rank holds the whole state. The methods are those of one rank."""
 
     name = "single"
+    holds_all_weights = True  # on every rank
     is_sharded = False  # each rank writes and reads its own part of a snapshot
-    # each rank holds a part of the weights, and every forward pass is a collective
+    # each rank holds some rows of the weights, and every forward pass is a collective
     shards_model = False
     shards = 1  # parts of what is sharded
 
@@ -51,6 +55,17 @@ class Strategy:
 
     # The model.
 
+    def check_model(self, model: nn.Module) -> None:
+        """Refuse a model that this strategy cannot divide.
+
+        Raises:
+            ConfigError: names the parameter.
+        """
+
+    def model_memory(self, memory: int) -> int:
+        """Return the bytes for one copy of a model, of which a rank has `memory` bytes."""
+        return memory
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return the model on the device, with batch normalization over all ranks if requested.
 
@@ -59,30 +74,87 @@ class Strategy:
         return self._synchronize_batchnorm(split_blocks(model, self.devices))
 
     def _synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
-        return synchronize(model, self.device) if self.config.ddp.sync_batchnorm else model
+        if not self.config.ddp.sync_batchnorm:
+            return model
+        return synchronize(model, self.device)
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Change the parameter groups where a kernel needs it."""
+    def configure(self, optimizer: Optimizer) -> None:
+        """Let Muon divide its work over the ranks, which all have the same gradients."""
+        if isinstance(optimizer, Muon):
+            optimizer.rank = self.group.rank
+            optimizer.world_size = self.group.world_size
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return a prepared model for training. All ranks receive the weights of rank zero."""
         return compile_model(model, self.config) if self.compiles else model
+
+    def watch(self, model: nn.Module, micro_batches: int) -> None:
+        """Let the clock measure the work of this rank in each step.
+
+        Args:
+            micro_batches: of a step, over all ranks.
+        """
+        waits = self.config.ddp.sync_batchnorm or self.shards_model or not self.holds_all_weights
+        self.clock.attach(model, self.passes(micro_batches), is_split=waits)
 
     def on_whole_model(
         self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
     ) -> T:
         """Return the result of `work` for a model that holds all weights. A collective.
 
+        If no rank holds them all, rank zero alone calls `work`; the others return None.
+
         Args:
             build: returns a new model on the CPU.
         """
-        return work(model)
+        if self.holds_all_weights:
+            return work(model)
+        tensors = self.gather_weights(model)
+
+        def work_on_copy() -> T:
+            copy = build()
+            copy.load_state_dict(tensors)
+            return work(copy.to(self.device))
+
+        return cast(T, self.group.env.call_on_rank_zero(work_on_copy))
+
+    def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Return all weights on rank zero, if no rank holds them all. A collective."""
+        raise NotImplementedError
+
+    # The batch.
+
+    def passes(self, total: int) -> int:
+        """Return how many of `total` forward passes, divided over the ranks, this rank makes."""
+        return len(range(self.group.data_rank, total, self.group.data_size))
+
+    def pad(self, batch: list[MicroBatch], total: int) -> list[MicroBatch]:
+        """Return the micro-batches of this rank, and one of weight 0 if other ranks have one more.
+
+        Args:
+            total: micro-batches of the step, over all ranks.
+        """
+        return batch
+
+    def any_in_pass(self, flag: bool) -> bool:
+        """Return whether the flag is set on a rank that the next forward pass waits for."""
+        return self.group.any_in_copy(flag)
+
+    def loss_scale(self, micro: MicroBatch, plan: BatchPlan) -> float:
+        """Return the factor of a micro-batch's loss before backward.
+
+        The step averages over its micro-batches, and the ranks' gradients are averaged once more.
+        """
+        return micro.weight * self.group.data_size / plan.n_micro
+
+    def loss_shares(self, plan: BatchPlan) -> int:
+        """Return how many shares make up the loss of a step, one per micro-batch and rank."""
+        return plan.n_micro * self.group.tensor_size  # the ranks of a copy compute the same loss
 
     # A step.
 
     def warm_up(self, parallel_model: nn.Module, forward: Callable[[], Tensor]) -> None:
-        """Run warm-up passes, so that a resumed run sums gradients in the same order as an
-        uninterrupted one.
+        """Run warm-up passes, so that a resumed run sums gradients in the same order.
 
         DDP rebuilds its buckets after the first backward, which changes the summation order on
         three or more ranks.
@@ -116,24 +188,26 @@ class Strategy:
         """Average the gradients over ranks, unless the backward pass has done so."""
 
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-        """Clip the gradients to a global norm; return their norm before."""
+        """Clip the gradients to a global norm; return their norm before, on the device."""
         norm = self.total_norm([p.grad for p in parameters if p.grad is not None])
         if limit is not None:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+        return norm.to(self.device)  # without gradients torch returns a CPU zero
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""
         return nn.utils.get_total_norm(gradients)
+
+    def describe_gradient(self, name: str) -> str:
+        """Return what a message calls the gradient of a parameter before `reduce_gradients`."""
+        return f"the gradient of {name}"
 
     def local(self, tensor: Tensor) -> Tensor:
         """Return what this rank holds of a gradient."""
         return tensor
 
     def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Take an optimizer step; afterwards all ranks have the same weights, or their parts of
-        them.
-        """
+        """Take an optimizer step; all ranks then have the same weights, or their parts of them."""
         scaler.step(optimizer)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -143,8 +217,10 @@ class Strategy:
                 dist.broadcast(buffer, src=0)
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
-        """Return the seconds of gradient communication in the latest timed step: in total, and not
-        overlapped.
+        """Return the seconds of gradient communication in the latest timed step.
+
+        Returns:
+            In total, and not overlapped by computation.
         """
         return self.all_reduce_s, self.all_reduce_s
 
@@ -155,16 +231,17 @@ class Strategy:
         return tensors
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """Return what this rank holds of whole tensors: those of the model, or optimizer state
-        `<parameter>:<name>`.
+        """Return what this rank holds of whole tensors.
+
+        Args:
+            tensors: those of the model, or optimizer state `<parameter>:<name>`.
         """
         return tensors
 
     # Snapshots, if `is_sharded`. Rows are indices of a tensor's first dimension.
 
     def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
-        """Return the first row and the rows that this rank writes of a tensor; None if it writes
-        nothing of it.
+        """Return the first row and the rows that this rank writes of a tensor; None for nothing.
 
         Args:
             name: of the parameter or buffer; the tensor may be optimizer state of it.
@@ -172,9 +249,7 @@ class Strategy:
         raise NotImplementedError
 
     def owns_state(self, name: str) -> bool:
-        """Return whether this rank updates a parameter, or a part of it, and so needs its optimizer
-        state.
-        """
+        """Return whether this rank updates a parameter, or a part, and needs its state."""
         return True
 
     def assemble(self, own: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:

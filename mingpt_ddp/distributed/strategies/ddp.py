@@ -43,11 +43,10 @@ class DDPStrategy(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ddp = self.config.ddp
+        on_one_gpu = self.device.type == "cuda" and len(self.devices) == 1
         parallel = DDP(
             super().wrap(model),
-            device_ids=[self.device.index]
-            if self.device.type == "cuda" and len(self.devices) == 1
-            else None,
+            device_ids=[self.device.index] if on_one_gpu else None,
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,
             static_graph=ddp.static_graph,
@@ -82,17 +81,14 @@ class DDPStrategy(Strategy):
         start = time.perf_counter()
         with torch.profiler.record_function(ALL_REDUCE):
             future = all_reduce(bucket)
-        self.all_reduce_s = (
-            time.perf_counter() - start + (self.all_reduce_s if bucket.index() else 0.0)
-        )
+        before = self.all_reduce_s if bucket.index() else 0.0  # of the earlier buckets
+        self.all_reduce_s = before + time.perf_counter() - start
         return future
 
     def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return (
-            nullcontext()
-            if last or not isinstance(parallel_model, DDP)
-            else parallel_model.no_sync()
-        )
+        if last or not isinstance(parallel_model, DDP):
+            return nullcontext()
+        return parallel_model.no_sync()
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
         total, hidden = torch_internals.communication_times(parallel_model)

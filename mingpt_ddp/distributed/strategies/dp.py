@@ -13,13 +13,10 @@ class _DataParallel(nn.DataParallel[nn.Module]):
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         outputs = super().parallel_apply(replicas, inputs, kwargs)
+        if not all(isinstance(output, Tensor) and output.dim() == 0 for output in outputs):
+            return list(outputs)
         sizes = [len(arguments[0]) for arguments in inputs]
-        scalar = all(isinstance(output, Tensor) and output.dim() == 0 for output in outputs)
-        return (
-            [o * (n / sum(sizes)) for o, n in zip(outputs, sizes, strict=True)]
-            if scalar
-            else list(outputs)
-        )
+        return [o * (n / sum(sizes)) for o, n in zip(outputs, sizes, strict=True)]
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:

@@ -1,15 +1,17 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state are divided over ranks by
-rows.
+"""Fully sharded data parallelism: weights, gradients and optimizer state divided by rows.
 
 Before a block computes, all ranks gather its weights; afterwards they free them. With `hsdp` groups
 of ranks, one per node, hold the whole model each. Sources: Rajbhandari et al. 2020
 (arXiv:1910.02054), stage 3; Zhao et al. 2023, "PyTorch FSDP" (arXiv:2304.11277).
 """
 
+import math
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +21,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.device import keep_freed_memory
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError
 
-T = TypeVar("T")
 # larger blocks of CPU memory may hold gathered weights, which others could not reuse
 GATHERED_BYTES = 1 << 20
 
@@ -32,7 +34,9 @@ GATHERED_BYTES = 1 << 20
 class FSDPStrategy(Strategy):
     """Shard each of `model.blocks`, then the rest of the model as one."""
 
-    is_sharded = shards_model = True
+    holds_all_weights = False
+    is_sharded = True
+    shards_model = True
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, dtype: torch.dtype
@@ -60,17 +64,25 @@ class FSDPStrategy(Strategy):
     def _shards_per_replica(self) -> int:
         """Return the ranks of a node; half of all on a single node."""
         hosts = self.group.all_gather(socket.gethostname())
-        counts = {hosts.count(host) for host in hosts}
-        half = self.group.world_size / 2
-        size = half if len(set(hosts)) == 1 else max(counts)
-        if len(counts) > 1 or size == 1 or size != int(size):
+        ranks = list(Counter(hosts).values())  # of each node
+        size = ranks[0] if len(ranks) > 1 else self.group.world_size / 2
+        if len(set(ranks)) > 1 or size == 1 or size != int(size):
             raise ConfigError(
-                "ddp.strategy=hsdp needs an even number of ranks on one node, or the same "
-                "number of at least two on "
-                f"every node, not {[hosts.count(host) for host in dict.fromkeys(hosts)]}; "
-                "use ddp.strategy=fsdp"
+                "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number "
+                f"of at least two on every node, not {ranks}; use ddp.strategy=fsdp"
             )
         return int(size)
+
+    def check_model(self, model: nn.Module) -> None:
+        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+        if scalars:
+            raise ConfigError(
+                f"ddp.strategy={self.name} cannot split {scalars[0]}, a scalar; give it one "
+                "element, or use zero1"
+            )
+
+    def model_memory(self, memory: int) -> int:
+        return memory * self.shards
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Shard the model, one block at a time moved to the device.
@@ -85,14 +97,15 @@ class FSDPStrategy(Strategy):
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
         precision = MixedPrecisionPolicy(param_dtype=self._half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
-        norms = [
-            module for module in model.modules() if self._half and hasattr(module, "running_mean")
-        ]
         try:
-            for norm in norms:  # batch normalization is in fp32, like its running statistics
-                shard(norm)
-            for module in [*(blocks if isinstance(blocks, nn.ModuleList) else []), model]:
-                shard(module, mp_policy=precision)
+            for module in list(model.modules()):
+                # batch normalization is in fp32, like its running statistics
+                if self._half and hasattr(module, "running_mean"):
+                    shard(module)
+            if isinstance(blocks, nn.ModuleList):
+                for block in blocks:
+                    shard(block, mp_policy=precision)
+            shard(model, mp_policy=precision)
         except (ValueError, NotImplementedError) as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise ConfigError(
@@ -100,24 +113,30 @@ class FSDPStrategy(Strategy):
             ) from error
         return model
 
-    def on_whole_model(
-        self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
-    ) -> T:
-        """Call `work` on rank zero, which alone keeps what all ranks gather.
-
-        Return None elsewhere.
-        """
+    def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """Gather tensor by tensor; only rank zero keeps them, on the CPU."""
         tensors: dict[str, Tensor] = {}
         for name, tensor in model.state_dict().items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             self.group.env.call_on_rank_zero(partial(tensors.setdefault, name, whole.cpu()))
+        return tensors
 
-        def call() -> T:
-            copy = build()
-            copy.load_state_dict(tensors)
-            return work(copy.to(self.device))
+    # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.
 
-        return cast(T, self.group.env.call_on_rank_zero(call))
+    def passes(self, total: int) -> int:
+        """Return the passes of the rank that makes most: all ranks make as many."""
+        return math.ceil(total / self.group.data_size)
+
+    def pad(self, batch: list[MicroBatch], total: int) -> list[MicroBatch]:
+        if len(batch) == self.passes(total):
+            return batch
+        return [*batch, replace(batch[-1], weight=0.0)]
+
+    def any_in_pass(self, flag: bool) -> bool:
+        return any(self.group.all_gather(flag))
+
+    def describe_gradient(self, name: str) -> str:
+        return f"the gradient of {name} (of any rank)"
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         norm = super().total_norm(gradients)
@@ -144,7 +163,9 @@ class FSDPStrategy(Strategy):
         return DTensor.from_local(new, own.device_mesh, own.placements, **layout)
 
     def _first_row(self, tensor: DTensor) -> int:
-        """Return the first row of this rank: as torch.chunk divides them, the last parts may be
-        smaller, or empty.
+        """Return the first row of this rank, as torch.chunk divides them.
+
+        The last parts may be smaller, or empty.
         """
-        return min(tensor.shape[0], self._row_rank * -(-tensor.shape[0] // self.shards))
+        rows = tensor.shape[0]
+        return min(rows, self._row_rank * math.ceil(rows / self.shards))

@@ -1,6 +1,4 @@
-"""Data parallelism by hand: what DistributedDataParallel does, without its overlap with the
-backward pass.
-"""
+"""Data parallelism by hand: DistributedDataParallel without its overlap with the backward pass."""
 
 import time
 
@@ -31,12 +29,11 @@ class ManualStrategy(Strategy):
         """
         start = time.perf_counter()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sizes = [gradient.numel() for gradient in gradients]
         # one message: each has a latency
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         flat /= self.group.world_size
-        for gradient, mean in zip(
-            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-        ):
+        for gradient, mean in zip(gradients, flat.split(sizes), strict=True):
             gradient.copy_(mean.view_as(gradient))
         self.all_reduce_s = time.perf_counter() - start

@@ -1,10 +1,10 @@
-"""Tensor parallelism: consecutive ranks hold one copy of the model together; gradients are averaged
-between copies.
+"""Tensor parallelism: consecutive ranks hold one copy of the model together.
+
+Gradients are averaged between copies.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,47 +20,35 @@ from mingpt_ddp.distributed.tensor_parallel import (
     split_model,
 )
 
-T = TypeVar("T")
-
 
 class TensorParallelStrategy(Strategy):
     """Split the matrices of a GPT over the ranks of a tensor group."""
 
     name = "tensor parallel"
+    holds_all_weights = False
 
     def prepare(self, model: nn.Module) -> nn.Module:
         assert self.group.mesh is not None
         return split_model(super().prepare(model), self.group.mesh["tensor"])
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+    def configure(self, optimizer: Optimizer) -> None:
+        super().configure(optimizer)
         separate_groups(optimizer)
 
     def join_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {name: gather(name.partition(":")[0], tensor) for name, tensor in tensors.items()}
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        own = dict(model.named_parameters())
-        owners = {name: name.partition(":")[0] for name in tensors}
-        return {
-            name: scatter(o, tensors[name], own[o]) if o in own else tensors[name]
-            for name, o in owners.items()
-        }
+        parameters = dict(model.named_parameters())
+        own = {}
+        for name, tensor in tensors.items():
+            owner = name.partition(":")[0]
+            is_split = owner in parameters
+            own[name] = scatter(owner, tensor, parameters[owner]) if is_split else tensor
+        return own
 
-    def on_whole_model(
-        self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
-    ) -> T:
-        """Call `work` on rank zero, which alone keeps what all ranks gather.
-
-        Return None elsewhere.
-        """
-        tensors = self.join_tensors(model.state_dict())
-
-        def call() -> T:
-            copy = build()
-            copy.load_state_dict(tensors)
-            return work(copy.to(self.device))
-
-        return cast(T, self.group.env.call_on_rank_zero(call))
+    def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
+        return self.join_tensors(model.state_dict())
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         start = time.perf_counter()
@@ -68,7 +56,7 @@ class TensorParallelStrategy(Strategy):
         self.all_reduce_s = time.perf_counter() - start
 
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-        return clip_gradients(parameters, limit, self.group)
+        return clip_gradients(parameters, limit, self.group).to(self.device)
 
     def local(self, tensor: Tensor) -> Tensor:
         return local_tensor(tensor)

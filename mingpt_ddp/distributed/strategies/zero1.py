@@ -47,12 +47,14 @@ class Zero1Strategy(DDPStrategy):
     def prepare(self, model: nn.Module) -> nn.Module:
         model = super().prepare(model)
         self._owners = assign_owners(model, self.group.world_size)
+        self._parameters = [[] for _ in range(self.group.world_size)]
         parameters = dict(model.named_parameters())
-        ranks = range(self.group.world_size)
-        self._parameters = [
-            [parameters[name] for name, owner in self._owners.items() if owner == r] for r in ranks
-        ]
+        for name, owner in self._owners.items():
+            self._parameters[owner].append(parameters[name])
         return model
+
+    def configure(self, optimizer: Optimizer) -> None:
+        """Leave Muon alone: each rank updates the whole parameters that it owns."""
 
     def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters of this rank, then receive the others.
@@ -62,7 +64,9 @@ class Zero1Strategy(DDPStrategy):
         that of others here.
         """
         for owner, parameters in enumerate(self._parameters):
-            for parameter in parameters if owner != self.group.rank else []:
+            if owner == self.group.rank:
+                continue
+            for parameter in parameters:
                 parameter.grad = None
                 optimizer.state.pop(parameter, None)
         super().update(optimizer, scaler)
@@ -75,13 +79,13 @@ class Zero1Strategy(DDPStrategy):
         if not parameters:
             return
         parts = [parameter.detach().reshape(-1).view(torch.uint8) for parameter in parameters]
+        sizes = [len(part) for part in parts]
         flat = torch.cat(parts)
         dist.broadcast(flat, src=owner)
-        if owner != self.group.rank:
-            for parameter, part in zip(
-                parameters, flat.split([len(part) for part in parts]), strict=True
-            ):
-                parameter.copy_(part.view(parameter.dtype).view(parameter.shape))
+        if owner == self.group.rank:
+            return
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            parameter.copy_(part.view(parameter.dtype).view(parameter.shape))
 
     def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
         return (0, tensor) if self._owners.get(name, 0) == self.group.rank else None

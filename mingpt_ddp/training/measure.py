@@ -1,0 +1,181 @@
+"""Measure one rank that trains alone: seconds of its passes, updates and evaluations, and bytes."""
+
+import copy
+import itertools
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.data.dataloader import Split, plan_batches
+from mingpt_ddp.distributed.logs import progress_bar
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
+from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
+from mingpt_ddp.tasks.task import Task, named_losses
+from mingpt_ddp.training.step_control import StepControl
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Trainable, build_trainable
+
+# measured: until one of these limits, but at least two steps after the first
+MOST_STEPS = 20
+MEASURED_S = 4.0
+EVALUATED = 5  # batches
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, and bytes, of one rank that trains alone."""
+
+    micro_s: float  # forward and backward pass of a micro-batch
+    update_s: float  # clipping and the optimizer step
+    evaluation_s: float  # the whole validation split
+    stall_s: float  # the staging copy of a snapshot
+    parameters: int  # a number
+    flops: float | None  # per item
+    memory: dict[str, int]  # by part: weights, optimizer, average, gradients, activations
+    snapshot: int
+
+
+def measure(runtime: Runtime, task: Task, size: int) -> Measured:
+    """Train and evaluate for some seconds, with steps of one micro-batch.
+
+    Args:
+        runtime: of one rank.
+        size: of a micro-batch.
+
+    Raises:
+        ConfigError: there is too little memory.
+    """
+    task = copy.copy(task)
+    trainer = replace(task.config.trainer, batch_size=size, micro_batch_size=size)
+    task.config = replace(task.config, trainer=trainer)
+    try:
+        return _measure(runtime, task)
+    except (MemoryError, RuntimeError) as error:
+        if "memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"a micro-batch of {size} does not fit into the memory here; lower "
+            "trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
+        ) from error
+
+
+def _measure(runtime: Runtime, task: Task) -> Measured:
+    split = task.split("val", runtime.device)
+    assert split is not None
+    loader = task.train_loader(runtime.device)
+    plan = plan_batches(task.config, 1)
+    try:
+        trainable = build_trainable(runtime, task)
+        model = trainable.model
+        first = loader.get_batch(1, plan, 0)[0]
+        activations = _activations(runtime, task, model, first.batch)
+        timer = _Timer(runtime)
+        timer.run(TrainStep(runtime, task, loader, plan, trainable, timer))
+        evaluation_s = _time_evaluation(runtime, task, model, split)
+        begin = now(runtime)
+        memory = _copy_snapshot(trainable)
+        stall_s = now(runtime) - begin
+    finally:
+        loader.close()
+    snapshot = sum(memory.values())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    memory["gradients"] = sum(p.numel() * p.element_size() for p in trained)
+    memory["activations"] = activations
+    return Measured(
+        micro_s=statistics.median(timer.passes),
+        update_s=statistics.median(timer.updates),
+        evaluation_s=evaluation_s,
+        stall_s=stall_s,
+        parameters=count_parameters(model),
+        flops=flops_per_token(model),
+        memory=memory,
+        snapshot=snapshot,
+    )
+
+
+class _Timer(StepControl):
+    """The control of steps that are timed: the seconds of their passes, and of their updates."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.passes: list[float] = []
+        self.updates: list[float] = []
+        self._began = 0.0
+        self._passed = 0.0
+
+    def wait_for_staging(self) -> None:
+        """Take the time between the passes and the update, when a run would wait for staging."""
+        self._passed = now(self.runtime)
+
+    def run(self, train_step: TrainStep) -> None:
+        """Train some steps; the first, which allocates, does not count."""
+        train_step.warm_up()
+        deadline = now(self.runtime) + MEASURED_S
+        with progress_bar(self.runtime.group.env, MOST_STEPS, "measuring", "step") as bar:
+            for step in range(1, MOST_STEPS + 1):
+                begin = now(self.runtime)
+                train_step.run(step)
+                end = now(self.runtime)
+                bar.update()
+                if step > 1:
+                    self.passes.append(self._passed - begin)
+                    self.updates.append(end - self._passed)
+                if step > 2 and end > deadline:
+                    return
+
+
+def now(runtime: Runtime) -> float:
+    """Return the time in seconds, once the device has done its work."""
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, besides the parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), runtime.autocast():
+        # holds what is kept until the return
+        losses = named_losses(task.loss(model, runtime.to_device(batch)))
+    return sum(sizes.values()) if losses else 0
+
+
+@torch.no_grad()
+def _time_evaluation(runtime: Runtime, task: Task, model: nn.Module, split: Split) -> float:
+    """Return the seconds to evaluate a split, from its first batches."""
+    moments = [now(runtime)]
+    with eval_mode(model), runtime.autocast():
+        for batch in itertools.islice(split.batches(0, 1), EVALUATED):
+            task.metrics(model, runtime.to_device(batch))
+            moments.append(now(runtime))
+    seconds = [end - begin for begin, end in itertools.pairwise(moments)]
+    return statistics.median(seconds) * len(split)
+
+
+def _copy_snapshot(trainable: Trainable) -> dict[str, int]:
+    """Copy to host memory what a snapshot holds; return its bytes by part."""
+    model = trainable.model
+    return {
+        "weights": _copy(model_state(model)),
+        "optimizer": _copy(optimizer_state(model, trainable.optimizer)),
+        "average": _copy(trainable.average.state().get("ema", {})),
+    }
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.to("cpu", copy=True).nbytes for tensor in tensors.values())

@@ -1,0 +1,79 @@
+"""The end of a run: result.json, the trackers, the user's hooks, a line of the log."""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+from mingpt_ddp.metrics.trackers.outboxes import send_rest
+from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.stages import Built, Opened, Prepared, Reports
+from mingpt_ddp.training.train_state import has_stopped_early
+from mingpt_ddp.training.trainer import Trained
+
+log = logging.getLogger(__name__)
+
+MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
+
+
+def record_end(
+    prepared: Prepared, opened: Opened, built: Built, reports: Reports, trained: Trained
+) -> None:
+    """Write result.json, complete the trackers, call the hooks of a run that has trained, log."""
+    if opened.owner is None:
+        return
+    result = _result(prepared, built, trained)
+    opened.owner.write_result(result)
+    if trained.status is not RunStatus.PREEMPTED:
+        send_rest(reports.outboxes, built.state.step, result)
+        if not built.is_complete:
+            reports.hooks.call("end", result)
+    if trained.status is RunStatus.COMPLETE:
+        _log_end(prepared, built, trained)
+
+
+def _result(prepared: Prepared, built: Built, trained: Trained) -> dict[str, Any]:
+    """Return the content of result.json."""
+    state = built.state
+    task = prepared.task
+    result: dict[str, Any] = {"status": trained.status.value}
+    has_ended_early = trained.status is RunStatus.COMPLETE and state.step < prepared.steps
+    if has_ended_early and has_stopped_early(state, prepared.config.trainer.patience):
+        result["stopped_early"] = True
+    result["step"] = state.step
+    result["epoch"] = state.step / prepared.loader.steps_per_epoch
+    result["train_loss"] = state.train_loss
+    result["val_loss"] = state.val_loss
+    for name, value in state.val_metrics.items():
+        result[f"val_{name}"] = value
+    for name, value in trained.test_metrics.items():
+        result[f"test_{name}"] = value
+    for name in task.comparable:
+        if name in state.val_metrics:
+            result[name] = state.val_metrics[name]
+    result["best_val_loss"] = state.best_val_loss
+    result[task.unit] = state.step * prepared.loader.items_per_step
+    result["wall_seconds"] = state.wall_seconds
+    result["goodput"] = state.goodput
+    result["world_size"] = state.world_size
+    return result
+
+
+def _log_end(prepared: Prepared, built: Built, trained: Trained) -> None:
+    state = built.state
+    task = prepared.task
+    total_s = state.wall_seconds + state.wasted_seconds
+    elapsed = timedelta(seconds=round(total_s))
+    if total_s >= MIN_GOODPUT_S:
+        lost = timedelta(seconds=round(state.stall_seconds + state.wasted_seconds))
+        causes = "startup, stalls for snapshots and repeated steps"
+        log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
+    values = f"validation {task.describe(state.val_metrics)}"
+    if trained.test_metrics:
+        values += f"; test {task.describe(trained.test_metrics)}"
+    log.info(
+        "done: %s after %d steps and %s; the run is in %s",
+        values,
+        state.step,
+        elapsed,
+        prepared.directory,
+    )

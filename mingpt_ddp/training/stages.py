@@ -1,0 +1,318 @@
+"""The stages of a start of a run: what was prepared, opened and built.
+
+Each stage is a collective, and returns what it built.
+"""
+
+import contextlib
+import uuid
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import uses_user_code
+from mingpt_ddp.data.dataloader import Loader, plan_batches
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError, DataError
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.run_dir import (
+    LOCK_WAIT_S,
+    RunDirectory,
+    difference,
+    recorded_config,
+    run_directory,
+)
+from mingpt_ddp.storage.urls import open_storage
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.preflight import (
+    Recorded,
+    check_directories,
+    check_fits,
+    check_resumes_exactly,
+    read_recorded,
+    with_batch_size,
+)
+from mingpt_ddp.training.start_log import (
+    log_changes,
+    log_start,
+    warn_of_lost_snapshots,
+    warn_of_unused_changes,
+)
+from mingpt_ddp.training.train_state import (
+    TrainState,
+    check_state,
+    has_stopped_early,
+    record_last_evaluation,
+    restore,
+)
+from mingpt_ddp.training.train_step import count_steps
+from mingpt_ddp.training.trainable import Trainable, build_trainable
+from mingpt_ddp.training.warm_start import WarmStart, warm_start
+
+PER_NODE = (
+    "nproc_per_node",
+    "launcher",
+    "max_restarts",
+)  # keys of ddp that may differ between ranks
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run needs before anything is written: all of it has been checked."""
+
+    runtime: Runtime
+    task: Task
+    loader: Loader
+    stores: list[SnapshotStore]
+    warm: WarmStart | None  # the weights of run.init_from
+    started_at: float  # time.monotonic() when this attempt began
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with what the snapshot or the weights to start from determine."""
+        return self.task.config
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return run_directory(self.config)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of the whole run."""
+        return count_steps(self.config, self.loader.steps_per_epoch)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The run directory, locked."""
+
+    owner: RunDirectory | None  # on rank zero
+    last_log_time: float  # of the attempt before; 0 without one
+
+
+@dataclass(frozen=True)
+class Built:
+    """What is trained and evaluated, as the newest snapshot has it if there is one."""
+
+    manager: SnapshotManager
+    snapshot: Snapshot | None
+    trainable: Trainable
+    state: TrainState
+    evaluator: Evaluator
+    is_complete: bool  # there is nothing to train
+
+
+@dataclass(frozen=True)
+class Reports:
+    """Who receives what happens, besides the run directory."""
+
+    outboxes: list[Outbox]  # of the trackers, on rank zero
+    hooks: Hooks  # of the user
+
+
+def prepare(config: Config, runtime: Runtime, typed: Container[str], started_at: float) -> Prepared:
+    """Read the data and what the run starts from; check them before anything is written.
+
+    Args:
+        typed: the keys that the command line sets.
+    """
+    group = runtime.group
+    _check_same_config(config, runtime)
+    directory = run_directory(config)
+    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
+    group.run_on_rank_zero(partial(check_directories, directory, stores))
+    recorded = read_recorded(config, stores, group)
+    kept = recorded.state if recorded else None
+    warm = warm_start(config, kept, typed, group)
+    config = with_batch_size(
+        warm.config if warm else config, group.data_size, recorded.batch_size if recorded else None
+    )
+    task = build_task(config, group, warm.state if warm else {}, kept=kept)
+    with task.discarded_if_refused():
+        loader = task.train_loader(runtime.device)
+        prepared = Prepared(runtime, task, loader, stores, warm, started_at)
+        _preflight(prepared, recorded)
+    return prepared
+
+
+def _check_same_config(config: Config, runtime: Runtime) -> None:
+    """Refuse ranks that were started by hand with different overrides."""
+    values = config.to_dict()
+    values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
+    configs = runtime.group.all_gather(values)
+    for rank, other in enumerate(configs):
+        if differences := difference(configs[0], other):
+            raise ConfigError(
+                f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
+            )
+
+
+def snapshot_urls(config: Config, directory: Path) -> list[str]:
+    """Return the URLs of the run's snapshots, those of its fallbacks last.
+
+    They are in the run directory, or in snapshot.path below the run's name; with
+    snapshot.fallback_path a second URL follows.
+    """
+    name = directory.relative_to(config.run.root).as_posix()
+    urls = []
+    if config.snapshot.path is None:
+        urls.append(str(directory / "snapshots"))
+    for path in (config.snapshot.path, config.snapshot.fallback_path):
+        if path is not None:
+            urls.append(f"{path}{name}" if path.endswith("/") else f"{path}/{name}")
+    return urls
+
+
+def _preflight(prepared: Prepared, recorded: Recorded | None) -> None:
+    """Check the batch, the snapshot, the weights to start from, the memory and the user's code."""
+    runtime = prepared.runtime
+    task = prepared.task
+    config = prepared.config
+    group = runtime.group
+    # a complete run divides no batch any more
+    resumes = recorded is not None and recorded.step < prepared.steps
+    kept_size = recorded.micro_batch_size if recorded is not None and resumes else None
+    plan = plan_batches(config, group.data_size, kept_size)
+
+    def check_source() -> None:
+        if recorded is not None and recorded.source is not None:
+            snapshot = load(recorded.source)
+            check_state(snapshot.step, snapshot.state, task)
+        if prepared.warm is not None:
+            prepared.warm.check(task)
+
+    def check_user_code() -> None:
+        batch = prepared.loader.get_batch(1, plan, 0)
+        check_resumes_exactly(runtime, task, prepared.loader, batch)
+
+    group.run_on_rank_zero(check_source)
+    check_fits(config, runtime, task)
+    if uses_user_code(config):
+        group.run_on_rank_zero(check_user_code)
+
+
+def open_directory(prepared: Prepared, resources: contextlib.ExitStack) -> Opened:
+    """Lock the run directory and those of its snapshots; begin to log there.
+
+    Args:
+        resources: releases the locks when it is closed.
+    """
+    group = prepared.runtime.group
+    resources.callback(prepared.loader.close)
+    owners: list[RunDirectory] = []  # on rank zero
+
+    def lock() -> None:
+        wait_s = min(LOCK_WAIT_S, prepared.config.ddp.timeout_s / 2)
+        owner = RunDirectory(prepared.directory, wait_s=wait_s)
+        owners.append(owner)
+        resources.callback(owner.release)
+        for store in prepared.stores:
+            owner.lock_snapshots(open_storage(store.url))
+            store.lease = owner.leases.get(store.url)
+            store.check_owner = owner.check
+
+    with prepared.task.discarded_if_refused():
+        group.run_on_rank_zero(lock)
+    owner = owners[0] if owners else None
+    last_log_time = owner.last_log_time() if owner else 0.0
+    logs.to_file(prepared.directory, group.env)
+    return Opened(owner, last_log_time)
+
+
+def build(prepared: Prepared) -> Built:
+    """Build what is trained and evaluated, as the newest snapshot has it if there is one."""
+    runtime = prepared.runtime
+    task = prepared.task
+    steps = prepared.steps
+    warm = prepared.warm
+    manager = SnapshotManager(prepared.config, runtime, prepared.stores, prepared.directory)
+    snapshot = manager.load_latest(partial(check_state, task=task))
+    initialize = partial(warm.load_into, runtime.group) if warm and not snapshot else None
+    trainable = build_trainable(runtime, task, initialize)
+    state = TrainState()
+    if snapshot:
+        snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
+        state = restore(snapshot, trainable, runtime.scaler)
+    record_last_evaluation(state, prepared.config, steps, prepared.directory, runtime.group)
+    log_start(runtime, task, trainable.model, prepared.directory, range(state.step, steps))
+    is_complete = _is_complete(prepared, state)
+    return Built(manager, snapshot, trainable, state, Evaluator(task, runtime), is_complete)
+
+
+def _is_complete(prepared: Prepared, state: TrainState) -> bool:
+    """Return whether there is nothing to train, nor to evaluate at the end."""
+    if state.step > prepared.steps:
+        return True
+    has_evaluated_last = state.step == state.val_step == prepared.steps
+    if not has_evaluated_last and not has_stopped_early(state, prepared.config.trainer.patience):
+        return False
+    return prepared.runtime.group.run_on_rank_zero(partial(_has_ended, prepared.directory))
+
+
+def _has_ended(directory: Path) -> bool:
+    """Return whether metrics.jsonl has the end of the run.
+
+    A kill after the last snapshot prevents it.
+    """
+    with contextlib.suppress(OSError, DataError):
+        return read_history(directory / METRICS).is_complete
+    return True  # resumed from a snapshot elsewhere
+
+
+def record_start(
+    prepared: Prepared, opened: Opened, built: Built, hydra_files: dict[str, str]
+) -> None:
+    """Record the configuration, unless a complete run has one; log what differs from before.
+
+    Args:
+        hydra_files: content of `.hydra/`, by file name.
+    """
+    if opened.owner is None:
+        return
+    config = prepared.config
+    previous = recorded_config(prepared.directory)
+    if previous and built.is_complete:
+        warn_of_unused_changes(previous, config)
+    else:
+        opened.owner.record_start(config.to_dict(), hydra_files, prepared.task.files())
+    if built.is_complete:
+        return
+    if built.snapshot:
+        log_changes(built.snapshot, config, prepared.runtime, prepared.loader.steps_per_epoch)
+    else:
+        warn_of_lost_snapshots(prepared.directory)
+
+
+def open_reports(prepared: Prepared, built: Built, resources: contextlib.ExitStack) -> Reports:
+    """Open the outboxes of the trackers; a run keeps its id there in its own snapshots.
+
+    Args:
+        resources: closes them when it is closed.
+    """
+    group = prepared.runtime.group
+    state = built.state
+    has_own_snapshots = built.manager.last_step is not None
+    known = has_own_snapshots and state.run_id != ""
+    if not known:
+        state.run_id = uuid.uuid4().hex[:12]
+    covered = state.step if known else 0
+    open_all = partial(
+        open_outboxes, prepared.config, prepared.directory, state.run_id, state.step, covered
+    )
+    outboxes = group.env.call_on_rank_zero(open_all) or []
+    for outbox in outboxes:
+        outbox.start(state.step, group.world_size)
+        resources.callback(outbox.close)
+    return Reports(outboxes, Hooks(group.env))

@@ -1,0 +1,44 @@
+"""What a run trains: the model, its optimizer, and the average of its weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.models import apply_activation_checkpointing
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.weight_average import WeightAverage
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What the train step changes and a snapshot holds."""
+
+    model: nn.Module  # prepared by the strategy, not wrapped
+    optimizer: Optimizer
+    average: WeightAverage
+
+
+def build_trainable(
+    runtime: Runtime, task: Task, initialize: Callable[[nn.Module], None] | None = None
+) -> Trainable:
+    """Build the model with weights drawn from the seed, and its optimizer. A collective.
+
+    Args:
+        initialize: replaces weights of the new model, before the strategy divides it.
+    """
+    config = task.config
+    seed_everything("weights", config.run.seed)
+    model = task.build_model()
+    if initialize is not None:
+        initialize(model)
+    if config.trainer.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    model = runtime.strategy.prepare(model)
+    optimizer = build_optimizer(model, config.optimizer)
+    runtime.strategy.configure(optimizer)
+    return Trainable(model, optimizer, WeightAverage(model, config.trainer.ema))

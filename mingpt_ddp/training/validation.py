@@ -1,0 +1,128 @@
+"""What follows an evaluation: its records, and whether it ends the run."""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.train_state import Context, has_stopped_early, record_evaluation
+from mingpt_ddp.training.trial_pruning import MedianPruner
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What an evaluation decides."""
+
+    improved: bool = False  # save this step as the best so far
+    end: RunStatus | None = None  # what ends the run before its last step
+
+
+class Validation:
+    """Evaluate the averaged weights, if there are some, else those of the model."""
+
+    def __init__(
+        self,
+        context: Context,
+        saves: SaveSchedule,
+        evaluator: Evaluator,
+        hooks: Hooks,
+        pruner: MedianPruner,
+    ) -> None:
+        self.context = context
+        self.config = context.config
+        self.state = context.state
+        self.saves = saves
+        self.evaluator = evaluator
+        self.hooks = hooks
+        self.pruner = pruner
+
+    def evaluate(self) -> Evaluated:
+        """Evaluate this step, unless that is done; record and log the metrics."""
+        state = self.state
+        if state.val_step == state.step:
+            return Evaluated()
+        begin = time.perf_counter()
+        metrics = self._measure("val")
+        self.context.metrics.meter.pause(time.perf_counter() - begin)
+        if metrics is None:
+            return Evaluated(end=RunStatus.PREEMPTED)
+        loss = metrics["loss"]
+        if not math.isfinite(loss):
+            raise TrainingError(
+                f"the validation loss of step {state.step} is {loss}; start again with a lower "
+                "optimizer.lr"
+            )
+        improved = record_evaluation(state, metrics, self.config.trainer.min_delta)
+        self.context.metrics.log_evaluation(state.step, "val", metrics)
+        self.hooks.call("evaluate", state.step, metrics)
+        return Evaluated(improved=improved and self.config.snapshot.keep_best)
+
+    def prune(self, is_last: bool) -> RunStatus | None:
+        """End the job of a sweep after an evaluation, if the pruner says so.
+
+        Args:
+            is_last: this is the last step, after which there is nothing to prune.
+        """
+        state = self.state
+        if is_last or state.best_val_loss is None or state.val_step != state.step:
+            return None
+        if self.pruner.should_prune(state.step, state.best_val_loss):
+            return RunStatus.PRUNED
+        return None
+
+    def stop_early(self, is_last: bool) -> RunStatus | None:
+        """End the run after an evaluation if trainer.patience is at its end."""
+        state = self.state
+        patience = self.config.trainer.patience
+        if is_last or not has_stopped_early(state, patience):
+            return None
+        log.info(
+            "stopped early at step %d: trainer.patience=%d evaluations in a row have no loss "
+            "below %.4f",
+            state.step,
+            patience,
+            state.patience_loss,
+        )
+        return RunStatus.COMPLETE
+
+    def test(self) -> dict[str, float] | None:
+        """Evaluate the test split, if there is one; return None if a signal interrupted that."""
+        metrics = self._measure("test")
+        if metrics:
+            self.context.metrics.log_evaluation(self.state.step, "test", metrics)
+        return metrics
+
+    def log_sample(self) -> None:
+        """Log a text that the model generates, if the task has one."""
+        self.context.runtime.group.set_activity("sampling")
+        with self._averaged_weights():
+            text = self.evaluator.sample(self.context.trainable.model, self.state.step)
+        self.context.metrics.log_sample(self.state.step, text)
+
+    def _measure(self, split: str) -> dict[str, float] | None:
+        """Return the metrics of a split; None if a signal interrupted the evaluation."""
+        interrupt = self.context.interrupt
+        with self._averaged_weights():
+            return self.evaluator.run(
+                self.context.trainable.model,
+                split,
+                stop=lambda: interrupt.signal_name is not None,
+            )
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """Let the model have its averaged weights in this context, if trainer.ema is set."""
+        average = self.context.trainable.average
+        if average.decay is not None:
+            self.saves.wait_for_staging()  # it would copy them as the weights
+        with average.applied():
+            yield
