@@ -78,10 +78,7 @@ class AsyncSave(threading.Thread):
                     written = group.all_gather(own, io=True)
                     files = {name: file for part in written for name, file in sorted(part.items())}
                     with group.raise_everywhere():
-                        manifest = group.env.call_on_rank_zero(
-                            partial(store.make_manifest, self.step, files)
-                        )
-                        store.write_files(self.step, manifest or {})
+                        group.env.call_on_rank_zero(partial(store.commit, self.step, files))
                 except OSError as error:
                     self.failure = self.failure or (store.url, error)
                     # free a full disk; a failing object store would fail the deletion too

@@ -74,7 +74,7 @@ class SnapshotStore:
         except OSError:
             return None
 
-    # Writing: begin, write_files (every rank its shards), make_manifest, write_files.
+    # Writing: begin, then write_files (every rank its files), then commit.
 
     def begin(self, step: int) -> None:
         """Make room for a snapshot, unless the run has lost its directory.
@@ -112,13 +112,14 @@ class SnapshotStore:
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
 
-    def make_manifest(self, step: int, files: Files) -> dict[str, bytes]:
-        """Check that all files have been written.
+    def commit(self, step: int, files: Files) -> None:
+        """Write the manifest, if all files are there: from then on the snapshot exists.
 
-        Return the manifest, which commits the snapshot once written.
+        Args:
+            files: of all ranks, as `write_files` returned them.
 
         Raises:
-            OSError: a file is missing or has another size.
+            OSError: a file is missing or has another size, or the manifest cannot be written.
             RunError: another process has taken over the lease, or the run directory was deleted.
         """
         for name, file in files.items():
@@ -127,7 +128,8 @@ class SnapshotStore:
         self.check_owner()
         if self.lease is not None:
             self.lease.check()
-        return {layout.MANIFEST: layout.encode_manifest(step, files)}
+        manifest = layout.encode_manifest(step, files)
+        self.storage.write(f"{layout.directory_name(step)}/{layout.MANIFEST}", manifest)
 
     # Reading.
 
