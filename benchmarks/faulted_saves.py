@@ -235,7 +235,7 @@ def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
         with ThreadPoolExecutor(len(groups)) as pool:
             parts = list(pool.map(lambda group: store.write_files(step, group), groups.values()))
         files = {name: file for part in parts for name, file in sorted(part.items())}
-        store.write_files(step, store.make_manifest(step, files))
+        store.commit(step, files)
     except OSError:
         return False
     return True

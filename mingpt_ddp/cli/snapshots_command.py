@@ -40,6 +40,7 @@ from mingpt_ddp.snapshots.format import (
     directory_name,
 )
 from mingpt_ddp.snapshots.load import find_steps, recorded_train_state, step_in
+from mingpt_ddp.snapshots.retention import expired_steps
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.remote import RemoteStorage
@@ -206,7 +207,7 @@ def prune(config: PruneConfig) -> int:
                 inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
             )
             best = best if isinstance(best, int) else None
-            expired = store.expired_steps(config.keep_last, best, whole[0], config.keep_every)
+            expired = expired_steps(store, config.keep_last, best, whole[0], config.keep_every)
             for step in expired:
                 echo(f"deleting {store.url}/{directory_name(step)}")
                 store.clear(step)

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,12 +17,24 @@ from torch import Tensor
 
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import UserError
+from mingpt_ddp.snapshots.format import Files
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
 Parts = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, or the content
+
+
+@dataclass(frozen=True)
+class StoreFailure:
+    """A store that could not be written."""
+
+    url: str
+    error: OSError
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.error}"
 
 
 class AsyncSave(threading.Thread):
@@ -58,8 +71,7 @@ class AsyncSave(threading.Thread):
         self.duration_s = 0.0  # from the start to the commit
         # The result, the same on every rank.
         self.url: str | None = None  # of the store that holds the snapshot
-        # the first store that failed, and its error
-        self.failure: tuple[str, OSError] | None = None
+        self.failure: StoreFailure | None = None  # of the first store that failed
         self.error: Exception | None = None  # ends the run
         gpus = [device for device in runtime.devices if device.type == "cuda"]
         self._ready = {device: torch.cuda.current_stream(device).record_event() for device in gpus}
@@ -76,14 +88,13 @@ class AsyncSave(threading.Thread):
                     with group.raise_everywhere():
                         own = store.write_files(self.step, contents)
                     written = group.all_gather(own, io=True)
-                    files = {name: file for part in written for name, file in sorted(part.items())}
+                    files: Files = {}
+                    for of_rank in written:
+                        files.update(sorted(of_rank.items()))
                     with group.raise_everywhere():
-                        manifest = group.env.call_on_rank_zero(
-                            partial(store.make_manifest, self.step, files)
-                        )
-                        store.write_files(self.step, manifest or {})
+                        group.env.call_on_rank_zero(partial(store.commit, self.step, files))
                 except OSError as error:
-                    self.failure = self.failure or (store.url, error)
+                    self.failure = self.failure or StoreFailure(store.url, error)
                     # free a full disk; a failing object store would fail the deletion too
                     if store.storage.local:
                         with contextlib.suppress(OSError):
@@ -111,11 +122,10 @@ class AsyncSave(threading.Thread):
         Return the content of each file.
         """
         tensors = {name: part for name, part in self.parts.items() if isinstance(part, dict)}
-        if tensors.keys() != self.buffers.keys() or not all(
-            self.buffers[n].fits(t) for n, t in tensors.items()
-        ):
+        if not self._buffers_fit(tensors):
             self.buffers.clear()  # free the memory before allocating again
-            self.buffers.update({name: SafetensorsBuffer(named) for name, named in tensors.items()})
+            for name, named in tensors.items():
+                self.buffers[name] = SafetensorsBuffer(named)
         if self._ready:
             torch.cuda.set_device(self.runtime.device)  # of this thread
         streams = [torch.cuda.Stream(device) for device in self._ready]
@@ -128,10 +138,14 @@ class AsyncSave(threading.Thread):
                 buffer.fill(tensors[name])
         for stream in streams:
             stream.synchronize()
-        contents = {
-            n: part if isinstance(part, bytes) else self.buffers[n].content
-            for n, part in self.parts.items()
-        }
+        contents: dict[str, memoryview | bytes] = {}
+        for name, part in self.parts.items():
+            contents[name] = part if isinstance(part, bytes) else self.buffers[name].content
         self.parts = {}
         self.staged.set()
         return contents
+
+    def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
+        if tensors.keys() != self.buffers.keys():
+            return False
+        return all(self.buffers[name].fits(named) for name, named in tensors.items())

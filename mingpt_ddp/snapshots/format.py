@@ -69,6 +69,11 @@ def directory_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def path_of(step: int, name: str) -> str:
+    """Return the path of a file of the snapshot of a step, below the URL of the snapshots."""
+    return f"{directory_name(step)}/{name}"
+
+
 def step_of(name: str) -> int | None:
     match = re.fullmatch(r"step_([0-9]{8,18})", name)
     return int(match[1]) if match and directory_name(int(match[1])) == name else None

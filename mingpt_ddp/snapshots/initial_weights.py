@@ -5,7 +5,6 @@ All of it is untrusted: tensors are safetensors, the rest is JSON.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.load_model import read_model_spec
 from mingpt_ddp.snapshots.staging_buffer import decode
+from mingpt_ddp.snapshots.state_dict import sha256_of_tensors
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
@@ -45,11 +45,7 @@ class InitialWeights:
 
     def sha256(self) -> str:
         """Return the SHA-256 of the names and values, the same for a snapshot and its exports."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors.items()):
-            digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return sha256_of_tensors(self.tensors)
 
 
 def read_initial_weights(url: str) -> InitialWeights:

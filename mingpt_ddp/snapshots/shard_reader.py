@@ -13,7 +13,7 @@ from mingpt_ddp.errors import SnapshotError, StorageUnavailableError, UserError
 from mingpt_ddp.snapshots.format import Snapshot, directory_name
 from mingpt_ddp.snapshots.pieces import read_rows
 from mingpt_ddp.snapshots.state_dict import parameters_by_name
-from mingpt_ddp.snapshots.store import PARALLEL
+from mingpt_ddp.snapshots.store_reader import PARALLEL
 from mingpt_ddp.storage.urls import open_storage
 
 

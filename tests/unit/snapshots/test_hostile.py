@@ -40,6 +40,7 @@ from mingpt_ddp.snapshots.format import (
     load_json,
 )
 from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.retention import prune
 from mingpt_ddp.snapshots.staging_buffer import decode, encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -511,7 +512,7 @@ def test_deleting_does_not_follow_links(tmp_path, valid_files):
     inner = Path(write_snapshot(tmp_path / "run", valid_files, step=7))
     (inner / "more").symlink_to(victim)
     store = SnapshotStore(str(tmp_path / "run"))
-    store.prune(keep_last=1, best=None, newest=9)
+    prune(store, keep_last=1, best=None, newest=9)
     assert store.steps() == [9]
     assert sorted(path.name for path in victim.iterdir()) == sorted([*valid_files, MANIFEST])
     (tmp_path / "run" / directory_name(9) / MANIFEST).unlink()

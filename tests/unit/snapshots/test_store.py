@@ -39,6 +39,7 @@ from mingpt_ddp.snapshots.format import (
     shard_tensors,
     step_of,
 )
+from mingpt_ddp.snapshots.retention import prune
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
@@ -128,49 +129,11 @@ def test_steps_sort_by_number_beyond_eight_digits(store):
 def test_other_names_are_ignored(store):
     store.storage.write("notes.txt", b"x")
     commit(store, small_snapshot(7))
-    store.prune(1, None, 7)
+    prune(store, 1, None, 7)
     assert store.storage.list() == ["notes.txt", "step_00000007"]
 
 
-# Kept and deleted
-
-
-@pytest.mark.parametrize(
-    ("keep_last", "best", "left"),
-    [(1, None, [5]), (2, None, [4, 5]), (2, 1, [1, 4, 5]), (1, 5, [5]), (9, None, [1, 2, 3, 4, 5])],
-)
-def test_prune(keep_last, best, left, store):
-    for step in range(1, 6):
-        commit(store, small_snapshot(step))
-    store.prune(keep_last, best, newest=5)
-    assert store.steps() == left
-    assert [store.read(step).step for step in left] == left
-
-
-def test_prune_deletes_unfinished_ones_and_does_not_count_them(store):
-    for step in range(1, 6):
-        commit(store, small_snapshot(step))
-    store.storage.delete(f"{directory_name(4)}/{MANIFEST}")
-    store.prune(keep_last=2, best=None, newest=5)
-    assert store.steps() == [3, 5]
-
-
-def test_prune_keeps_milestones_that_are_whole(store):
-    for step in range(1, 10):
-        commit(store, small_snapshot(step))
-    store.storage.delete(f"{directory_name(6)}/{MANIFEST}")
-    store.prune(keep_last=1, best=1, newest=9, every=2)
-    assert store.steps() == [1, 2, 4, 8, 9]
-
-
-def test_prune_keeps_later_steps(store):
-    """A run that resumed from an older snapshot keeps later ones until it reaches their steps
-    again.
-    """
-    for step in (1, 2, 3, 8, 9):
-        commit(store, small_snapshot(step))
-    store.prune(keep_last=1, best=None, newest=3)
-    assert store.steps() == [3, 8, 9]
+# Failed deletions
 
 
 def failing(url: str, calls: int) -> Storage:
@@ -198,7 +161,7 @@ def test_a_partially_deleted_snapshot_does_not_exist(calls, store, warnings):
         commit(store, small_snapshot(step))
     store.storage = failing(store.url, calls)
     with pytest.raises(OSError, match="connection"):
-        store.prune(keep_last=1, best=None, newest=2)
+        prune(store, keep_last=1, best=None, newest=2)
     assert SnapshotStore(store.url).is_committed(1) == (calls == 0)
     assert SnapshotStore(store.url).read_latest().step == 2
     assert warnings == []
@@ -259,7 +222,7 @@ def test_no_partial_files_after_success(tmp_path):
     store = SnapshotStore(str(tmp_path))
     for step in (1, 2, 3):
         commit(store, small_snapshot(step))
-        store.prune(2, None, step)
+        prune(store, 2, None, step)
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES * 2)
 
 
@@ -508,27 +471,6 @@ def test_fields_and_files_that_a_later_version_adds_are_ignored(store):
     store.storage.write(path, store.storage.read(path).replace(b"9.9", b"9.8"))
     with pytest.raises(CorruptSnapshotError):
         store.read(8)
-
-
-def test_damaged_snapshots_do_not_count_as_kept(store):
-    for step in (4, 8, 12):
-        commit(store, small_snapshot(step))
-    store.storage.write(f"{directory_name(12)}/{MODEL}", b"")
-    assert store.read_latest().step == 8
-    commit(store, small_snapshot(16))
-    store.prune(keep_last=2, best=None, newest=16)
-    assert [step for step in store.steps() if step != 12] == [8, 16]
-
-
-def test_a_damaged_snapshot_that_is_saved_again_is_kept(store):
-    for step in (4, 8):
-        commit(store, small_snapshot(step))
-    store.storage.write(f"{directory_name(8)}/{MODEL}", b"")
-    assert store.read_latest().step == 4
-    for step in (8, 12):
-        commit(store, small_snapshot(step))
-    store.prune(keep_last=2, best=None, newest=12)
-    assert store.steps() == [8, 12]
 
 
 # Any single damage, at the level of bytes. Every part of a divided snapshot is a file of its own.

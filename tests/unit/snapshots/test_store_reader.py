@@ -13,7 +13,7 @@ import torch
 from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
-from mingpt_ddp.snapshots import store as store_module
+from mingpt_ddp.snapshots import store_reader
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
     MODEL,
@@ -93,7 +93,7 @@ def test_the_index_takes_the_headers_alone(store, reads, monkeypatch):
         store.storage.write(f"{DIRECTORY}/{MODEL}", content)
         reads.clear()
         with monkeypatch.context() as patched, pytest.raises(ValueError):
-            patched.setattr(store_module, "MAX_HEADER_BYTES", 5000)
+            patched.setattr(store_reader, "MAX_HEADER_BYTES", 5000)
             store._index(8, {MODEL: {"bytes": len(content)}})
         assert reads == [(MODEL, min(8, len(content)), 0), (MODEL, length, 8)]
 
@@ -148,9 +148,9 @@ def test_what_is_ignored_is_logged(store, caplog):
 def test_a_snapshot_may_take_half_of_the_memory(store, monkeypatch):
     """It is held as bytes and as tensors."""
     least = 2 * (length_of(store, MODEL) + length_of(store, OPTIMIZER))
-    monkeypatch.setattr(store_module, "installed_memory", lambda: least)
+    monkeypatch.setattr(store_reader, "installed_memory", lambda: least)
     assert store.read(8).step == 8
-    monkeypatch.setattr(store_module, "installed_memory", lambda: least - 1)
+    monkeypatch.setattr(store_reader, "installed_memory", lambda: least - 1)
     with pytest.raises(
         CorruptSnapshotError, match=r"^it is larger than the memory of this machine$"
     ):
@@ -256,7 +256,7 @@ def test_a_file_that_differs_is_named(store):
     with pytest.raises(
         OSError, match=rf"^{MODEL} is missing or has another size than was written$"
     ):
-        store.make_manifest(8, files | {MODEL: {"bytes": 1}})
+        store.commit(8, files | {MODEL: {"bytes": 1}})
     store.write_files(8, {MANIFEST: encode_manifest(8, listed | files)})
     with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} cannot be parsed$"):
         store.read_metadata(8)

@@ -1,0 +1,285 @@
+"""Find, read and verify the snapshots below one URL. Every byte that is read is checked."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mingpt_ddp.distributed.machine import installed_memory
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
+from mingpt_ddp.snapshots import format as layout
+from mingpt_ddp.snapshots.format import (
+    CorruptSnapshotError,
+    Files,
+    IncompleteSnapshotError,
+    Snapshot,
+    path_of,
+)
+from mingpt_ddp.snapshots.pieces import make_index, merge
+from mingpt_ddp.snapshots.staging_buffer import MAX_HEADER_BYTES, decode, fits_header, read_header
+from mingpt_ddp.storage.remote import StorageError
+from mingpt_ddp.storage.urls import open_storage
+
+log = logging.getLogger(__name__)
+
+PARALLEL = 4  # concurrent transfers of files with an object store
+
+
+class StoreReader:
+    """The snapshots below one URL, to read them; SnapshotStore also writes and deletes them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.storage = open_storage(url)
+        # steps that failed verification; retention does not count them
+        self.damaged: set[int] = set()
+
+    def steps(self) -> list[int]:
+        """List the steps that have a directory, committed or not, in ascending order.
+
+        Raises:
+            StorageUnavailableError, SnapshotError: the URL cannot be read.
+        """
+        try:
+            names = self.storage.list()
+        except Exception as error:  # exceptions differ by protocol
+            reason = " ".join(str(error).split()) or type(error).__name__
+            kind = StorageUnavailableError if isinstance(error, StorageError) else SnapshotError
+            raise kind(f"cannot list snapshots at {self.url}: {reason[:300]}") from error
+        steps = [layout.step_of(name) for name in names]
+        return sorted(step for step in steps if step is not None)
+
+    def is_committed(self, step: int) -> bool:
+        return self.size(step, layout.MANIFEST) is not None
+
+    def size(self, step: int, name: str) -> int | None:
+        """Return the bytes of a regular file.
+
+        None if there is none, or if it is unreachable (symlink loop, bad disk).
+        """
+        try:
+            return self.storage.size(path_of(step, name))
+        except StorageError:
+            raise
+        except OSError:
+            return None
+
+    def files(self, step: int, kinds: Sequence[str] | None = None) -> Files:
+        """Read the manifest and compare the file sizes; every reader starts here.
+
+        Args:
+            kinds: of the tensors; only their files and the state are returned. None: all files. The
+                model alone is its averaged weights, if the snapshot has some.
+
+        Raises:
+            IncompleteSnapshotError: there is no manifest.
+            CorruptSnapshotError: the manifest is damaged, or a file has another size.
+            SnapshotError: another version wrote it, in another format.
+            StorageError: the storage does not respond.
+        """
+        size = self.size(step, layout.MANIFEST)
+        if size is None:  # or it is a pipe, which would block
+            raise IncompleteSnapshotError("it was never finished")
+        size = min(size, layout.MAX_MANIFEST_BYTES)
+        manifest = b"".join(self._chunks(step, layout.MANIFEST, size))
+        files = _of_kinds(layout.decode_manifest(manifest, step), kinds)
+        with self._pool() as pool:
+            sizes = pool.map(partial(self.size, step), files)
+            for name, found in zip(files, sizes, strict=True):
+                if found != files[name]["bytes"]:
+                    raise CorruptSnapshotError(f"{name} is missing or has another size")
+        return files
+
+    def read_metadata(self, step: int, kinds: Sequence[str] = layout.KINDS) -> tuple[Files, Any]:
+        """Read the manifest and the state; check only the sizes of the tensor files.
+
+        Raises as `files` does.
+        """
+        files = self.files(step, kinds)
+        try:
+            state = layout.load_json(self._read_file(step, files, layout.STATE))
+        except ValueError as error:
+            raise CorruptSnapshotError(f"{layout.STATE} cannot be parsed") from error
+        return files, state
+
+    def read(self, step: int, kinds: Sequence[str] = layout.KINDS, whole: bool = True) -> Snapshot:
+        """Read a snapshot and check every byte that is read against the manifest.
+
+        Args:
+            kinds: which tensors to read, see `files`; the others are left empty.
+            whole: False checks the tensors in chunks, and returns the index of where they are.
+
+        Raises:
+            CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
+            StorageUnavailableError: the storage does not respond.
+            SnapshotError: another version wrote it, in another format.
+        """
+        try:
+            files, state = self.read_metadata(step, kinds)
+            del files[layout.STATE]
+            if not whole:
+                self.verify(step)
+                return Snapshot(step, {}, {}, state, index=self._index(step, files))
+            tensors = self._read_tensors(step, files)
+        except StorageError as error:  # not the fault of the snapshot
+            raise StorageUnavailableError(
+                f"cannot read the snapshot of step {step}: {error}"
+            ) from error
+        except MemoryError as error:
+            raise CorruptSnapshotError("it is larger than the memory of this machine") from error
+        except ValueError as error:  # valid digests, but not our file
+            reason = ascii(str(error))[1:-1]
+            raise CorruptSnapshotError(f"cannot be parsed: {reason[:200]}") from error
+        weights = tensors["model"] or tensors["ema"]  # the latter if the model alone is read
+        return Snapshot(step, weights, tensors["optimizer"], state, tensors["ema"])
+
+    def _read_tensors(self, step: int, files: Files) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors by kind and name.
+
+        Raises:
+            MemoryError: they take too much.
+            ValueError: a file is not one of tensors, or they do not make up whole tensors.
+        """
+        size = sum(file["bytes"] for file in files.values())
+        if 2 * size > installed_memory():  # as bytes and as tensors
+            raise MemoryError
+        with self._pool() as pool:
+            contents = list(pool.map(partial(self._read_file, step, files), files))
+        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.TENSOR_KINDS}
+        for name in reversed(files):  # pop: free the bytes of a decoded file
+            known = tensors[layout.kind_of(name)]
+            more = decode(contents.pop())
+            if twice := known.keys() & more.keys():
+                raise ValueError(f"{min(twice)[:100]} is in two files")
+            known.update(more)
+        return {kind: merge(named) for kind, named in tensors.items()}
+
+    def _index(self, step: int, files: Files) -> dict[str, Any]:
+        """Return the URL and, by kind, where each tensor is: JSON values."""
+
+        def read(name: str) -> Any:
+            size = files[name]["bytes"]
+            start = b"".join(self._chunks(step, name, min(size, 8)))
+            length = min(int.from_bytes(start, "little"), MAX_HEADER_BYTES, size - len(start))
+            header = b"".join(self._chunks(step, name, length, 8))
+            return read_header(start + header, size)
+
+        with self._pool() as pool:
+            headers = list(pool.map(read, files))
+        by_kind: dict[str, dict[str, Any]] = {kind: {} for kind in layout.TENSOR_KINDS}
+        for name, header in zip(files, headers, strict=True):
+            by_kind[layout.kind_of(name)][name] = header
+        index: dict[str, Any] = {"url": self.url}
+        for kind, named in by_kind.items():
+            index[kind] = make_index(named)
+        return index
+
+    def newest_state(self) -> Snapshot | None:
+        """Read the newest undamaged state, without tensors; None if there is none.
+
+        Raises:
+            SnapshotError: another version wrote it, in another format.
+            StorageUnavailableError: the storage does not respond.
+        """
+        for step in reversed(self.steps()):
+            try:
+                return self.read(step, kinds=())
+            except CorruptSnapshotError:  # `read_latest` reports it
+                continue
+        return None
+
+    def read_latest(
+        self, kinds: Sequence[str] = layout.KINDS, whole: bool = True
+    ) -> Snapshot | None:
+        """Read the newest undamaged snapshot; log one line for each newer damaged one.
+
+        Args:
+            kinds, whole: see `read`.
+
+        Raises:
+            StorageUnavailableError: the storage does not respond.
+            SnapshotError: all committed snapshots are damaged.
+        """
+        for step in reversed(self.steps()):
+            directory = f"{self.url}/{layout.directory_name(step)}"
+            try:
+                return self.read(step, kinds, whole)
+            except IncompleteSnapshotError:
+                log.info("%s was never finished and is ignored", directory)
+            except CorruptSnapshotError as damage:
+                self.damaged.add(step)
+                log.warning("damaged snapshot %s is ignored: %s", directory, damage)
+        if self.damaged:
+            raise SnapshotError(
+                f"all snapshots at {self.url} are damaged; move them away, or use run.resume=never"
+            )
+        return None
+
+    def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
+        """Compare every byte with the manifest, in chunks.
+
+        A snapshot may be larger than the memory.
+
+        Args:
+            progress: called with the number of bytes of each chunk.
+
+        Returns:
+            What the manifest lists.
+
+        Raises:
+            CorruptSnapshotError: it is incomplete or damaged.
+            StorageError: the storage does not respond.
+        """
+        files = self.files(step)
+        for name, file in files.items():
+            has_header = name.startswith(layout.TENSOR_KINDS)
+            for number, chunk in enumerate(self._verified_chunks(step, name, file)):
+                if number == 0 and has_header and not fits_header(chunk, file["bytes"]):
+                    raise CorruptSnapshotError(f"{name} has another size than its header says")
+                progress(len(chunk))
+        return files
+
+    def _read_file(self, step: int, files: Files, name: str) -> bytes:
+        return b"".join(self._verified_chunks(step, name, files[name]))
+
+    def _verified_chunks(self, step: int, name: str, file: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the content of a file.
+
+        Raise CorruptSnapshotError at its end if it has another digest.
+        """
+        digest = hashlib.sha256()
+        for chunk in self._chunks(step, name, file["bytes"]):
+            digest.update(chunk)
+            yield chunk
+        if digest.hexdigest() != file["sha256"]:
+            raise CorruptSnapshotError(f"{name} has other content than was written")
+
+    def _chunks(self, step: int, name: str, size: int, start: int = 0) -> Iterator[bytes]:
+        """Yield the content of a file.
+
+        Raise CorruptSnapshotError if it is unreadable though the storage responds.
+        """
+        try:
+            yield from self.storage.chunks(path_of(step, name), size, start)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise CorruptSnapshotError(f"{name} cannot be read: {error}") from error
+
+    def _pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
+
+
+def _of_kinds(files: Files, kinds: Sequence[str] | None) -> Files:
+    """Return the state and the files of these kinds; an average stands for the model alone."""
+    if kinds is None:
+        return files
+    present = {layout.kind_of(name) for name in files}
+    if tuple(kinds) == ("model",) and "ema" in present:
+        kinds = ("ema",)
+    wanted = ("state", *kinds)
+    return {name: file for name, file in files.items() if layout.kind_of(name) in wanted}
