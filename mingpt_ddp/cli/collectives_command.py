@@ -1,10 +1,9 @@
 """Check and time the communication between the ranks of a cluster, before training on it.
 
-    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576
-    json=collectives.json python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
+    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576 json=collectives.json
+    python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
 
-operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter,
-all_to_all, send_recv,
+operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter, all_to_all, send_recv,
                   ring (an all-reduce written by hand), barrier (all)
 backend           auto (the default: NCCL on GPUs, else gloo), gloo, nccl or mpi
 device            auto (the default: the GPU if there is one), cpu or cuda
@@ -16,11 +15,10 @@ timeout_s         how long a rank waits for the others (120)
 plot, json        files to write: a page with the curves (it needs plotly), and the numbers
 nproc_per_node    start this many local processes with torchrun
 
-Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the
-repetitions, on the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for
-all_reduce and ring, (n-1)/n for gather, all_gather, scatter, reduce_scatter and all_to_all, 1 for
-the others, as nccl-tests defines it.
-"""
+Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the repetitions, on
+the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for all_reduce and ring, (n-1)/n for gather,
+all_gather, scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests defines it.
+"""  # noqa: E501
 
 import json
 import os

@@ -1,15 +1,13 @@
 """Say what a configuration means, without training it.
 
-    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2
-    [format=json]
+    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
 
 group.key=value     as for main.py: the same presets, keys and errors
 format              text (the default) or json, in bytes and seconds
 
-Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers
-of ranks, and what looks doubtful. For the times, one rank trains alone on this machine for some
-seconds; it writes no run directory.
-"""
+Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers of ranks, and what
+looks doubtful. For the times, one rank trains alone on this machine for some seconds; it writes no run directory.
+"""  # noqa: E501
 
 import json
 import re

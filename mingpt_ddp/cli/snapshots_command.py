@@ -8,17 +8,15 @@
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest
-validation loss;
+prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
            also keep those of every keep_every steps, if it is given
-follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link
-points export     write the weights, their description and a model card to a new local directory
+follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
+export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
-format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which
-torch.load reads with
+format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which torch.load reads with
            weights_only=True; hf: a directory that transformers loads, tokenizer included
 license    of the export, for its model card, as in apache-2.0; by default the card names none
-"""
+"""  # noqa: E501
 
 import contextlib
 import itertools
