@@ -2,16 +2,15 @@
 
     python -m mingpt_ddp.again outputs/demo optimizer.lr=3e-4
 
-RUN         a local run directory; its newest config.yaml counts, however the presets have changed
-since key=value   the changes; also presets and options of Hydra, as main.py takes them
+RUN         a local run directory; its newest config.yaml counts, however the presets have changed since
+key=value   the changes; also presets and options of Hydra, as main.py takes them
 
-A change of the numbers is another run: in a directory of its own, named like any unnamed run, or by
-run.name=NAME. Without one the run itself goes on: to print its result, to raise trainer.max_steps,
-or with another logging.
+A change of the numbers is another run: in a directory of its own, named like any unnamed run, or by run.name=NAME.
+Without one the run itself goes on: to print its result, to raise trainer.max_steps, or with another logging.
 
-The command that trains is printed. What a record should not decide is left out unless you type it:
-your Python files (code), commands to run, and where snapshots or logs are sent.
-"""
+The command that trains is printed. What a record should not decide is left out unless you type it: your Python files
+(code), commands to run, and where snapshots or logs are sent.
+"""  # noqa: E501
 
 import io
 import os

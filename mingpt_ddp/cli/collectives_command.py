@@ -1,10 +1,9 @@
 """Check and time the communication between the ranks of a cluster, before training on it.
 
-    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576
-    json=collectives.json python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
+    torchrun --nproc_per_node=3 -m mingpt_ddp.collectives backend=gloo max_bytes=1048576 json=collectives.json
+    python -m mingpt_ddp.collectives all_reduce ring nproc_per_node=3
 
-operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter,
-all_to_all, send_recv,
+operations        broadcast, all_reduce, reduce, gather, all_gather, scatter, reduce_scatter, all_to_all, send_recv,
                   ring (an all-reduce written by hand), barrier (all)
 backend           auto (the default: NCCL on GPUs, else gloo), gloo, nccl or mpi
 device            auto (the default: the GPU if there is one), cpu or cuda
@@ -16,11 +15,10 @@ timeout_s         how long a rank waits for the others (120)
 plot, json        files to write: a page with the curves (it needs plotly), and the numbers
 nproc_per_node    start this many local processes with torchrun
 
-Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the
-repetitions, on the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for
-all_reduce and ring, (n-1)/n for gather, all_gather, scatter, reduce_scatter and all_to_all, 1 for
-the others, as nccl-tests defines it.
-"""
+Every result is checked; a wrong one ends the command with exit code 1. latency: the median over the repetitions, on
+the slowest rank. algbw: bytes over latency. busbw: algbw times 2(n-1)/n for all_reduce and ring, (n-1)/n for gather,
+all_gather, scatter, reduce_scatter and all_to_all, 1 for the others, as nccl-tests defines it.
+"""  # noqa: E501
 
 import json
 import os
@@ -43,6 +41,7 @@ from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process
 from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
 from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.metrics.text_table import columns
 from mingpt_ddp.storage.storage import atomic_write
 
 if TYPE_CHECKING:
@@ -62,10 +61,8 @@ OPERATIONS = [
     *("send_recv", "ring", "barrier"),
 ]
 TENSORS = 4  # of a message's size, which a rank needs at a time
-HEADER = (
-    f"{'operation':<14} {'bytes':>11} {'latency (us)':>12} {'algbw (GB/s)':>12} "
-    f"{'busbw (GB/s)':>12}"
-)
+HEADINGS = ("operation", "bytes", "latency (us)", "algbw (GB/s)", "busbw (GB/s)")
+WIDTHS = (-14, 11, 12, 12, 12)
 
 
 @dataclass(frozen=True)
@@ -174,7 +171,7 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
         "device": device.type,
     }
     title = ", ".join(f"{key} {value}" for key, value in about.items())
-    env.call_on_rank_zero(lambda: echo(f"{title}\n{HEADER}"))
+    env.call_on_rank_zero(lambda: echo(f"{title}\n{columns(HEADINGS, WIDTHS, gap=' ')}"))
     rows: list[Measurement] = []
     sizes = dict.fromkeys(rounded(size, group.world_size) for size in config.sizes())
     for name in dict.fromkeys(config.operations or OPERATIONS):
@@ -199,10 +196,12 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
 
 
 def _line(row: "Measurement", backend: str) -> str:
-    start = f"{row.operation:<14} {row.bytes:>11}"
+    cells = [row.operation, str(row.bytes)]
     if row.latency_s is None:
-        return f"{start}  not supported by {backend}"
-    return f"{start} {row.latency_s * 1e6:>12.1f} {row.algbw / 1e9:>12.3f} {row.busbw / 1e9:>12.3f}"
+        cells.append(f" not supported by {backend}")
+    else:
+        cells += [f"{row.latency_s * 1e6:.1f}", f"{row.algbw / 1e9:.3f}", f"{row.busbw / 1e9:.3f}"]
+    return columns(cells, WIDTHS, gap=" ")
 
 
 def _write(config: CollectivesConfig, title: str, content: dict[str, Any]) -> None:

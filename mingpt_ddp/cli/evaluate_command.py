@@ -4,20 +4,18 @@
     torchrun --nproc_per_node=2 -m mingpt_ddp.evaluate outputs/demo data.path=other.txt
     python -m mingpt_ddp.evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
-snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every
-rank can read;
-                several: the loss of each, and the metrics of the mean of their probabilities; or
-                the metrics of each, if they have no mean: other tokenizers (compare bits_per_byte),
-                context lengths, or a regression
+snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
+                several: the loss of each, and the metrics of the mean of their probabilities; or the metrics of each,
+                if they have no mean: other tokenizers (compare bits_per_byte), context lengths, or a regression
 step            newest (the default), best (lowest validation loss) or a number
 split           val (the default) or test
-data.path       a text to measure instead, as a whole, in the characters that the model knows; or
-where the data is now device          auto (the default: the GPU if there is one), cpu or cuda
-precision       auto (the default: as in training on this device), fp32, bf16 or fp16 code
-your Python file that registers the task, the model or the dataset, if they are not built in
+data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
+device          auto (the default: the GPU if there is one), cpu or cuda
+precision       auto (the default: as in training on this device), fp32, bf16 or fp16
+code            your Python file that registers the task, the model or the dataset, if they are not built in
 
 The metrics are printed as JSON.
-"""
+"""  # noqa: E501
 
 import contextlib
 import json

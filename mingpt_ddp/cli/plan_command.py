@@ -1,21 +1,19 @@
 """Say what a configuration means, without training it.
 
-    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2
-    [format=json]
+    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
 
 group.key=value     as for main.py: the same presets, keys and errors
 format              text (the default) or json, in bytes and seconds
 
-Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers
-of ranks, and what looks doubtful. For the times, one rank trains alone on this machine for some
-seconds; it writes no run directory.
-"""
+Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers of ranks, and what
+looks doubtful. For the times, one rank trains alone on this machine for some seconds; it writes no run directory.
+"""  # noqa: E501
 
 import json
 import re
 import sys
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import hydra
 from omegaconf import DictConfig
@@ -28,9 +26,12 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, exit_process
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.text_table import columns
 
 FORMATS = ("text", "json")
-SECTIONS = ("model", "length", "batch", "memory", "snapshots", "time")
+HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
+WIDTHS = (5, 6, 11, 8, 4, 13)
+Row: TypeAlias = tuple[str, str]  # a name, and what it is
 
 
 def main() -> None:
@@ -65,9 +66,8 @@ def main() -> None:
 def _print_plan(cfg: DictConfig, as_json: bool) -> None:
     with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
         config = checked_config(cfg)
-        from mingpt_ddp.training.run_plan import (
-            make_plan,  # imports torch: report a mistyped key first
-        )
+        # torch takes a second to import: report a mistyped key first
+        from mingpt_ddp.training.run_plan import make_plan
 
         plan = make_plan(config, hydra_utils.typed_keys())
     echo(json.dumps(plan, indent=1) if as_json else describe(plan))
@@ -75,76 +75,85 @@ def _print_plan(cfg: DictConfig, as_json: bool) -> None:
 
 def describe(plan: dict[str, Any]) -> str:
     """Return a plan as text."""
-    model, length, batch, memory, saves, times = (plan[name] for name in SECTIONS)
-    unit = length["unit"]
-    size = {name: human_size(value) for name, value in memory.items()}
-    flops = (
-        f"; {model['flops_per_item']:.3g} FLOP per item, {model['flops']:.3g} in all"
-        if model["flops"]
-        else ""
-    )
-    write = "" if saves["write_s"] is None else f", written in {saves['write_s']:.2g} s"
-    evaluations = f"{times['evaluations']:,} evaluations of {times['evaluation_s']:.3g} s"
     rows = [
         ("run", f"{plan['run']}, here on {plan['device']}"),
         ("data", plan["data"]),
-        ("model", f"{model['name']}: {model['parameters']:,} parameters{flops}"),
-        (
-            "length",
-            f"{length['steps']:,} steps, {length['epochs']:.3g} epochs, {length['items']:,} {unit}",
-        ),
-        ("", f"{model['items_per_parameter']:.3g} {unit} per parameter"),
-        (
-            "batch",
-            (
-                f"{batch['batch_size']} in {batch['micro_batches']} micro-batches, "
-                f"{batch['items']:,} {unit} per step"
-            ),
-        ),
-        ("memory", f"{size.pop('total')} of {size.pop('available')} per rank"),
-        ("", ", ".join(f"{name} {value}" for name, value in size.items() if memory[name])),
-        (
-            "snapshots",
-            f"{human_size(saves['bytes'])} each{write}; {human_size(saves['kept_bytes'])} stay",
-        ),
-        (
-            "",
-            (
-                f"{saves['count']:,}, every {saves['every_steps']:,} steps "
-                f"({_duration(saves['every_s'])})"
-            ),
-        ),
-        ("time", f"{_duration(times['total_s'])}: steps of {times['step_s']:.3g} s, {evaluations}"),
-        (
-            "",
-            (
-                f"{times['items_per_s']:,.0f} {unit}/s; measured on one rank alone, without "
-                "communication"
-            ),
-        ),
+        *_model_rows(plan),
+        *_memory_rows(plan["memory"]),
+        *_snapshot_rows(plan["snapshots"]),
+        *_time_rows(plan["time"], plan["length"]["unit"]),
     ]
     lines = [f"{name:<11}{text}" for name, text in rows]
-    lines += [
-        "",
-        "ranks   batch  micro-batch  per rank  idle  learning rate",
-        *map(_ranks, plan["world_sizes"]),
-        "",
-    ]
-    lines += (
-        ["doubtful:", *(f"* {text}" for text in plan["doubts"])]
-        if plan["doubts"]
-        else ["nothing looks doubtful"]
-    )
+    lines += ["", columns(HEADINGS, WIDTHS)]
+    lines += [_ranks(row) for row in plan["world_sizes"]]
+    lines.append("")
+    if plan["doubts"]:
+        lines.append("doubtful:")
+        lines += [f"* {text}" for text in plan["doubts"]]
+    else:
+        lines.append("nothing looks doubtful")
     return "\n".join(lines)
 
 
+def _model_rows(plan: dict[str, Any]) -> list[Row]:
+    """Describe the model, and the length and batch of its training."""
+    model = plan["model"]
+    length = plan["length"]
+    batch = plan["batch"]
+    unit = length["unit"]
+    size = f"{model['name']}: {model['parameters']:,} parameters"
+    if model["flops"]:
+        size += f"; {model['flops_per_item']:.3g} FLOP per item, {model['flops']:.3g} in all"
+    steps = f"{length['steps']:,} steps, {length['epochs']:.3g} epochs"
+    return [
+        ("model", size),
+        ("length", f"{steps}, {length['items']:,} {unit}"),
+        ("", f"{model['items_per_parameter']:.3g} {unit} per parameter"),
+        (
+            "batch",
+            f"{batch['batch_size']} in {batch['micro_batches']} micro-batches, "
+            f"{batch['items']:,} {unit} per step",
+        ),
+    ]
+
+
+def _memory_rows(memory: dict[str, int]) -> list[Row]:
+    parts = []
+    for name, size in memory.items():
+        if size and name not in ("total", "available"):
+            parts.append(f"{name} {human_size(size)}")
+    total = f"{human_size(memory['total'])} of {human_size(memory['available'])} per rank"
+    return [("memory", total), ("", ", ".join(parts))]
+
+
+def _snapshot_rows(saves: dict[str, Any]) -> list[Row]:
+    written = "" if saves["write_s"] is None else f", written in {saves['write_s']:.2g} s"
+    kept = human_size(saves["kept_bytes"])
+    every = f"{saves['every_steps']:,} steps ({_duration(saves['every_s'])})"
+    return [
+        ("snapshots", f"{human_size(saves['bytes'])} each{written}; {kept} stay"),
+        ("", f"{saves['count']:,}, every {every}"),
+    ]
+
+
+def _time_rows(times: dict[str, Any], unit: str) -> list[Row]:
+    evaluations = f"{times['evaluations']:,} evaluations of {times['evaluation_s']:.3g} s"
+    rate = f"{times['items_per_s']:,.0f} {unit}/s"
+    return [
+        ("time", f"{_duration(times['total_s'])}: steps of {times['step_s']:.3g} s, {evaluations}"),
+        ("", f"{rate}; measured on one rank alone, without communication"),
+    ]
+
+
 def _ranks(row: dict[str, Any]) -> str:
+    cells = [str(row["ranks"])]
     if "error" in row:
-        return f"{row['ranks']:>5}   {row['error']}"
-    sizes = (
-        f"{row['batch_size']:>5}  {row['micro_batch_size']:>11}  {row['micro_batches_per_rank']:>8}"
-    )
-    return f"{row['ranks']:>5}   {sizes}  {row['idle']:>4.0%}  {row['lr']:>13.3g}"
+        cells.append(f" {row['error']}")
+    else:
+        sizes = ("batch_size", "micro_batch_size", "micro_batches_per_rank")
+        cells += [str(row[key]) for key in sizes]
+        cells += [f"{row['idle']:.0%}", f"{row['lr']:.3g}"]
+    return columns(cells, WIDTHS)
 
 
 def _duration(seconds: float) -> str:

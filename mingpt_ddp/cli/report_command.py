@@ -4,13 +4,12 @@
 
 runs       directories: runs, or parents of runs one or two levels below
 
-Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run
-is named, of its curves with restarts, timings of every rank, samples and configuration. The page of
-one directory is its report.html, that of several is report-NAME+OTHER.html next to them. It needs
-plotly: pip install 'mingpt_ddp[report]'.
+Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run is named, of its
+curves with restarts, timings of every rank, samples and configuration. The page of one directory is its report.html,
+that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
-"""
+"""  # noqa: E501
 
 import os
 from dataclasses import dataclass

@@ -1,20 +1,19 @@
 """Generate text from a snapshot.
 
-    python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8
-    top_k=40 seed=1
+    python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL
 step            newest (the default), best (lowest validation loss) or a number
 prompt          what the text starts with; - reads it from standard input
 max_new_tokens  how many characters to generate (500)
 temperature     divides the logits: below 1 is more predictable, 0 is greedy (0.8)
-top_k, top_p    sample from the k likeliest characters; from the likeliest that sum to probability p
-(all) seed, samples   another seed gives another text (1); how many texts to generate (1) device
-auto (the default: the GPU if there is one), cpu or cuda precision       auto (the default: 16 bits
-where the hardware is fast at it), fp32, bf16 or fp16; on another device or
+top_k, top_p    sample from the k likeliest characters; from the likeliest that sum to probability p (all)
+seed, samples   another seed gives another text (1); how many texts to generate (1)
+device          auto (the default: the GPU if there is one), cpu or cuda
+precision       auto (the default: 16 bits where the hardware is fast at it), fp32, bf16 or fp16; on another device or
                 in another precision the same seed may give another text
 code            your Python file that registers the model, if the model is not built in
-"""
+"""  # noqa: E501
 
 import sys
 from dataclasses import dataclass, field

@@ -8,17 +8,15 @@
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest
-validation loss;
+prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
            also keep those of every keep_every steps, if it is given
-follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link
-points export     write the weights, their description and a model card to a new local directory
+follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
+export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
-format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which
-torch.load reads with
+format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which torch.load reads with
            weights_only=True; hf: a directory that transformers loads, tokenizer included
 license    of the export, for its model card, as in apache-2.0; by default the card names none
-"""
+"""  # noqa: E501
 
 import contextlib
 import itertools
@@ -34,6 +32,7 @@ from mingpt_ddp.cli.arguments import echo, human_size, run_command
 from mingpt_ddp.cli.export_command import export
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
+from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
     IncompleteSnapshotError,
@@ -98,13 +97,12 @@ def list_snapshots(config: ListConfig) -> int:
     """Print a table per store."""
     for store, steps in find_steps(config.url, config.follow):
         entries = [inspect(store, step) for step in steps]
-        best = next(
-            (e.train_state.get("best_step") for e in reversed(entries) if e.status == "whole"), None
-        )
+        best = None  # as the newest whole snapshot has it
+        for entry in entries:
+            if entry.status == "whole":
+                best = entry.train_state.get("best_step")
         rows = [HEADINGS, *(_row(entry, best) for entry in entries)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.rjust, row, widths)).rstrip() for row in rows)
-        echo("\n".join([store.url, *lines]))
+        echo("\n".join([store.url, *table_lines(rows)]))
     return 0
 
 
@@ -120,9 +118,8 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
     except CorruptSnapshotError as damage:
         status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
         names = open_storage(f"{store.url}/{directory_name(step)}").list()
-        return Entry(
-            step, status, sum(store.size(step, name) or 0 for name in names), len(names), {}
-        )
+        size = sum(store.size(step, name) or 0 for name in names)
+        return Entry(step, status, size, len(names), {})
     size = sum(file["bytes"] for file in files.values())
     return Entry(step, "whole", size, len(files) + 1, recorded_train_state(state))
 
@@ -136,18 +133,15 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
         return "-"
 
     return (
-        *(
-            str(entry.step),
-            entry.status,
-            human_size(entry.size),
-            str(entry.files),
-            cell("world_size", "{:.0f}".format),
-        ),
-        *(cell("train_loss", "{:.4f}".format), cell("val_loss", "{:.4f}".format)),
-        *(
-            "*" if entry.step == best else "",
-            cell("saved_at", lambda time: str(datetime.fromtimestamp(int(time)))),
-        ),
+        str(entry.step),
+        entry.status,
+        human_size(entry.size),
+        str(entry.files),
+        cell("world_size", "{:.0f}".format),
+        cell("train_loss", "{:.4f}".format),
+        cell("val_loss", "{:.4f}".format),
+        "*" if entry.step == best else "",
+        cell("saved_at", lambda time: str(datetime.fromtimestamp(int(time)))),
     )
 
 

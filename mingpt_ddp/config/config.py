@@ -1,13 +1,10 @@
-"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and the run name derived
-from them.
-"""
+"""The whole configuration: Hydra's DictConfig in, frozen dataclasses out, and their digest."""
 
 import dataclasses
 import hashlib
 import json
 import re
 from dataclasses import dataclass, fields
-from pathlib import PurePosixPath
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -46,17 +43,6 @@ class Config:
         """Return plain values, as YAML and JSON can hold them."""
         values = _plain(dataclasses.asdict(self))
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
-
-    def run_name(self, extra: dict[str, Any] | None = None) -> str:
-        """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and
-        restart.
-
-        Args:
-            extra: see `digest`.
-        """
-        source = self.run.init_from  # its model, which only the run reads
-        model = self.model.name if source is None else f"from_{PurePosixPath(source).name}"
-        return self.run.name or f"{_slug(self.data.label)}-{_slug(model)}-{self.digest(extra)}"
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
         """Return 8 hexadecimal digits of the SHA-256 of `numeric_values`.
@@ -127,10 +113,6 @@ def default_values(cls: type) -> dict[str, Any]:
         if field.default is not dataclasses.MISSING
     }
     return _without_optional_nulls(defaults)
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
 
 
 class NotRegisteredError(ConfigError):

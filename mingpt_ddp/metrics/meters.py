@@ -1,13 +1,15 @@
-"""Averages over training steps, and the matmul rate of the device."""
+"""Averages over training steps, MFU, and the matmul rate of the device."""
 
 import time
 import timeit
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mingpt_ddp.distributed.device import peak_memory
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
+from mingpt_ddp.models import flops_per_token
 
 # n x n; operand and result of the largest take 270 MB in bf16
 MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
@@ -47,7 +49,10 @@ class Meter:
                 up to them.
         """
         for name, loss in losses.items():
-            self._sums[name] = self._sums[name] + loss if name in self._sums else loss.double()
+            if name in self._sums:
+                self._sums[name] = self._sums[name] + loss
+            else:
+                self._sums[name] = loss.double()
         self.grad_norm = grad_norm
         self._data_s += data_time_s
         self._steps += 1
@@ -58,22 +63,22 @@ class Meter:
         self._since += seconds
 
     def read(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last reading by tag, {} without steps, and
-        reset. A collective.
+        """Return the metrics since the last reading by tag, and reset; {} without steps.
+
+        A collective.
         """
         sums, steps = self.state()
         if steps == 0:
             return {}
         elapsed = max(time.perf_counter() - self._since, 1e-9)
-        metrics = {
-            **{f"train/{name}": total / steps for name, total in sums.items()},
-            "train/grad_norm": float(self.grad_norm),
-            f"speed/{self.unit}_per_s": self._timed_steps * self.items_per_step / elapsed,
-            "speed/step_ms": elapsed / max(1, self._timed_steps) * 1e3,
-            "speed/data_ms": self._data_s / max(1, self._timed_steps) * 1e3,
-            "speed/work_ms": self.runtime.strategy.clock.read() * 1e3,
-            "memory/peak_mib": peak_memory(self.runtime.devices) / 2**20,
-        }
+        divisor = max(1, self._timed_steps)
+        metrics = {f"train/{name}": total / steps for name, total in sums.items()}
+        metrics["train/grad_norm"] = float(self.grad_norm)
+        metrics[f"speed/{self.unit}_per_s"] = self._timed_steps * self.items_per_step / elapsed
+        metrics["speed/step_ms"] = elapsed / divisor * 1e3
+        metrics["speed/data_ms"] = self._data_s / divisor * 1e3
+        metrics["speed/work_ms"] = self.runtime.strategy.clock.read() * 1e3
+        metrics["memory/peak_mib"] = peak_memory(self.runtime.devices) / 2**20
         self._reset()
         return metrics
 
@@ -86,34 +91,74 @@ class Meter:
         return dict(zip(self._sums, totals.tolist(), strict=True)), self._steps
 
     def load_state(self, sums: dict[str, float], steps: int) -> None:
-        """Restore an interval; rank zero holds the whole sums, so that `state` returns them bit for
-        bit.
+        """Restore an interval.
+
+        Rank zero holds the whole sums, so that `state` returns them bit for bit.
         """
-        own = self.runtime.group.env.call_on_rank_zero(lambda: sums) or dict.fromkeys(sums, 0.0)
-        device = self.runtime.device
-        self._sums = {
-            name: torch.tensor(total, dtype=torch.float64, device=device)
-            for name, total in own.items()
-        }
+        zeros = dict.fromkeys(sums, 0.0)
+        own = self.runtime.group.env.call_on_rank_zero(lambda: sums) or zeros
+        self._sums = {}
+        for name, total in own.items():
+            self._sums[name] = torch.tensor(total, dtype=torch.float64, device=self.runtime.device)
         self._steps = steps
 
 
+class Utilization:
+    """The model's FLOP/s on one device, as a share of what the device could do.
+
+    MFU divides by the rate in the vendor's data sheet, the matmul utilization by a measured one.
+    """
+
+    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
+        """
+        Args:
+            model: not wrapped; nothing is reported if it has no `flops_per_token()`.
+        """
+        self.runtime = runtime
+        self._flops_per_token = flops_per_token(model)
+        self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
+        self._matmul_flops = 0.0  # until `measure`
+
+    def measure(self) -> None:
+        """Measure the device's matmul rate, if it is needed."""
+        if self._flops_per_token is None:
+            return
+        device = self.runtime.device
+        self._matmul_flops = measured_matmul_flops(device, self.runtime.dtype)
+        if device.type == "cuda":
+            # exclude the measurement's matrices
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def metrics(self, tokens_per_s: float) -> dict[str, float]:
+        """Return `speed/matmul_utilization` and, for a listed GPU, `speed/mfu`.
+
+        Args:
+            tokens_per_s: of all ranks.
+        """
+        if self._flops_per_token is None:
+            return {}
+        devices = len(set(self.runtime.devices)) * self.runtime.group.world_size
+        flops = self._flops_per_token * tokens_per_s / devices
+        metrics = {"speed/matmul_utilization": flops / self._matmul_flops}
+        if self._peak_flops is not None:
+            metrics["speed/mfu"] = flops / self._peak_flops
+        return metrics
+
+
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest product of two square matrices, with torch's current number
-    of threads.
+    """Return the FLOP/s of the fastest product of square matrices, with torch's thread count.
 
     Takes about 0.2 seconds and draws nothing from torch's global generators.
     """
-    tile = torch.randn(
-        MATRIX_SIZES[0], MATRIX_SIZES[0], generator=torch.Generator().manual_seed(0)
-    ).to(device, dtype)
+    size = MATRIX_SIZES[0]
+    generator = torch.Generator().manual_seed(0)
+    tile = torch.randn(size, size, generator=generator).to(device, dtype)
     best = 0.0
     for n in MATRIX_SIZES:
         # zeros would draw less power and run faster
-        a = tile.repeat(n // len(tile), n // len(tile))
-        seconds = fastest(
-            "torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": torch.empty_like(a)}
-        )
+        a = tile.repeat(n // size, n // size)
+        out = torch.empty_like(a)
+        seconds = fastest("torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": out})
         best = max(best, 2 * n**3 / seconds)
         if seconds > SATURATED_S:
             break
@@ -122,9 +167,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def fastest(statement: str, variables: dict[str, object]) -> float:
-    """Return the shortest time of a statement in seconds, with the GPU synchronized if one is in
-    use.
-    """
+    """Return the shortest time of a statement in seconds; a GPU in use is synchronized."""
     wait = "; torch.cuda.synchronize()" if torch.cuda.is_initialized() else ""
     timer = timeit.Timer(statement + wait, globals=variables)
     return min(timer.repeat(REPETITIONS, number=1))

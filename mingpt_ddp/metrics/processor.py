@@ -1,27 +1,25 @@
 """Send the metrics of a run to the log, the panel, TensorBoard and metrics.jsonl."""
 
 import logging
+import math
 import time
 from datetime import timedelta
 from typing import TypeAlias
 
-import torch
 import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
-from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
+from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.panel import Panel
-from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.trackers.csv_file import CSVLogger
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.sample_texts import append_sample
-from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks.task import Task
 
@@ -77,9 +75,7 @@ class MetricsProcessor:
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, steps.start)
-        self._flops_per_token = flops_per_token(model)
-        self._matmul_flops = 0.0
-        self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
+        self.utilization = Utilization(runtime, model)
         self._is_set_up = False
         self._started_at: float | None = started_at  # None once the first step is done
         for logger in self.loggers:
@@ -106,8 +102,9 @@ class MetricsProcessor:
             self.meter.pause(time.perf_counter() - begin)  # the panel imports rich
 
     def _set_up(self) -> None:
-        """Open TensorBoard and measure the matmul rate; deferred so as not to delay the first
-        step.
+        """Open TensorBoard and measure the matmul rate.
+
+        It is deferred so as not to delay the first step.
         """
         if self._is_set_up:
             return
@@ -115,14 +112,9 @@ class MetricsProcessor:
         self.tensorboard.open()
         step = self.steps.start + 1
         config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
-        self.runtime.group.env.call_on_rank_zero(
-            lambda: self.tensorboard.log_text(step, "config", config)
-        )
-        if self._flops_per_token is not None:
-            self._matmul_flops = measured_matmul_flops(self.runtime.device, self.runtime.dtype)
-            if self.runtime.device.type == "cuda":
-                # exclude the measurement's matrices
-                torch.cuda.reset_peak_memory_stats(self.runtime.device)
+        env = self.runtime.group.env
+        env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
+        self.utilization.measure()
         self.meter.pause(time.perf_counter() - begin)
         self._is_set_up = True
 
@@ -145,47 +137,49 @@ class MetricsProcessor:
         if not measured:
             return {}
         self._set_up()
-        communication_s, exposed_s = self.runtime.strategy.comm_times(model)
-        times = {
-            "speed/communication_ms": communication_s * 1e3,
-            "speed/communication_exposed_ms": exposed_s * 1e3,
-        }
-        work_ms = measured["speed/work_ms"]
-        clock = self.runtime.strategy.clock
+        metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured}
+        strategy = self.runtime.strategy
+        communication_s, exposed_s = strategy.comm_times(model)
+        metrics["speed/communication_ms"] = communication_s * 1e3
+        metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
+        metrics.update(self.utilization.metrics(measured[f"speed/{self.task.unit}_per_s"]))
         slowest = self.stragglers.check(
-            step, work_ms, measured["speed/data_ms"], clock.micro_batches
+            step,
+            measured["speed/work_ms"],
+            measured["speed/data_ms"],
+            strategy.clock.micro_batches,
         )
-        metrics = {"train/lr": lr, "train/epoch": step / self.steps_per_epoch, **measured, **times}
-        per_s = metrics[f"speed/{self.task.unit}_per_s"]
-        if self._flops_per_token is not None:
-            gpus = len({*self.runtime.devices}) * self.runtime.group.world_size
-            flops = self._flops_per_token * per_s / gpus
-            metrics["speed/matmul_utilization"] = flops / self._matmul_flops
-            if self._peak_flops is not None:
-                metrics["speed/mfu"] = flops / self._peak_flops
-        run_metrics = (
-            self.runtime.group.env.call_on_rank_zero(lambda: {"speed/goodput": goodput, **slowest})
-            or {}
-        )
+        of_run = {"speed/goodput": goodput, **slowest}
+        shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: of_run) or {})}
         for logger in self.loggers:
-            logger.log(step, {**metrics, **run_metrics})
-        self.panel.update({**metrics, **run_metrics})
-        brief = f"loss {metrics['train/loss']:.4f}, {per_s:,.0f} {self.task.unit}/s"
+            logger.log(step, shown)
+        self.panel.update(shown)
+        self._log_line(step, metrics)
+        return metrics
+
+    def _log_line(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the main metrics in one line; to the file alone while the panel shows them."""
+        last = self.steps.stop
+        unit = self.task.unit
+        brief = f"loss {metrics['train/loss']:.4f}, {metrics[f'speed/{unit}_per_s']:,.0f} {unit}/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
-        left = timedelta(
-            seconds=round(min((self.steps.stop - step) * metrics["speed/step_ms"] / 1e3, 1e9))
-        )
-        details = f"lr {lr:.2e}, gradient norm {metrics['train/grad_norm']:.2f}, {left} left"
-        file_only = {"file_only": self.panel.is_drawn}
-        epochs = (
-            "epoch "
-            f"{-(-step // self.steps_per_epoch)}/{-(-self.steps.stop // self.steps_per_epoch)}"
-        )
+        epoch = math.ceil(step / self.steps_per_epoch)
+        epochs = math.ceil(last / self.steps_per_epoch)
+        left_s = (last - step) * metrics["speed/step_ms"] / 1e3
+        left = timedelta(seconds=round(min(left_s, 1e9)))
+        norm = metrics["train/grad_norm"]
+        details = f"lr {metrics['train/lr']:.2e}, gradient norm {norm:.2f}, {left} left"
         log.info(
-            "step %d/%d: %s, %s, %s", step, self.steps.stop, brief, epochs, details, extra=file_only
+            "step %d/%d: %s, epoch %d/%d, %s",
+            step,
+            last,
+            brief,
+            epoch,
+            epochs,
+            details,
+            extra={"file_only": self.panel.is_drawn},
         )
-        return metrics
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Log the task's metrics of a split, `val` or `test`."""

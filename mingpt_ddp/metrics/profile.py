@@ -1,6 +1,4 @@
-"""Profile some steps: a trace per rank for Perfetto, and a summary of one screen in the log of rank
-zero.
-"""
+"""Profile some steps: a trace per rank for Perfetto, and a summary in the log of rank zero."""
 
 import logging
 import os
@@ -21,6 +19,7 @@ from mingpt_ddp.distributed.process_group import WAITING
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.ddp import ALL_REDUCE
 from mingpt_ddp.distributed.tensor_parallel import local_tensor
+from mingpt_ddp.metrics.text_table import columns
 from mingpt_ddp.storage.run_dir import run_directory
 
 log = logging.getLogger(__name__)
@@ -30,6 +29,9 @@ STEP = "training step "  # begins the name of the event of a step
 FETCH = "fetch the batch"  # name of the events of a data wait
 COMMUNICATION = re.compile(rf"nccl|gloo:|mpi:|c10d::|record_param_comms|{ALL_REDUCE}|{WAITING}")
 TOP = 10  # operators in the summary
+LONGEST = 44  # characters of an operator's name
+HEADINGS = ("operator, by its own time", "ms per step", "share", "calls per step")
+WIDTHS = (-LONGEST, 12, 6, 15)
 DIRECTORY = "profile"  # in the run directory
 
 
@@ -62,14 +64,15 @@ class Profiler:
         if config.trainer.profile is not None:
             torch_internals.record_gpu_allocations()
         if len(self._window) <= last - first:
-            rest = (
-                f"steps {self._window[0]} to {self._window[-1]} are"
-                if self._window
-                else "nothing is"
-            )
+            window = self._window
+            rest = f"steps {window[0]} to {window[-1]} are" if window else "nothing is"
             log.info(
                 "trainer.profile=[%d,%d], but this start trains steps %d to %d: %s profiled",
-                *(first, last, steps.start + 1, steps.stop, rest),
+                first,
+                last,
+                steps.start + 1,
+                steps.stop,
+                rest,
             )
 
     @contextmanager
@@ -109,9 +112,8 @@ class Profiler:
             os.replace(partial, path)
         except (OSError, RuntimeError) as error:
             log.warning("cannot write %s, training continues without it: %s", path, error)
-        self.runtime.group.env.call_on_rank_zero(
-            lambda: log.info("%s", self._summary(profile, str(path)))
-        )
+        env = self.runtime.group.env
+        env.call_on_rank_zero(lambda: log.info("%s", self._summary(profile, str(path))))
         self._seconds.clear()
         self._pause(time.perf_counter() - begin)
 
@@ -119,37 +121,30 @@ class Profiler:
         """Return what took the time and the memory of the profiled steps, on one screen."""
         steps = len(self._seconds) or 1
         kind = "device" if self.runtime.device.type == "cuda" else "cpu"
-        total = max(sum(self._seconds), 1e-9)
+        total_us = max(sum(self._seconds), 1e-9) * 1e6
         events = events_in_steps(list(profile.events() or []))
 
         def per_step(microseconds: float) -> str:
-            return f"{microseconds / 1e3 / steps:.2f} ms ({microseconds / 1e6 / total:.0%})"
+            return f"{microseconds / 1e3 / steps:.2f} ms ({microseconds / total_us:.0%})"
 
         wait = sum(event.cpu_time_total for event in events if event.name == FETCH)
         communication, exposed = communication_times(events, kind)
-        operators: dict[str, list[float]] = {}
-        for event in events:
-            if event.name not in (FETCH, "[memory]") and not COMMUNICATION.search(event.name):
-                operators.setdefault(event.name, []).append(
-                    getattr(event, f"self_{kind}_time_total")
-                )
-        rows = sorted(operators.items(), key=lambda item: -sum(item[1]))[:TOP]
         lines = [
-            f"profile of {steps} steps, {1e3 * total / steps:.2f} ms each with the profiler:",
-            (
-                f"  data wait {per_step(wait)}, communication {per_step(communication)}, exposed "
-                f"{per_step(exposed)}"
-            ),
+            f"profile of {steps} steps, {total_us / 1e3 / steps:.2f} ms each with the profiler:",
+            f"  data wait {per_step(wait)}, communication {per_step(communication)}, "
+            f"exposed {per_step(exposed)}",
             f"  {self._memory(events, kind)}",
-            f"  {'operator, by its own time':44}  ms per step  share  calls per step",
-            *(
-                f"  {name if len(name) <= 44 else name[:41] + '...':44} "
-                f"{sum(own) / 1e3 / steps:12.3f} "
-                f"{sum(own) / 1e6 / total:6.0%} {len(own) / steps:15.1f}"
-                for name, own in rows
-            ),
-            f"  the trace is {path}, one per rank; open it in https://ui.perfetto.dev",
+            f"  {columns(HEADINGS, WIDTHS, gap=' ')}",
         ]
+        for name, own in slowest_operators(events, kind):
+            cells = [
+                name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}...",
+                f"{sum(own) / 1e3 / steps:.3f}",
+                f"{sum(own) / total_us:.0%}",
+                f"{len(own) / steps:.1f}",
+            ]
+            lines.append(f"  {columns(cells, WIDTHS, gap=' ')}")
+        lines.append(f"  the trace is {path}, one per rank; open it in https://ui.perfetto.dev")
         return "\n".join(lines)
 
     def _memory(self, events: Iterable[Any], kind: str) -> str:
@@ -162,65 +157,84 @@ class Profiler:
             now += getattr(event, size)
             most = max(most, now)
         held["activations and temporary tensors"] = max(0, min(most, peak - sum(held.values())))
-        held["the rest" if kind == "device" else "the rest of the process"] = max(
-            0, peak - sum(held.values())
-        )
+        rest = "the rest" if kind == "device" else "the rest of the process"
+        held[rest] = max(0, peak - sum(held.values()))
         parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in held.items())
         return f"peak memory {peak / 2**20:.1f} MiB: {parts}"
 
 
 def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """Return the bytes of this rank's parameters, gradients and optimizer state."""
-    parameters = [(local_tensor(p.detach()), p.requires_grad) for p in model.parameters()]
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return {
-        "parameters": sum(p.nbytes for p, _ in parameters),
-        "gradients": sum(p.nbytes for p, requires_grad in parameters if requires_grad),
-        "optimizer": sum(
-            local_tensor(value).nbytes for value in state if isinstance(value, torch.Tensor)
-        ),
-    }
+    held = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for parameter in model.parameters():
+        size = local_tensor(parameter.detach()).nbytes
+        held["parameters"] += size
+        if parameter.requires_grad:
+            held["gradients"] += size
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                held["optimizer"] += local_tensor(value).nbytes
+    return held
+
+
+def slowest_operators(events: Iterable[Any], kind: str) -> list[tuple[str, list[float]]]:
+    """Return the operators that take the most time, with the own microseconds of each call.
+
+    Args:
+        kind: `cpu` or `device`, where the time is spent.
+    """
+    operators: dict[str, list[float]] = {}
+    for event in events:
+        if event.name in (FETCH, "[memory]") or COMMUNICATION.search(event.name):
+            continue
+        own = getattr(event, f"self_{kind}_time_total")
+        operators.setdefault(event.name, []).append(own)
+    return sorted(operators.items(), key=lambda item: -sum(item[1]))[:TOP]
 
 
 def events_in_steps(events: list[Any]) -> list[Any]:
     """Return what happens in the profiled steps, without logging and evaluations between them."""
     steps = [event.time_range for event in events if event.name.startswith(STEP)]
-    inside = (e for e in events if not e.name.startswith(STEP))
-    return [
-        e for e in inside if any(step.start <= e.time_range.start <= step.end for step in steps)
-    ]
+    found = []
+    for event in events:
+        if event.name.startswith(STEP):
+            continue
+        begin = event.time_range.start
+        if any(step.start <= begin <= step.end for step in steps):
+            found.append(event)
+    return found
 
 
 def communication_times(events: Iterable[Any], kind: str = "cpu") -> tuple[float, float]:
-    """Return the microseconds in which this rank communicates, and those in which it does nothing
-    else.
+    """Return the microseconds of communication, and those in which nothing else is done.
 
     Args:
-        events: torch.profiler's.
+        events: torch.profiler's, of one rank.
         kind: `cpu`: operators count, or `device`: kernels.
     """
     communicating = []
     computing = []
     for event in events:
-        if (kind == "device") != (
-            event.device_type == torch.autograd.DeviceType.CUDA
-        ) or event.name == "[memory]":
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+        if is_kernel != (kind == "device") or event.name == "[memory]":
             continue
         span = (event.time_range.start, event.time_range.end)
         if COMMUNICATION.search(event.name):
             communicating.append(span)
-        elif (
-            not event.cpu_children and event.name != FETCH and not _is_part_of_communication(event)
-        ):
+        elif event.cpu_children or event.name == FETCH or _is_part_of_communication(event):
+            continue
+        else:
             computing.append(span)
-    return _covered(communicating), _covered([*communicating, *computing]) - _covered(computing)
+    exposed = _covered([*communicating, *computing]) - _covered(computing)
+    return _covered(communicating), exposed
 
 
 def _is_part_of_communication(event: Any) -> bool:
     parent = event.cpu_parent
-    return parent is not None and (
-        bool(COMMUNICATION.search(parent.name)) or _is_part_of_communication(parent)
-    )
+    if parent is None:
+        return False
+    return bool(COMMUNICATION.search(parent.name)) or _is_part_of_communication(parent)
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

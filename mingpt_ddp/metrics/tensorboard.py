@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.storage.run_dir import run_name
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -106,7 +107,7 @@ class TensorBoardLogger:
         }
         experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # writes the tag of the metric only
         with SummaryWriter(str(self._directory), filename_suffix=HPARAMS) as writer:
-            for summary in (experiment, hparams_pb(plain, trial_id=config.run_name()), end):
+            for summary in (experiment, hparams_pb(plain, trial_id=run_name(config)), end):
                 writer.file_writer.add_summary(summary)
 
     @_unless_failed

@@ -13,7 +13,7 @@ import socket
 import time
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import yaml
@@ -30,8 +30,12 @@ LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to 
 RESULT = "result.json"
 LOCK = ".lock"
 PARTIAL_FILES = (
-    *(".config*.partial", ".result.json.*.partial", ".tokenizer.json.*.partial", "..*.partial"),
-    *(".hydra/.*.partial", ".metrics.*.partial"),
+    ".config*.partial",
+    ".result.json.*.partial",
+    ".tokenizer.json.*.partial",
+    "..*.partial",
+    ".hydra/.*.partial",
+    ".metrics.*.partial",
 )
 PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
 PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
@@ -46,9 +50,8 @@ WRITTEN_INTO = (
     "wandb",
 )
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
-# bytes of a name, and of a path with the names of files in it
-NAME_MAX = 255
-PATH_MAX = 4096 - 64
+NAME_MAX = 255  # bytes of one name
+PATH_MAX = 4096 - 64  # bytes of a path, which leaves room for the names of files in it
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
@@ -61,9 +64,26 @@ class RunStatus(str, Enum):
     PRUNED = "pruned"  # a job of a sweep that did worse than others
 
 
+def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
+    """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
+
+    Args:
+        extra: see `Config.digest`.
+    """
+    if config.run.name:
+        return config.run.name
+    source = config.run.init_from  # its model, which only the run reads
+    model = config.model.name if source is None else f"from_{PurePosixPath(source).name}"
+    return f"{_slug(config.data.label)}-{_slug(model)}-{config.digest(extra)}"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
+
+
 def run_directory(config: Config) -> Path:
     """Return the run directory, a function of the configuration alone."""
-    return Path(config.run.root) / config.run_name()
+    return Path(config.run.root) / run_name(config)
 
 
 def with_run_name(config: Config, name: str) -> Config:

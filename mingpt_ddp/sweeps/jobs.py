@@ -12,6 +12,7 @@ from mingpt_ddp.storage.run_dir import (
     read_result,
     recorded_config,
     run_directory,
+    run_name,
     with_run_name,
 )
 
@@ -42,7 +43,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in covered}
     hashed = {"swept": extra} if extra else {}
     if config.run.name is None:
-        return config.run_name(hashed)
+        return run_name(config, hashed)
     digest = config.digest(hashed)
     existing = sorted(Path(config.run.root, config.run.name).glob(f"*-{digest}"))
     readable = re.sub(

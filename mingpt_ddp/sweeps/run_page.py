@@ -7,7 +7,6 @@ import os
 import re
 import statistics
 import time
-from datetime import timedelta
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from mingpt_ddp.sweeps.page import (
     thinned,
 )
 from mingpt_ddp.sweeps.runs import Job, command_line, number
-from mingpt_ddp.sweeps.table import cut, fixed, shown
+from mingpt_ddp.sweeps.table import cut, duration, fixed, shown
 
 RANKS = 8  # with a line in the plots; the table has all
 MOST_RANKS = 1024  # read
@@ -93,10 +92,8 @@ def render_run(title: str, job: Job) -> str:
         "Notes": notes and f"<ul>{notes}</ul>",
     }
     faults = job.faults or 0
-    total = number(job.result.get("wall_seconds"))
-    took = (
-        f" in {timedelta(seconds=round(total))}" if total is not None and 0 <= total < 1e13 else ""
-    )
+    total = duration(number(job.result.get("wall_seconds")))
+    took = f" in {total}" if total else ""
     summary = f"{shown(job.status)}: {fixed(job.step, 'd')} steps{took}. Faults survived: {faults}."
     return document(title, summary, sections, figures)
 

@@ -5,6 +5,7 @@ from datetime import timedelta
 
 from mingpt_ddp.errors import printable
 from mingpt_ddp.metrics.objective import LOSS
+from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.sweeps.runs import Job, Value, best_of, command_line, number, why_no_best
 
 COLUMNS = 8  # for parameters; the page has all
@@ -21,35 +22,24 @@ def table(jobs: list[Job], keys: list[str], notes: list[str], is_run: bool) -> s
     """
     names = short_names(keys)
     best = best_of(jobs)
-    parameters = [cut(names[key]) for key in keys[:COLUMNS]]
+    in_table = keys[:COLUMNS]
     objective = jobs[0].ranked_by
-    others = [] if objective is LOSS else [LOSS.column]
-    head = [
-        "",
-        objective.column,
-        "status",
-        *parameters,
-        "step",
-        f"{jobs[0].unit}/s",
-        "faults",
-        "time",
-        *others,
-        "job",
-    ]
+    head = ["", objective.column, "status", *(cut(names[key]) for key in in_table)]
+    head += ["step", f"{jobs[0].unit}/s", "faults", "time"]
+    if objective is not LOSS:
+        head.append(LOSS.column)
+    head.append("job")
     rows = [head]
     for job in jobs:
-        rows.append(
-            ["*" if job is best and not is_run else "", *cells(job, keys[:COLUMNS]), job.name]
-        )
-    left = (2, len(head) - 1)  # columns of text
-    columns = enumerate(zip(*rows, strict=True))
-    forms = [
-        f"{'<' if number in left else '>'}{max(map(len, column))}" for number, column in columns
-    ]
-    lines = ["  ".join(map(format, row, forms)).rstrip() for row in rows]
+        star = "*" if job is best and not is_run else ""
+        rows.append([star, *cells(job, in_table), job.name])
+    lines = table_lines(rows, left=(head.index("status"), len(head) - 1))
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
-    lines += [f"note: {note}" for note in [*notes, *(note for job in jobs for note in job.notes)]]
+    for note in notes:
+        lines.append(f"note: {note}")
+    for job in jobs:
+        lines += [f"note: {note}" for note in job.notes]
     if not is_run:
         lines.append(why_no_best(jobs) if best is None else f"best: {best.directory}")
     lines = [line.replace("\n", "\\n") for line in lines]
@@ -59,23 +49,28 @@ def table(jobs: list[Job], keys: list[str], notes: list[str], is_run: bool) -> s
 
 
 def cells(job: Job, keys: list[str]) -> list[str]:
-    """Format objective, status, parameters, step, speed, faults and time of a job, and its loss if
-    that is another.
+    """Format objective, status, parameters, step, speed, faults and time of a job.
+
+    The loss follows if it is not the objective.
     """
     value = fixed(job.value, ".4f")
-    seconds = number(job.result.get("wall_seconds"))
-    return [
-        value if job.objective is not None or job.value is None else f"({value})",
-        shown(job.status),
-        *(shown(job.config[key]) if key in job.config else "-" for key in keys),
-        fixed(job.step, "d"),
-        fixed(job.speed, ",.0f"),
-        fixed(job.faults, "d"),
-        "-"
-        if seconds is None or not 0 <= seconds < 1e13
-        else str(timedelta(seconds=round(seconds))),
-        *([] if job.ranked_by is LOSS else [fixed(job.val_loss, ".4f")]),
-    ]
+    if job.value is not None and job.objective is None:
+        value = f"({value})"
+    found = [value, shown(job.status)]
+    for key in keys:
+        found.append(shown(job.config[key]) if key in job.config else "-")
+    found += [fixed(job.step, "d"), fixed(job.speed, ",.0f"), fixed(job.faults, "d")]
+    found.append(duration(number(job.result.get("wall_seconds"))) or "-")
+    if job.ranked_by is not LOSS:
+        found.append(fixed(job.val_loss, ".4f"))
+    return found
+
+
+def duration(seconds: float | None) -> str:
+    """Format a time as hours, minutes and seconds; "" if it is unknown or absurd."""
+    if seconds is None or not 0 <= seconds < 1e13:
+        return ""
+    return str(timedelta(seconds=round(seconds)))
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
@@ -93,9 +88,7 @@ def shown(value: Value) -> str:
 
 
 def brief(value: float) -> str:
-    """Format with at most four digits, more for whole numbers, and an exponent instead of zeros:
-    3e-4 for 0.0003.
-    """
+    """Format with at most four digits, more for whole numbers; 3e-4 for 0.0003."""
     if abs(value) < 1e9 and value == round(value):
         return f"{value:.0f}"
     return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
@@ -116,8 +109,6 @@ def scientific(value: float) -> str:
 
 def cut(text: str, longest: int = LONGEST) -> str:
     """Cut the middle out of a text that is too long: similar names often differ at the end."""
-    return (
-        text
-        if len(text) <= longest
-        else f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"
-    )
+    if len(text) <= longest:
+        return text
+    return f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"

@@ -5,6 +5,7 @@ weights change.
 import math
 
 from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.training.train_state import Context
 
 EMA_DECAY = 0.98  # of the loss, per step
@@ -70,6 +71,6 @@ class AnomalyPolicy:
     def make_error(self, anomaly: str) -> TrainingError:
         config = self.config
         # an unnamed run's name depends on lr
-        name = "" if config.run.name else f" and run.name={config.run_name()}"
+        name = "" if config.run.name else f" and run.name={run_name(config)}"
         advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"
         return TrainingError(f"{anomaly}; {advice} to continue from the last snapshot")

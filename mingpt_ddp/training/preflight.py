@@ -21,7 +21,7 @@ from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import check_can_lock, run_directory
+from mingpt_ddp.storage.run_dir import check_can_lock, run_directory, run_name
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.train_state import TrainState, restore
 from mingpt_ddp.training.train_step import TrainStep
@@ -119,7 +119,7 @@ def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Co
     trainer = replace(
         config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None
     )
-    return replace(config, run=replace(config.run, name=config.run_name()), trainer=trainer)
+    return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
 
 
 def check_fits(config: Config, runtime: Runtime, task: Task) -> None:

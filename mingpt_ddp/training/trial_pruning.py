@@ -15,7 +15,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.metrics.objective import LOSS, loss_unit, objective_of
-from mingpt_ddp.storage.run_dir import recorded_config
+from mingpt_ddp.storage.run_dir import recorded_config, run_name
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class MedianPruner:
         Args:
             directory: of the job; the other directories of its parent are the other jobs.
         """
-        in_sweep = "/" in config.run_name()  # else its parent holds unrelated runs
+        in_sweep = "/" in run_name(config)  # else its parent holds unrelated runs
         self.enabled = config.trainer.prune == "median" and in_sweep
         self.after = config.trainer.prune_after
         self.runtime = runtime

@@ -25,6 +25,7 @@ from mingpt_ddp.snapshots.initial_weights import (
     of_state,
     read_initial_weights,
 )
+from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) ->
         if own[key] != model.get(key):
             raise _differs(f"model.{key}", own[key], model.get(key), run.init_from)
     model |= {key: own[key] for key in chosen & {*FREE}}
-    config = replace(config, run=replace(run, name=config.run_name(), init_sha256=found["sha256"]))
+    config = replace(config, run=replace(run, name=run_name(config), init_sha256=found["sha256"]))
     config = replace(config, model=build_group("model", model))
     for key, value in found["data"].items() if isinstance(config.data, DataConfig) else ():
         own = getattr(config.data, key)

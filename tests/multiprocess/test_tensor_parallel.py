@@ -25,6 +25,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
+from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
 from multiprocess.ranks import Ranks, configure, run_ranks, train_in_turn
@@ -241,7 +242,7 @@ def test_compiling_is_refused():
 
 def test_the_key_renames_no_run():
     one, two = (from_mapping(configure(f"ddp.tensor_parallel={n}")) for n in (1, 2))
-    assert one.run_name() == two.run_name()
+    assert run_name(one) == run_name(two)
 
 
 def test_the_whole_model_is_the_same_architecture():

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.metrics.trackers.outbox import Points
+from mingpt_ddp.storage.run_dir import run_name
 
 TAG = "mingpt_ddp.run_id"
 # per request, as the server allows
@@ -38,7 +39,7 @@ class MLflowTracker:
 
     def connect(self) -> None:
         self._client = self._client_of(self._uri)
-        name = self._config.run_name()
+        name = run_name(self._config)
         project = self._config.tracker.project
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.metrics.trackers.outbox import REMOTE_S, Points
+from mingpt_ddp.storage.run_dir import run_name
 
 
 class TrackioTracker:
@@ -34,7 +35,7 @@ class TrackioTracker:
                 f"{parts.scheme}://{parts.netloc}{parts.path}", timeout=REMOTE_S
             ).close()
         project = self._config.tracker.project
-        name = f"{self._config.run_name()}-{self._id}"
+        name = f"{run_name(self._config)}-{self._id}"
         config = flatten(self._config.to_dict())
         self._run = self._trackio.init(
             project,

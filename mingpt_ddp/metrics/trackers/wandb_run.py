@@ -9,6 +9,7 @@ from typing import Any
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.metrics.trackers.outbox import Points
+from mingpt_ddp.storage.run_dir import run_name
 
 
 class WandbTracker:
@@ -33,7 +34,7 @@ class WandbTracker:
     def connect(self) -> None:
         if self.is_remote and not self._wandb.login(prompt=False):
             raise RunError("there are no credentials; set WANDB_API_KEY, or WANDB_MODE=offline")
-        name = self._config.run_name()
+        name = run_name(self._config)
         settings: dict[str, Any] = {
             "console": "off",
             "silent": True,

@@ -16,6 +16,7 @@ from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, nume
 from mingpt_ddp.config.hydra_utils import config_directory, to_config
 from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, TrainerConfig, selected
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.storage.run_dir import run_name
 
 CONF = config_directory()
 
@@ -227,11 +228,11 @@ def test_shakespeare_char_cpu_has_the_cpu_settings_of_nanogpt():
 
 
 def test_a_given_name_is_kept(default):
-    assert changed(default, "run.name", "big-1").run_name() == "big-1"
+    assert run_name(changed(default, "run.name", "big-1")) == "big-1"
 
 
 def test_the_name_is_data_model_and_8_hex_digits(default):
-    data, model, digest = default.run_name().split("-")
+    data, model, digest = run_name(default).split("-")
     assert (data, model) == ("python_docs", "gpt_micro")
     assert len(digest) == 8 and int(digest, 16) >= 0
 
@@ -241,7 +242,7 @@ def test_the_name_is_stable(default):
     backwards = {
         group: dict(reversed(keys.items())) for group, keys in reversed(default.to_dict().items())
     }
-    assert composed().run_name() == default.run_name() == from_mapping(backwards).run_name()
+    assert run_name(composed()) == run_name(default) == run_name(from_mapping(backwards))
 
 
 IN_THE_NAME = {
@@ -294,7 +295,7 @@ def test_a_text_is_labelled_by_its_file(overrides, label):
 
 
 def test_a_path_without_a_preset_is_not_labelled_as_the_preset():
-    assert composed("data.path=my.txt").run_name().startswith("my-gpt_micro-")
+    assert run_name(composed("data.path=my.txt")).startswith("my-gpt_micro-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,12 +307,12 @@ class Later(TrainerConfig):
 
 def test_a_key_at_its_default_or_added_later_renames_no_run(default, monkeypatch):
     explicit = changed(default, "trainer.batch_size", TrainerConfig().batch_size)
-    assert explicit.run_name() == default.run_name()
+    assert run_name(explicit) == run_name(default)
     monkeypatch.setitem(GROUPS, "trainer", ((), {None: Later}))
     later = from_mapping(default.to_dict())
     assert later.to_dict()["trainer"]["newer"] == 3
-    assert later.run_name() == default.run_name()
-    assert changed(later, "trainer.newer", 4).run_name() != default.run_name()
+    assert run_name(later) == run_name(default)
+    assert run_name(changed(later, "trainer.newer", 4)) != run_name(default)
 
 
 def test_each_key_says_whether_it_changes_the_numbers(default):
@@ -329,18 +330,18 @@ def test_each_key_says_whether_it_changes_the_numbers(default):
 
 @pytest.mark.parametrize(("key", "value"), IN_THE_NAME.items())
 def test_keys_that_determine_the_training_change_the_name(key, value, default):
-    assert changed(default, key, value).run_name() != default.run_name()
+    assert run_name(changed(default, key, value)) != run_name(default)
 
 
 @pytest.mark.parametrize(("key", "value"), NOT_IN_THE_NAME.items())
 def test_location_limits_display_ddp_and_snapshots_do_not_change_the_name(key, value, default):
     assert changed(default, key, value) != default
-    assert changed(default, key, value).run_name() == default.run_name()
+    assert run_name(changed(default, key, value)) == run_name(default)
 
 
 def test_a_name_is_one_safe_directory_for_any_label(default):
     for label in ("../../etc", "a/b", "-rf", "ä ö", "x" * 200):
-        name = changed(default, "data.name", label).run_name()
+        name = run_name(changed(default, "data.name", label))
         assert Path(name).parts == (name,)
         assert name.isascii() and len(name) <= 150 and ".." not in name
         assert " " not in name

@@ -33,6 +33,7 @@ from mingpt_ddp.models.toy import ToyModel
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
+from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
 
 B, T, V = 2, 8, 11
@@ -282,7 +283,7 @@ def test_each_rank_has_its_own_gpus(monkeypatch):
 
 def test_the_key_renames_no_run():
     one, two = (from_mapping(configure(f"model.devices={n}")) for n in (1, 2))
-    assert one.run_name() == two.run_name()
+    assert run_name(one) == run_name(two)
 
 
 def test_muon_handles_the_matrices_of_each_device(monkeypatch, meta):

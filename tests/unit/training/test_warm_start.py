@@ -29,7 +29,7 @@ from mingpt_ddp.snapshots.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.transformers_import import NAMES
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_dir import read_result, run_name
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.run_plan import make_plan
 
@@ -347,7 +347,7 @@ def test_the_name_depends_on_the_source_only_if_there_is_one():
     plain = from_mapping(configure(*TINY))
     assert "init" not in json.dumps(numeric_values(plain.to_dict()))
     names = {
-        from_mapping(configure(*TINY, *words)).run_name()
+        run_name(from_mapping(configure(*TINY, *words)))
         for words in ([], ["run.init_from=a"], ["run.init_from=b"])
     }
     assert len(names) == 3
