@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, ops
-from mingpt_ddp.models.ops import DTYPES
+from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
+from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
 BF16_MIN_BATCH = 8  # sequences; from this batch on bf16 is faster than fp16 on a CPU
 WARMUP_STEPS = 3  # before capture, so that libraries allocate their workspaces
 
 
-def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
+def decoding_precision(wanted: str, model: nn.Module, batch: int) -> str:
     """Return fp32, bf16 or fp16; auto is 16 bits if the hardware is fast at it and the model has a
     KV cache.
     """
@@ -35,7 +35,7 @@ def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
     if not isinstance(model, SupportsKVCache):
         return "fp32"
     device = next(model.parameters()).device
-    fast = ops.choose_precision("auto", device)
+    fast = resolve_precision("auto", device)
     if device.type == "cuda":
         return fast
     packs = can_pack(DTYPES[fast])

@@ -18,7 +18,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUERY_BLOCK = 64  # queries per block on a CPU; later keys are skipped
 
 
-def choose_device(wanted: str, key: str) -> torch.device:
+def resolve_device(wanted: str, key: str) -> torch.device:
     """Return the wanted device; auto is the GPU if there is one.
 
     Args:
@@ -34,7 +34,7 @@ def choose_device(wanted: str, key: str) -> torch.device:
     return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
+def resolve_precision(wanted: str, device: torch.device) -> str:
     """Return fp32, bf16 or fp16; auto is bf16 where the device is fast at it."""
     if wanted != "auto":
         return wanted

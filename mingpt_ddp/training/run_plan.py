@@ -32,7 +32,7 @@ from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
-from mingpt_ddp.models.ops import choose_device
+from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.storage.run_dir import run_directory
@@ -175,7 +175,7 @@ def _row(config: Config, ranks: int) -> dict[str, Any]:
 
 def _alone(config: Config) -> Config:
     """Return the configuration of one rank that trains as each of several does."""
-    compiles = should_compile(config, choose_device(config.trainer.device, "trainer.device"))
+    compiles = should_compile(config, resolve_device(config.trainer.device, "trainer.device"))
     ddp = replace(
         config.ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False
     )

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mingpt_ddp.config.components import ModelConfig
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
-from mingpt_ddp.distributed.device import choose_device, devices_of_rank, refuse_shared_gpus
+from mingpt_ddp.distributed.device import devices_of_rank, first_device_of_rank, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
@@ -261,7 +261,7 @@ def test_each_rank_has_its_own_gpus(monkeypatch):
         return [
             str(each)
             for each in devices_of_rank(
-                choose_device(config.trainer, config.ddp, env, count), count
+                first_device_of_rank(config.trainer, config.ddp, env, count), count
             )
         ]
 
