@@ -155,12 +155,10 @@ def test_the_cache_is_where_the_blocks_are(preset, meta):
         name for name, _ in model.named_parameters() if name.startswith("blocks.2.")
     }
     cache = model.new_cache(B, torch.float32)
-    layers = [
-        layer if preset == "gpt_nano" else layer[0] for layer in getattr(cache, "layers", cache)
-    ]
+    layers = cache if preset == "gpt_nano" else [layer.kv for layer in cache.layers]
     assert [layer.keys.device for layer in layers] == [CPU, CPU, META]
     if preset == "modern_nano":
-        assert [layer[1].device for layer in cache.layers] == [CPU, CPU, META]
+        assert [layer.last_1.device for layer in cache.layers] == [CPU, CPU, META]
 
 
 def test_activations_move_at_the_boundaries_only():
