@@ -132,10 +132,10 @@ def device_facts(device: str) -> dict[str, Any]:
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.metrics.meters import measured_matmul_flops
     from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
-    from mingpt_ddp.models.ops import DTYPES, choose_device, choose_precision
+    from mingpt_ddp.models.ops import DTYPES, resolve_device, resolve_precision
 
-    where = choose_device(device, "device")
-    precision = choose_precision("auto", where)
+    where = resolve_device(device, "device")
+    precision = resolve_precision("auto", where)
     name = torch.cuda.get_device_name(where) if device == "cuda" else "CPU"
     found: dict[str, Any] = {"device": name, "memory_gib": round(total_memory([where]) / 2**30, 1)}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "precision": precision}

@@ -148,11 +148,11 @@ def _command(config: CollectivesConfig) -> int:
 def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> int:
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.collective_checks import measure, rounded
-    from mingpt_ddp.distributed.device import choose_device, set_up_device, total_memory
+    from mingpt_ddp.distributed.device import first_device_of_rank, set_up_device, total_memory
     from mingpt_ddp.distributed.process_group import ProcessGroup
 
     ddp = DDPConfig(backend=config.backend, timeout_s=config.timeout_s)
-    device = choose_device(TrainerConfig(device=config.device), ddp, env)
+    device = first_device_of_rank(TrainerConfig(device=config.device), ddp, env)
     set_up_device(device, deterministic=False)
     if device.type == "cpu" and config.backend == "auto":  # not shared memory
         ddp = replace(ddp, backend="gloo")

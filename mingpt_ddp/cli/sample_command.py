@@ -72,21 +72,21 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
-    from mingpt_ddp.inference.decoding import choose_precision, prepare
+    from mingpt_ddp.inference.decoding import decoding_precision, prepare
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
-    from mingpt_ddp.models.ops import choose_device
+    from mingpt_ddp.models.ops import resolve_device
     from mingpt_ddp.snapshots.load_model import load_model
 
     if config.code is not None:
         run_file(Path(config.code), "code")
-    device = choose_device(config.device, "device")
+    device = resolve_device(config.device, "device")
     model, tokenizer = load_model(config.snapshot, config.step)
     sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
     try:
         with attribute_errors_to_user_code():
             model.to(device)
             prepare(
-                model, choose_precision(config.precision, model, config.samples), config.samples
+                model, decoding_precision(config.precision, model, config.samples), config.samples
             )
             texts = generate_text(
                 model,

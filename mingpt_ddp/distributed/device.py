@@ -14,7 +14,7 @@ from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import ops
+from mingpt_ddp.models.ops import resolve_device
 
 # of <malloc.h>
 M_TRIM_THRESHOLD = -1
@@ -23,7 +23,7 @@ MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
 TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 
 
-def choose_device(
+def first_device_of_rank(
     trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1
 ) -> torch.device:
     """Return the first device of this rank, after checking that this machine can run the
@@ -35,7 +35,7 @@ def choose_device(
     Raises:
         ConfigError: this machine or this build of torch lacks a device, backend or option.
     """
-    on_gpu = ops.choose_device(trainer.device, "trainer.device").type == "cuda"
+    on_gpu = resolve_device(trainer.device, "trainer.device").type == "cuda"
     if ddp.backend == "nccl" and not on_gpu:
         raise ConfigError("ddp.backend=nccl needs a GPU and there is none; use ddp.backend=gloo")
     if ddp.backend == "mpi" and not dist.is_mpi_available():

@@ -12,13 +12,18 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.device import choose_device, device_name, devices_of_rank, set_up_device
+from mingpt_ddp.distributed.device import (
+    device_name,
+    devices_of_rank,
+    first_device_of_rank,
+    set_up_device,
+)
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
-from mingpt_ddp.models.ops import DTYPES, choose_precision
+from mingpt_ddp.models.ops import DTYPES, resolve_precision
 
 
 class Runtime:
@@ -33,9 +38,9 @@ class Runtime:
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
         # of the batch
-        self.device = choose_device(config.trainer, config.ddp, env, config.model.devices)
+        self.device = first_device_of_rank(config.trainer, config.ddp, env, config.model.devices)
         self.devices = devices_of_rank(self.device, config.model.devices)  # of the model
-        self.precision = choose_precision(config.trainer.precision, self.device)
+        self.precision = resolve_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = self._new_scaler()
         self.compiles = should_compile(config, self.device)

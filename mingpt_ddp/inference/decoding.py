@@ -1,5 +1,4 @@
-"""Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph per step on a
-GPU.
+"""Prepare a model for fast decoding: packed 16-bit weights on a CPU, a CUDA graph on a GPU.
 
 On a CPU, decoding with a small model is bound by weight bandwidth: 16-bit copies halve the bytes,
 and packed in the layout of the kernel they need no conversion. Everything else stays in fp32, in
@@ -18,30 +17,31 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, ops
-from mingpt_ddp.models.ops import DTYPES
+from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
+from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
 BF16_MIN_BATCH = 8  # sequences; from this batch on bf16 is faster than fp16 on a CPU
 WARMUP_STEPS = 3  # before capture, so that libraries allocate their workspaces
 
 
-def choose_precision(wanted: str, model: nn.Module, batch: int) -> str:
-    """Return fp32, bf16 or fp16; auto is 16 bits if the hardware is fast at it and the model has a
-    KV cache.
+def decoding_precision(wanted: str, model: nn.Module, batch: int) -> str:
+    """Return fp32, bf16 or fp16.
+
+    auto is 16 bits if the hardware is fast at it and the model has a KV cache.
     """
     if wanted != "auto":
         return wanted
     if not isinstance(model, SupportsKVCache):
         return "fp32"
     device = next(model.parameters()).device
-    fast = ops.choose_precision("auto", device)
+    fast = resolve_precision("auto", device)
     if device.type == "cuda":
         return fast
-    packs = can_pack(DTYPES[fast])
-    if can_pack(torch.float16) and (batch < BF16_MIN_BATCH or fast == "fp32" or not packs):
+    packs_bf16 = fast == "bf16" and can_pack(torch.bfloat16)
+    if can_pack(torch.float16) and (batch < BF16_MIN_BATCH or not packs_bf16):
         return "fp16"
-    return fast if packs else "fp32"
+    return "bf16" if packs_bf16 else "fp32"
 
 
 def prepare(model: nn.Module, precision: str, batch: int) -> None:
@@ -75,10 +75,11 @@ def _replace_layers(module: nn.Module, dtype: torch.dtype, batch: int) -> None:
         fast = FAST_LAYERS.get(type(child).forward)
         if fast is None or has_hooks(child):
             _replace_layers(child, dtype, batch)
-        else:
-            child.__class__ = fast
-            vars(module)[name] = child  # bypasses nn.Module.__getattr__
-            vars(module)[name].pack(dtype, batch)
+            continue
+        child.__class__ = fast
+        assert isinstance(child, (FastLinear, FastLayerNorm))
+        child.pack(dtype, batch)
+        vars(module)[name] = child  # found without nn.Module.__getattr__, which is slow
 
 
 # `__call__ = forward` skips nn.Module's hook dispatch, which costs as much per token as some

@@ -23,16 +23,18 @@ class Ensemble(nn.Module):
         total: Tensor | None = None  # of one model's size, however many there are
         for model in self.models:
             log_probabilities = model(x).float().log_softmax(dim=-1)
-            total = (
-                log_probabilities if total is None else torch.logaddexp(total, log_probabilities)
-            )
+            if total is None:
+                total = log_probabilities
+            else:
+                total = torch.logaddexp(total, log_probabilities)
         assert total is not None
         return total - math.log(len(self.models))
 
 
 def why_not_averaged(states: Mapping[str, Any], keys: Iterable[str]) -> str | None:
-    """Return why the models of these snapshots do not predict the same items from the same inputs;
-    None if they do.
+    """Return why the models of these snapshots do not predict the same; None if they do.
+
+    They do if they predict the same items from the same inputs.
 
     Args:
         states: by the name of the snapshot, untrusted.
@@ -46,24 +48,25 @@ def why_not_averaged(states: Mapping[str, Any], keys: Iterable[str]) -> str | No
     reason = None
     for name, state in others:
         try:
-            data = [
-                key
-                for key in keys
-                if key in DATA and state[key]["sha256"] != expected[key]["sha256"]
-            ]
-            differing = [key for key in keys if key not in DATA and state.get(key) != expected[key]]
-            contexts = [each["config"]["data"].get("block_size") for each in (expected, state)]
+            differing = [key for key in keys if _differs(key, state, expected)]
+            context = state["config"]["data"].get("block_size")
+            expected_context = expected["config"]["data"].get("block_size")
         except (LookupError, TypeError, AttributeError) as error:
             raise SnapshotError(f"the snapshot of {name} has an invalid state") from error
-        if data:
+        if any(key in DATA for key in differing):
             raise SnapshotError(
                 f"{name} has other data than {first}; measure it alone, or all on a text: "
                 "data.path=..."
             )
-        differing += ["block_size"] if contexts[0] != contexts[1] else []
+        if context != expected_context:
+            differing.append("block_size")
         if differing and reason is None:
-            reason = (
-                f"{name} cannot be averaged with {first}: it has another "
-                f"{' and another '.join(differing)}"
-            )
+            differences = " and another ".join(differing)
+            reason = f"{name} cannot be averaged with {first}: it has another {differences}"
     return reason
+
+
+def _differs(key: str, state: Any, expected: Any) -> bool:
+    if key in DATA:
+        return bool(state[key]["sha256"] != expected[key]["sha256"])
+    return bool(state.get(key) != expected[key])

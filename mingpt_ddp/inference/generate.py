@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,7 @@ class SamplingParams:
 
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_k: int | None = None  # sample from the k likeliest tokens
-    # from the likeliest that sum to this probability (Holtzman et al. 2020, 1904.09751)
-    top_p: float | None = None
+    top_p: float | None = None  # from the likeliest that sum to it (Holtzman 2020, 1904.09751)
 
 
 @torch.inference_mode()
@@ -47,26 +47,24 @@ def generate(
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.
     """
-    block_size: int = vars(model)["block_size"]
+    block_size = cast(int, model.block_size)
     window = tokens[:, -block_size:]
     prefill = True
     with eval_mode(model):
-        session = DecodeSession(
-            model, len(tokens), min(block_size, tokens.shape[1] + max_new_tokens)
-        )
+        positions = min(block_size, tokens.shape[1] + max_new_tokens)
+        session = DecodeSession(model, len(tokens), positions)
         for _ in range(max_new_tokens):
             new = sample_token(session.logits(window, prefill), sampling, rng)
             yield new
             prefill = window.shape[1] == block_size
-            if prefill:  # keep half of the tokens, the new one included
-                window = window[:, block_size + 1 - max(1, block_size // 2) :]
+            if prefill:
+                kept = max(1, block_size // 2)  # tokens, the new one included
+                window = window[:, block_size + 1 - kept :]
             window = torch.cat([window, new[:, None]], dim=1)
 
 
 class DecodeSession:
-    """Logits after a growing window, with a KV cache and a CUDA graph if the model supports
-    them.
-    """
+    """Logits after a growing window, with a KV cache and a CUDA graph if the model has them."""
 
     def __init__(self, model: nn.Module, batch: int, positions: int) -> None:
         """
@@ -75,19 +73,17 @@ class DecodeSession:
         """
         self.model = model
         self.graph = None
-        if isinstance(model, SupportsKVCache):
-            weight = next(model.parameters())
-            # The block_size of an untrusted snapshot may be any number.
-            vars(sized := copy.copy(model))["block_size"] = positions
-            self.cache = sized.new_cache(batch, weight.dtype)
-            # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
-            captures = (
-                weight.is_cuda
-                and not is_split(model)
-                and not torch.are_deterministic_algorithms_enabled()
-            )
-            if captures and isinstance(model, SupportsCUDAGraphDecode):
-                self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
+        if not isinstance(model, SupportsKVCache):
+            return
+        weight = next(model.parameters())
+        sized: Any = copy.copy(model)
+        sized.block_size = positions  # that of an untrusted snapshot may be any number
+        self.cache = sized.new_cache(batch, weight.dtype)
+        if not isinstance(model, SupportsCUDAGraphDecode) or not weight.is_cuda or is_split(model):
+            return
+        # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
+        if not torch.are_deterministic_algorithms_enabled():
+            self.graph = CUDAGraphDecodeStep(model, self.cache, batch, weight.device)
 
     def logits(self, window: Tensor, prefill: bool) -> Tensor:
         """Return the logits (B, V) after a window (B, T), valid until the next call.
@@ -110,22 +106,24 @@ def sample_token(
     logits: Tensor, sampling: SamplingParams, rng: torch.Generator | None = None
 ) -> Tensor:
     """Sample one token per row of the logits (B, V); returns (B,)."""
-    temperature = sampling.temperature
     top_k = sampling.top_k
     top_p = sampling.top_p
-    if temperature == 0:
+    if sampling.temperature == 0:
         return logits.argmax(dim=-1)
     logits = logits.float()
-    # at most 0: no overflow
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, MIN_TEMPERATURE)
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # at most 0: the division cannot overflow
+    logits = logits / max(sampling.temperature, MIN_TEMPERATURE)
     if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if top_p is not None and top_p < 1:
         ranked, order = logits.softmax(dim=-1).sort(dim=-1, descending=True)
-        excluded = ranked.cumsum(dim=-1) - ranked >= top_p  # likelier tokens already reach top_p
-        logits = logits.masked_fill(excluded.scatter(-1, order, excluded), -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=rng)[:, 0]
+        likelier = ranked.cumsum(dim=-1) - ranked  # probability of the tokens before each
+        excluded = likelier >= top_p
+        excluded = excluded.scatter(-1, order, excluded)  # by token again
+        logits = logits.masked_fill(excluded, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    return torch.multinomial(probabilities, 1, generator=rng)[:, 0]
 
 
 def generate_text(

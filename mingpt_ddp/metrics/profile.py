@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.device import peak_memory
+from mingpt_ddp.distributed.phases import FETCH
 from mingpt_ddp.distributed.process_group import WAITING
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.ddp import ALL_REDUCE
@@ -26,7 +27,6 @@ log = logging.getLogger(__name__)
 
 Pause: TypeAlias = Callable[[float], None]
 STEP = "training step "  # begins the name of the event of a step
-FETCH = "fetch the batch"  # name of the events of a data wait
 COMMUNICATION = re.compile(rf"nccl|gloo:|mpi:|c10d::|record_param_comms|{ALL_REDUCE}|{WAITING}")
 TOP = 10  # operators in the summary
 LONGEST = 44  # characters of an operator's name

@@ -1,5 +1,4 @@
-"""Architectures, selected by `model.architecture`, and the protocols that the rest of the package
-relies on.
+"""Architectures, selected by `model.architecture`, and the protocols that others rely on.
 
 Shapes: B sequences, T tokens, T <= block_size (the context length), V = vocab_size.
 """
@@ -52,27 +51,25 @@ class SupportsKVCache(Protocol):
         """Allocate a cache for `batch` sequences."""
 
     def decode(self, tokens: Tensor, cache: Any, start: int) -> Tensor:
-        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start`
-        cached tokens.
+        """Return the logits (B, V) after the last of the new `tokens` (B, T).
 
-        Ignore cache entries from `start` on; start = 0 begins another text.
+        They follow `start` cached tokens. Ignore cache entries from `start` on; start = 0 begins
+        another text.
         """
 
 
 @runtime_checkable
 class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
-    """Optional: on a GPU, sampling captures `step` in a CUDA graph and replays it for each new
-    token.
+    """Optional: on a GPU, sampling captures `step` in a CUDA graph, replayed for each token.
 
     Build it from `mingpt_ddp.models.kv_cache`.
     """
 
     def step(self, tokens: Tensor, cache: Any, position: Tensor) -> Tensor:
-        """Return the logits (B, V) after one new token per sequence: `decode(tokens[:, None],
-        cache, int(position))`.
+        """Return the logits (B, V) after one new token per sequence.
 
-        Shapes and operations must not depend on the value of `position`, and the host must not read
-        it.
+        They are those of `decode(tokens[:, None], cache, int(position))`. Shapes and operations
+        must not depend on the value of `position`, and the host must not read it.
 
         Args:
             tokens: (B,)
@@ -85,9 +82,7 @@ class SupportsFlopsCount(Protocol):
     """Optional: MFU is logged."""
 
     def flops_per_token(self) -> float:
-        """Count the floating-point operations of a forward and backward pass, per token of a full
-        context.
-        """
+        """Count the operations of a forward and backward pass, per token of a full context."""
 
 
 def flops_per_token(model: nn.Module) -> float | None:
@@ -122,13 +117,14 @@ def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]
         raise ConfigError(
             f"model.architecture={config.architecture} needs task.name=language_model"
         )
-    model = BUILDERS["model"][config.architecture](config, outputs, inputs)
+    build = BUILDERS["model"][config.architecture]
+    model = build(config, outputs, inputs)
     if not isinstance(model, nn.Module):
         raise CodeError(
             f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}"
         )
-    if isinstance(inputs, int):
-        vars(model).setdefault("block_size", inputs)
+    if isinstance(inputs, int) and not hasattr(model, "block_size"):
+        model.block_size = inputs  # type: ignore[assignment]  # torch's stub: tensors, modules
     return model
 
 
@@ -149,8 +145,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def apply_activation_checkpointing(model: nn.Module) -> None:
-    """Save only the input of each of `model.blocks` for backward, which recomputes the other
-    activations.
+    """Save only the input of each of `model.blocks`; backward recomputes other activations.
 
     The RNG state is preserved, so dropout masks and gradients are bit-identical. Parameter names
     and passes without gradients do not change.
@@ -163,9 +158,8 @@ def apply_activation_checkpointing(model: nn.Module) -> None:
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList):
         raise ConfigError(
-            "trainer.activation_checkpointing=true needs a model with blocks, an "
-            "nn.ModuleList, and "
-            f"{type(model).__name__} has none; set it to false"
+            "trainer.activation_checkpointing=true needs a model with blocks, an nn.ModuleList, "
+            f"and {type(model).__name__} has none; set it to false"
         )
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

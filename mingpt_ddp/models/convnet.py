@@ -1,5 +1,4 @@
-"""A small convolutional network for images: two convolutions with batch normalization and pooling,
-one linear layer.
+"""A small convolutional network for images: two convolutional stages and a linear layer.
 
 GELU and means instead of ReLU and maxima: those turn a rounding difference of 1e-8 between world
 sizes into another gradient, and the losses drift apart.
@@ -34,20 +33,26 @@ class ConvNet(nn.Module):
         C, H, W = inputs
         n = config.channels
         self.layers = nn.Sequential(
-            *self._stage(C, n),
-            *self._stage(n, 2 * n),
+            *self._stage(C, n),  # (B, n, H/2, W/2)
+            *self._stage(n, 2 * n),  # (B, 2n, H/4, W/4)
             nn.Flatten(),
             nn.Dropout(config.dropout),
         )
-        self.head = nn.Linear(2 * n * (H // 4) * (W // 4), outputs)
+        features = 2 * n * (H // 4) * (W // 4)
+        self.head = nn.Linear(features, outputs)
 
     @staticmethod
     def _stage(inputs: int, outputs: int) -> list[nn.Module]:
-        """Halve height and width."""
-        convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
-        return [convolution, nn.BatchNorm2d(outputs), nn.GELU(), nn.AvgPool2d(2)]
+        """Return the layers of a stage, which halves height and width."""
+        return [
+            nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.GELU(),
+            nn.AvgPool2d(2),
+        ]
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits (B, classes) of images (B, C, H, W)."""
-        logits: Tensor = self.head(self.layers(images))
+        features = self.layers(images)
+        logits: Tensor = self.head(features)
         return logits

@@ -1,8 +1,8 @@
 """GPT-2: a pre-norm decoder with learned positions and tied embedding and head.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its released
-code.
+
+Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and its code.
 """
 
 import math
@@ -22,19 +22,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        # tensor parallelism: the heads of this rank
-        self.n_head = config.n_head
-        self.dropout = config.dropout
+        self.n_head = config.n_head  # tensor parallelism lowers it to the heads of this rank
         self.head_size = config.n_embd // config.n_head
+        self.dropout = config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         B, T, _ = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, self.head_size)
+        qkv = self.qkv(x)  # (B, T, 3C)
+        qkv = qkv.view(B, T, 3, self.n_head, self.head_size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
-        y = attend(q, k, v, self.dropout if self.training else 0.0, cache, start)
-        y = self.proj(y.transpose(1, 2).flatten(2))
+
+        weight_dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, weight_dropout, cache, start)  # (B, H, T, D)
+        y = y.transpose(1, 2).flatten(2)  # (B, T, C): the heads side by side
+
+        y = self.proj(y)
         return dropout(y, self.dropout, self.training)
 
 
@@ -44,7 +48,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.approximate = {"gelu_tanh": "tanh", "gelu": "none"}[config.activation]
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
         self.norm_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attention = Attention(config)
         self.norm_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -53,8 +57,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         x = x + self.attention(self.norm_1(x), cache, start)
-        hidden = F.gelu(self.up(self.norm_2(x)), approximate=self.approximate)  # (B, T, 4C)
-        return x + dropout(self.down(hidden), self.dropout, self.training)
+
+        y = self.up(self.norm_2(x))  # (B, T, 4C)
+        y = F.gelu(y, approximate=self.approximate)
+        y = self.down(y)  # (B, T, C)
+        return x + dropout(y, self.dropout, self.training)
 
 
 class GPT(nn.Module):
@@ -64,26 +71,27 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.block_size = block_size
-        # tied: also the head's weight
-        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)
+        self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # also the head's weight
         self.position_embedding = nn.Embedding(block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw from N(0, 0.02); scale layers that write to the residual stream by 1 / sqrt(2
-        n_layer).
+        """Draw weights from N(0, 0.02); smaller ones where a layer writes to the residual stream.
+
+        `apply` visits a module after its children, so proj and down are drawn twice.
         """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-        residual = {Attention: "proj", Block: "down"}.get(type(module))
-        if residual:
-            nn.init.normal_(
-                getattr(module, residual).weight, std=0.02 / math.sqrt(2 * self.config.n_layer)
-            )
+
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        if isinstance(module, Attention):
+            nn.init.normal_(module.proj.weight, std=residual_std)
+        if isinstance(module, Block):
+            nn.init.normal_(module.down.weight, std=residual_std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits, or the loss if targets are given.
@@ -95,8 +103,11 @@ class GPT(nn.Module):
         Returns:
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
         """
-        logits = F.linear(self._hidden(tokens), self.token_embedding.weight)
-        return logits if targets is None else cross_entropy(logits, targets)
+        x = self._hidden(tokens)
+        logits = F.linear(x, self.token_embedding.weight)
+        if targets is None:
+            return logits
+        return cross_entropy(logits, targets)
 
     def _hidden(
         self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0
@@ -105,41 +116,47 @@ class GPT(nn.Module):
         T = tokens.shape[1]
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
-        # (B, T, C)
-        x = self.token_embedding(tokens) + select_positions(
-            self.position_embedding.weight, start, T
-        )
-        x = dropout(x, self.config.dropout, self.training)
+
+        token_vectors = self.token_embedding(tokens)  # (B, T, C)
+        position_vectors = select_positions(self.position_embedding.weight, start, T)  # (T, C)
+        x = dropout(token_vectors + position_vectors, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, cache[i] if cache else None, start)
         return self.norm(x)
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> list[KVCache]:
         """Allocate a KV cache for `batch` sequences, one entry per block."""
-        c = self.config
-        heads = vars(self.blocks[0].attention)["n_head"]
-        shape = (batch, heads, self.block_size, c.n_embd // c.n_head)
-        return [KVCache(shape, dtype, device_of(block)) for block in self.blocks]
+        cache = []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            attention = block.attention
+            shape = (batch, attention.n_head, self.block_size, attention.head_size)
+            cache.append(KVCache(shape, dtype, device_of(block)))
+        return cache
 
     def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
-        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start`
-        cached positions.
+        """Return the logits (B, V) after the last of the new `tokens` (B, T).
+
+        They follow `start` cached positions.
         """
-        return F.linear(self._hidden(tokens, cache, start)[:, -1], self.token_embedding.weight)
+        x = self._hidden(tokens, cache, start)
+        return F.linear(x[:, -1], self.token_embedding.weight)
 
     def step(self, tokens: Tensor, cache: list[KVCache], position: Tensor) -> Tensor:
-        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the
-        device.
+        """Decode one new token per sequence (B,).
+
+        Args:
+            position: number of cached tokens, a tensor of shape () on the device.
         """
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
-        """Count the floating-point operations of a forward and backward pass per token: 6 N + 12 L
-        C T.
+        """Count the operations of a forward and backward pass per token: 6 N + 12 L C T.
 
         N counts every weight used in a product, including the tied head. Source: Chowdhery et al.
         2022, "PaLM" (arXiv:2204.02311), appendix B, with full attention, the convention for MFU.
         """
-        c = self.config
-        n = sum(p.numel() for p in self.parameters()) - self.position_embedding.weight.numel()
-        return 6 * n + 12 * c.n_layer * c.n_embd * self.block_size
+        n = sum(parameter.numel() for parameter in self.parameters())
+        n -= self.position_embedding.weight.numel()
+        attention = 12 * self.config.n_layer * self.config.n_embd * self.block_size
+        return 6 * n + attention

@@ -45,26 +45,30 @@ def attend(
     """
     if cache is None:
         return causal_attention(q, k, v, dropout)
+    if isinstance(start, Tensor):
+        return _attend_at(q, k, v, cache, start)
+
     T = q.shape[2]
-    if isinstance(start, Tensor):  # shapes and operations must not depend on the value of `start`
-        index = start.view(1)
-        cache.keys.index_copy_(2, index, k)
-        cache.values.index_copy_(2, index, v)
-        visible = torch.arange(cache.keys.shape[2], device=q.device) <= index  # (block_size,)
-        return F.scaled_dot_product_attention(
-            q, cache.keys, cache.values, attn_mask=visible.expand(T, -1)
-        )
+    stop = start + T
     cache.keys.narrow(2, start, T).copy_(k)
     cache.values.narrow(2, start, T).copy_(v)
-    return causal_attention(
-        q, cache.keys.narrow(2, 0, start + T), cache.values.narrow(2, 0, start + T)
-    )
+    keys = cache.keys.narrow(2, 0, stop)  # (B, H, stop, D)
+    values = cache.values.narrow(2, 0, stop)
+    return causal_attention(q, keys, values)
+
+
+def _attend_at(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, start: Tensor) -> Tensor:
+    """Attend from one new position, in operations that do not depend on the value of `start`."""
+    index = start.view(1)
+    cache.keys.index_copy_(2, index, k)
+    cache.values.index_copy_(2, index, v)
+    positions = torch.arange(cache.keys.shape[2], device=q.device)
+    is_visible = (positions <= index).expand(q.shape[2], -1)  # (T, block_size)
+    return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=is_visible)
 
 
 def select_positions(table: Tensor, start: CachePosition, T: int) -> Tensor:
-    """Return the rows (T, ...) of `table` (block_size, ...) for the positions from `start` on; T is
-    1 for a tensor.
-    """
-    return (
-        table[start : start + T] if isinstance(start, int) else table.index_select(0, start.view(1))
-    )
+    """Return T rows of `table` (block_size, ...) from `start` on; T is 1 if `start` is a tensor."""
+    if isinstance(start, Tensor):
+        return table.index_select(0, start.view(1))
+    return table[start : start + T]

@@ -1,11 +1,12 @@
 """A modern decoder: changes since GPT-2 that make small models learn faster, each with its source.
 
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
+
 Combined as in Jordan et al. 2024, "modded-nanogpt", and Karpathy 2025, "nanochat". There are no
 biases, and norms have no gains.
 """
 
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,36 @@ from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_po
 from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
 from mingpt_ddp.models.placement import device_of
 
-# KV cache, last inputs (B, 1, C) of both smears
-LayerCache: TypeAlias = tuple[KVCache, Tensor, Tensor]
+
+@dataclass
+class LayerCache:
+    """Decoding state of one block."""
+
+    kv: KVCache
+    last_1: Tensor  # (B, 1, C) the newest input of `smear_1`
+    last_2: Tensor  # (B, 1, C) the newest input of `smear_2`
+
+
+@dataclass
+class Cache:
+    """Decoding state of the tokens so far."""
+
+    layers: list[LayerCache]  # by block
+    last: Tensor  # (B, 1, C) embedding of the newest token, for the first smear
+    rotary: Tensor  # `rotary_table` of all positions
+
+
+class FusedLinear(nn.Linear):
+    """A linear layer without bias whose weight is several matrices, concatenated by rows."""
+
+    def __init__(self, inputs: int, outputs: int, parts: int) -> None:
+        """
+        Args:
+            outputs: rows of each matrix.
+            parts: number of matrices; Muon orthogonalizes each by itself.
+        """
+        super().__init__(inputs, parts * outputs, bias=False)
+        self.parts = parts
 
 
 class Smear(nn.Module):
@@ -37,19 +66,24 @@ class Smear(nn.Module):
             last: (B, 1, C) the vector before x, ignored if `start` is 0; overwritten with the last
                 vector of x.
         """
-        if last is None or (isinstance(start, int) and start == 0):
-            before = F.pad(x[:, :-1], (0, 0, 1, 0))
+        is_first = isinstance(start, int) and start == 0
+        if last is None or is_first:
+            previous = F.pad(x[:, :-1], (0, 0, 1, 0))  # zeros before the first token
+        elif x.shape[1] == 1:
+            previous = last
         else:
-            before = last if x.shape[1] == 1 else torch.cat([last, x[:, :-1]], dim=1)
-        y = torch.addcmul(x, before, self.share.to(x.dtype))
+            previous = torch.cat([last, x[:, :-1]], dim=1)
+
+        y = torch.addcmul(x, previous, self.share.to(x.dtype))
         if last is not None:
             last.copy_(x[:, -1:])
         return y
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, normalized queries and keys, and the first
-    block's values added.
+    """Causal self-attention with rotary positions, normalized queries and keys, mixed values.
+
+    Each block adds the values of the first block to its own, by a learned fraction.
 
     Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Henry et al. 2020, "Query-Key
     Normalization" (arXiv:2010.04245); Zhou et al. 2024, "Value Residual Learning"
@@ -60,8 +94,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head = config.n_head
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
-        vars(self.qkv)["parts"] = 3  # Muon orthogonalizes the three matrices separately
+        self.qkv = FusedLinear(config.n_embd, config.n_embd, parts=3)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.value_mix = nn.Parameter(torch.empty(config.n_embd))
 
@@ -83,25 +116,38 @@ class Attention(nn.Module):
             (B, T, C) for the residual stream, and the values of the first block.
         """
         B, T, C = x.shape
-        qkv = self.qkv(x).view(B, T, 3, self.n_head, C // self.n_head)
+        qkv = self.qkv(x)  # (B, T, 3C)
+        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head)
         qk, v = qkv.split([2, 1], dim=2)
-        q, k = rotate(rms_norm(qk), rotary).permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
-        v = v[:, :, 0].transpose(1, 2)
-        v1 = v if v1 is None else v1
-        v = torch.addcmul(v, self.value_mix.view(self.n_head, 1, -1).to(v.dtype), v1)
-        y = attend(q, k, v, self.dropout if self.training else 0.0, cache, start)
-        return self.proj(y.transpose(1, 2).reshape(B, T, C)), v1
+
+        qk = rotate(rms_norm(qk), rotary)  # (B, T, 2, H, D)
+        q, k = qk.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
+
+        v = v[:, :, 0].transpose(1, 2)  # (B, H, T, D)
+        if v1 is None:
+            v1 = v
+        value_mix = self.value_mix.view(self.n_head, 1, -1)  # (H, 1, D)
+        v = torch.addcmul(v, value_mix.to(v.dtype), v1)
+
+        weight_dropout = self.dropout if self.training else 0.0
+        y = attend(q, k, v, weight_dropout, cache, start)  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.proj(y), v1
 
 
 def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return (T, 2, 1, 1, D): the cosine of each position's angles, and the sine with the signs
-    that `rotate` needs.
+    """Return (T, 2, 1, 1, D): the cosine and the sine of each position's angles.
+
+    The sine has the signs that `rotate` needs.
     """
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=device) / D)
-    angles = torch.outer(torch.arange(T, device=device), frequencies)  # (T, D / 2)
+    positions = torch.arange(T, device=device)
+    angles = torch.outer(positions, frequencies)  # (T, D / 2)
     cos = angles.cos()
     sin = angles.sin()
-    table = torch.stack([torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)], dim=1)
+    cos = torch.cat([cos, cos], dim=-1)  # (T, D)
+    sin = torch.cat([-sin, sin], dim=-1)
+    table = torch.stack([cos, sin], dim=1)
     return table[:, :, None, None].to(dtype)
 
 
@@ -112,8 +158,9 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
         x: (B, T, 2, H, D)
         rotary: (T, 2, 1, 1, D) rows of `rotary_table`.
     """
-    cos, sin = rotary.unbind(1)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 class Block(nn.Module):
@@ -122,8 +169,7 @@ class Block(nn.Module):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        # fraction of the embedding x0 that is added
-        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))
+        self.stream_mix = nn.Parameter(torch.empty(config.n_embd))  # fraction of x0 to add
         self.smear_1 = Smear(config.n_embd)
         self.smear_2 = Smear(config.n_embd)
         self.attention = Attention(config)
@@ -139,22 +185,27 @@ class Block(nn.Module):
         cache: LayerCache | None,
         start: CachePosition,
     ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: (B, T, C) the residual stream.
+            x0: (B, T, C) its first value, the embedding.
+            rotary: (T, 2, 1, 1, D), see `rotate`.
+            v1: (B, H, T, D) the values of the first block; None in that block.
+
+        Returns:
+            The residual stream, and the values of the first block.
+        """
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
-        kv_cache, last_1, last_2 = cache or (None, None, None)
-        y, v1 = self.attention(
-            self.smear_1(rms_norm(x), last_1, start), rotary, v1, kv_cache, start
-        )
+
+        y = self.smear_1(rms_norm(x), cache.last_1 if cache else None, start)
+        y, v1 = self.attention(y, rotary, v1, cache.kv if cache else None, start)
         x = x + dropout(y, self.dropout, self.training)
-        y = self.down(relu_squared(self.up(self.smear_2(rms_norm(x), last_2, start))))
-        return x + dropout(y, self.dropout, self.training), v1
 
-
-class Cache(NamedTuple):
-    """Decoding state of the tokens so far."""
-
-    layers: list[LayerCache]  # by block
-    last: Tensor  # (B, 1, C) embedding of the newest token, for the smear
-    rotary: Tensor  # `rotary_table` of all positions
+        y = self.smear_2(rms_norm(x), cache.last_2 if cache else None, start)
+        y = self.up(y)  # (B, T, 4C)
+        y = self.down(relu_squared(y))  # (B, T, C)
+        x = x + dropout(y, self.dropout, self.training)
+        return x, v1
 
 
 class Modern(nn.Module):
@@ -172,9 +223,7 @@ class Modern(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Zero all layers that write to the residual stream, so that each block starts as the
-        identity.
-        """
+        """Zero all layers that write to the residual stream: each block starts as the identity."""
         nn.init.normal_(self.token_embedding.weight)
         bound = (3 / self.config.n_embd) ** 0.5  # uniform with standard deviation 1 / sqrt(C)
         for name, parameter in self.named_parameters():
@@ -195,24 +244,31 @@ class Modern(nn.Module):
         Returns:
             Logits (B, T, V), or the mean cross-entropy in nats per token, a scalar.
         """
-        logits = self.head(self._hidden(tokens))
-        return logits if targets is None else cross_entropy(logits, targets)
+        x = self._hidden(tokens)
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return cross_entropy(logits, targets)
 
     def _hidden(
         self, tokens: Tensor, cache: Cache | None = None, start: CachePosition = 0
     ) -> Tensor:
         """Return (B, T, C), the normalized output of the last block."""
         T = tokens.shape[1]
-        D = self.config.n_embd // self.config.n_head
         if isinstance(start, int) and start + T > self.block_size:
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
-        x = rms_norm(self.token_embedding(tokens).to(compute_dtype(self.head.weight)))
-        x = x0 = self.smear(x, cache.last if cache else None, start)
-        rotary = (
-            rotary_table(T, D, x.device, x.dtype)
-            if cache is None
-            else select_positions(cache.rotary, start, T)
-        )
+
+        x = self.token_embedding(tokens)  # (B, T, C)
+        x = rms_norm(x.to(compute_dtype(self.head.weight)))
+        x0 = self.smear(x, cache.last if cache else None, start)
+
+        if cache is None:
+            head_size = self.config.n_embd // self.config.n_head
+            rotary = rotary_table(T, head_size, x.device, x.dtype)
+        else:
+            rotary = select_positions(cache.rotary, start, T)
+
+        x = x0
         v1 = None
         for i, block in enumerate(self.blocks):
             x, v1 = block(x, x0, rotary, v1, cache.layers[i] if cache else None, start)
@@ -220,33 +276,41 @@ class Modern(nn.Module):
 
     def new_cache(self, batch: int, dtype: torch.dtype) -> Cache:
         """Allocate a cache for `batch` sequences."""
-        c = self.config
+        C = self.config.n_embd
+        D = C // self.config.n_head
+        kv_shape = (batch, self.config.n_head, self.block_size, D)
         device = self.head.weight.device
-        shape = (batch, c.n_head, self.block_size, c.n_embd // c.n_head)
-        last = torch.zeros(batch, 1, c.n_embd, dtype=dtype, device=device)
-        devices = [device_of(block) for block in self.blocks]
-        layers = [
-            (KVCache(shape, dtype, each), last.to(each, copy=True), last.to(each, copy=True))
-            for each in devices
-        ]
-        return Cache(layers, last, rotary_table(self.block_size, shape[-1], device, dtype))
+
+        def new_last(device: torch.device) -> Tensor:
+            return torch.zeros(batch, 1, C, dtype=dtype, device=device)
+
+        layers = []
+        for block in self.blocks:
+            where = device_of(block)
+            kv = KVCache(kv_shape, dtype, where)
+            layers.append(LayerCache(kv, new_last(where), new_last(where)))
+        rotary = rotary_table(self.block_size, D, device, dtype)
+        return Cache(layers, new_last(device), rotary)
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
-        """Return the logits (B, V) after the last of the new `tokens` (B, T), which follow `start`
-        cached positions.
+        """Return the logits (B, V) after the last of the new `tokens` (B, T).
+
+        They follow `start` cached positions.
         """
-        return self.head(self._hidden(tokens, cache, start)[:, -1])
+        x = self._hidden(tokens, cache, start)
+        return self.head(x[:, -1])
 
     def step(self, tokens: Tensor, cache: Cache, position: Tensor) -> Tensor:
-        """Decode one new token per sequence (B,) at `position`, a tensor of shape () on the
-        device.
+        """Decode one new token per sequence (B,).
+
+        Args:
+            position: number of cached tokens, a tensor of shape () on the device.
         """
         return self.decode(tokens[:, None], cache, position)
 
     def flops_per_token(self) -> int:
-        """Count the floating-point operations of a forward and backward pass per token, as GPT
-        does: 6 N + 12 L C T.
-        """
+        """Count the operations of a forward and backward pass per token, as GPT does."""
         c = self.config
         n = 12 * c.n_layer * c.n_embd**2 + self.head.weight.numel()
-        return 6 * n + 12 * c.n_layer * c.n_embd * self.block_size
+        attention = 12 * c.n_layer * c.n_embd * self.block_size
+        return 6 * n + attention

@@ -1,5 +1,4 @@
-"""Operations with a faster implementation per device: causal attention, RMSNorm, squared ReLU;
-device and precision.
+"""Operations with a faster implementation per device, and the choice of device and precision.
 
 Shapes: B sequences, H heads, T queries, S >= T keys, D = head size.
 """
@@ -18,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUERY_BLOCK = 64  # queries per block on a CPU; later keys are skipped
 
 
-def choose_device(wanted: str, key: str) -> torch.device:
+def resolve_device(wanted: str, key: str) -> torch.device:
     """Return the wanted device; auto is the GPU if there is one.
 
     Args:
@@ -31,26 +30,28 @@ def choose_device(wanted: str, key: str) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if wanted == "cuda" and not has_gpu:
         raise ConfigError(f"{key}=cuda, but torch sees no GPU here; use {key}=cpu")
-    return torch.device("cuda" if has_gpu and wanted != "cpu" else "cpu")
+    if wanted == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda")
 
 
-def choose_precision(wanted: str, device: torch.device) -> str:
+def resolve_precision(wanted: str, device: torch.device) -> str:
     """Return fp32, bf16 or fp16; auto is bf16 where the device is fast at it."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if torch_internals.cpu_is_fast_at_bf16() else "fp32"
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_fast = torch_internals.cpu_is_fast_at_bf16()
+    return "bf16" if is_fast else "fp32"
 
 
 def compute_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype of products with this parameter: that of autocast, else that of the
-    parameter.
-    """
+    """Return the dtype of products with this parameter: autocast's, else its own."""
     device = parameter.device.type
-    return (
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else parameter.dtype
-    )
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return parameter.dtype
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -66,35 +67,36 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     Returns:
         (B, H, T, D)
     """
-    T = q.shape[2]
-    S = k.shape[2]
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return _blockwise_attention(q, k, v, dropout)
+    T = q.shape[2]
+    S = k.shape[2]
     if T == S or T == 1:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
-    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    is_visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, dropout_p=dropout)
 
 
 def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attend with one pair of matrix products per block of queries, up to its last key."""
     B, H, T, D = q.shape
-    cached = k.shape[2] - T
+    cached = k.shape[2] - T  # keys before the first query
     q = q.reshape(B * H, T, D)
     k = k.reshape(B * H, -1, D)
     v = v.reshape(B * H, -1, D)
-    blocks = []
+    scale = 1 / math.sqrt(D)
+    outputs = []
     for start in range(0, T, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, T)
         S = cached + stop
-        mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype).triu(
-            diagonal=cached + start + 1
-        )
-        scores = torch.baddbmm(
-            mask, q[:, start:stop], k[:, :S].transpose(1, 2), alpha=1 / math.sqrt(D)
-        )
-        weights = F.dropout(scores.softmax(dim=-1), dropout, dropout > 0)
-        blocks.append(torch.bmm(weights, v[:, :S]))
-    y = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
+        mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype)
+        mask = mask.triu(diagonal=cached + start + 1)  # 0 up to each query's own position
+        keys = k[:, :S].transpose(1, 2)
+        scores = torch.baddbmm(mask, q[:, start:stop], keys, alpha=scale)  # (BH, stop - start, S)
+        weights = scores.softmax(dim=-1)
+        weights = F.dropout(weights, dropout, dropout > 0)
+        outputs.append(torch.bmm(weights, v[:, :S]))
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return y.view(B, H, T, D)
 
 
@@ -104,14 +106,18 @@ def rms_norm(x: Tensor) -> Tensor:
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467),
     without gain.
     """
-    if x.device.type == "cpu":
-        return _RMSNorm.apply(x) if torch.is_grad_enabled() else x * _inverse_rms(x)
-    return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
+    if x.device.type != "cpu":
+        return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
+    if torch.is_grad_enabled():
+        return _RMSNorm.apply(x)
+    return x * _inverse_rms(x)
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
+    """Return sqrt(D) / norm of each vector of x (..., D), as (..., 1)."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return norm.clamp_min_(1e-6).reciprocal_().mul_(math.sqrt(x.shape[-1])).to(x.dtype)
+    inverse = norm.clamp_min_(1e-6).reciprocal_()
+    return inverse.mul_(math.sqrt(x.shape[-1])).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -136,21 +142,23 @@ class _RMSNorm(torch.autograd.Function):
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross-entropy, in fp32, of logits (B, T, V) and targets (B, T)."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), label_smoothing=label_smoothing
-    )
+    logits = logits.flatten(0, 1).float()  # (BT, V)
+    return F.cross_entropy(logits, targets.flatten(), label_smoothing=label_smoothing)
 
 
 def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
     """Apply F.dropout; return x itself, without a call, if it is a no-op."""
-    return F.dropout(x, probability) if training and probability > 0 else x
+    if training and probability > 0:
+        return F.dropout(x, probability)
+    return x
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
     if x.device.type == "cpu" and torch.is_grad_enabled():
         return _ReLUSquared.apply(x)
-    return (y := F.relu(x)) * y  # CUDA's autocast squares in fp32
+    y = F.relu(x)
+    return y * y  # a power, CUDA's autocast would compute in fp32
 
 
 class _ReLUSquared(torch.autograd.Function):

@@ -1,9 +1,9 @@
-"""Split a model over several devices of one rank: its blocks in equal runs, everything else on the
-first device.
+"""Split a model over several devices of one rank: its blocks in equal runs.
 
-The embedding, the final norm, the head and the loss stay where the batch is: a head that is tied to
-the embedding needs no second copy, and the model's own code does not change. Hooks move what a
-block takes to its device, and what the last block returns back to the first device.
+Everything else stays on the first device, where the batch is: the embedding, the final norm, the
+head and the loss. So a head that is tied to the embedding needs no second copy, and the model's own
+code does not change. Hooks move what a block takes to its device, and what the last block returns
+back to the first device.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,35 +34,37 @@ def split_blocks(
     if len(devices) == 1:
         return model.to(devices[0])
     blocks = blocks_of(model, len(devices))
-    # of the device of each block
-    indices = [i * len(devices) // len(blocks) for i in range(len(blocks))]
-    owners = {
-        module: index
-        for block, index in zip(blocks, indices, strict=True)
-        for module in block.modules()
-    }
-    seen: dict[Tensor, int] = {}
-    for module in model.modules():
-        index = owners.get(module, 0)
-        if any(
-            seen.setdefault(tensor, index) != index for tensor in module.parameters(recurse=False)
-        ):
-            raise ConfigError(
-                f"model.devices={len(devices)}: {type(model).__name__} shares a parameter "
-                "between two devices; "
-                "set it to 1"
-            )
-        move_tensors(module, devices[index])
-    previous = 0
+    indices = [i * len(devices) // len(blocks) for i in range(len(blocks))]  # of blocks' devices
+
+    index_of_module: dict[nn.Module, int] = {}
     for block, index in zip(blocks, indices, strict=True):
-        block.register_forward_pre_hook(
-            partial(_before, move, devices[previous], devices[index]),
-            with_kwargs=True,
-            prepend=True,
-        )
-        previous = index
-    blocks[-1].register_forward_hook(partial(_after_last, move, devices[previous], devices[0]))
+        for module in block.modules():
+            index_of_module[module] = index
+    _refuse_shared_parameters(model, index_of_module, len(devices))
+    for module in model.modules():
+        move_tensors(module, devices[index_of_module.get(module, 0)])
+
+    previous = devices[0]
+    for block, index in zip(blocks, indices, strict=True):
+        move_inputs = partial(_move_inputs, move, previous, devices[index])
+        block.register_forward_pre_hook(move_inputs, with_kwargs=True, prepend=True)
+        previous = devices[index]
+    blocks[-1].register_forward_hook(partial(_move_output, move, previous, devices[0]))
     return model
+
+
+def _refuse_shared_parameters(
+    model: nn.Module, index_of_module: dict[nn.Module, int], devices: int
+) -> None:
+    index_of_parameter: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        index = index_of_module.get(module, 0)
+        for parameter in module.parameters(recurse=False):
+            if index_of_parameter.setdefault(parameter, index) != index:
+                raise ConfigError(
+                    f"model.devices={devices}: {type(model).__name__} shares a parameter "
+                    "between two devices; set it to 1"
+                )
 
 
 def blocks_of(model: nn.Module, devices: int) -> list[nn.Module]:
@@ -75,8 +77,7 @@ def blocks_of(model: nn.Module, devices: int) -> list[nn.Module]:
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
         raise ConfigError(
             f"model.devices={devices} needs a model with blocks, an nn.ModuleList whose "
-            "modules run one after "
-            f"the other, and {type(model).__name__} has none; set it to 1"
+            f"modules run one after the other, and {type(model).__name__} has none; set it to 1"
         )
     if len(blocks) < devices:
         raise ConfigError(
@@ -101,7 +102,7 @@ def is_split(model: nn.Module) -> bool:
     return len({parameter.device for parameter in model.parameters()}) > 1
 
 
-def _before(
+def _move_inputs(
     move: Move,
     previous: torch.device,
     device: torch.device,
@@ -109,11 +110,12 @@ def _before(
     args: Any,
     kwargs: Any,
 ) -> tuple[Any, Any]:
+    """Move what a block takes: a forward pre-hook, after the first three arguments."""
     _continue_generator(previous, device)
     return _moved(args, device, move), _moved(kwargs, device, move)
 
 
-def _after_last(
+def _move_output(
     move: Move,
     previous: torch.device,
     device: torch.device,
@@ -121,6 +123,7 @@ def _after_last(
     args: Any,
     output: Any,
 ) -> Any:
+    """Move what a block returns: a forward hook, after the first three arguments."""
     _continue_generator(previous, device)
     return _moved(output, device, move)
 
@@ -140,8 +143,7 @@ def _moved(value: Any, device: torch.device, move: Move) -> Any:
 
 
 def _continue_generator(previous: torch.device, device: torch.device) -> None:
-    """Let the next GPU draw the numbers that the previous one would have drawn: the dropout of a
-    single device.
-    """
+    """Let a GPU continue the random numbers of the previous one, as if they were one device."""
     if previous != device and previous.type == device.type == "cuda":
-        torch.cuda.set_rng_state(torch.cuda.get_rng_state(previous), device)
+        state = torch.cuda.get_rng_state(previous)
+        torch.cuda.set_rng_state(state, device)

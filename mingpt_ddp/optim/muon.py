@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mingpt_ddp.config.components import MuonConfig
-from mingpt_ddp.models.ops import DTYPES, choose_precision
+from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 
 # Three Polar Express steps a x + b x^3 + c x^5, each optimal for the range of singular values that
@@ -129,7 +129,7 @@ class Muon(torch.optim.AdamW):
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, parameter in enumerate(parameters):
             by_shape[parameter.shape[-2] // self.parts[parameter], parameter.shape[-1]].append(i)
-        dtype = DTYPES[choose_precision("auto", parameters[0].device)]
+        dtype = DTYPES[resolve_precision("auto", parameters[0].device)]
         stacks = [
             torch.cat([directions[i].view(-1, rows, columns).to(dtype) for i in members])
             for (rows, columns), members in by_shape.items()

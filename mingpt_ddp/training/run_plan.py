@@ -28,7 +28,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models.ops import choose_device
+from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
@@ -192,7 +192,7 @@ def _row(config: Config, ranks: int) -> dict[str, Any]:
 
 def _alone(config: Config) -> Config:
     """Return the configuration of one rank that trains as each of several does."""
-    compiles = should_compile(config, choose_device(config.trainer.device, "trainer.device"))
+    compiles = should_compile(config, resolve_device(config.trainer.device, "trainer.device"))
     ddp = replace(
         config.ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False
     )

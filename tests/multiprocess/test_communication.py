@@ -22,7 +22,7 @@ from launching import TINY
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs, shared_memory
-from mingpt_ddp.distributed.device import choose_device
+from mingpt_ddp.distributed.device import first_device_of_rank
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
@@ -368,4 +368,4 @@ def test_another_user_cannot_impersonate_a_rank():
 def test_invalid_settings_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         config = from_mapping(configure(*options))
-        choose_device(config.trainer, config.ddp, DistEnv())
+        first_device_of_rank(config.trainer, config.ddp, DistEnv())

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.device import choose_device
+from mingpt_ddp.distributed.device import first_device_of_rank
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.ring import ring_all_reduce, ring_hook
 from mingpt_ddp.distributed.runtime import Runtime
@@ -91,4 +91,4 @@ def test_gloo_cannot_send_tensors_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = from_mapping(configure("ddp=gloo", "ddp.comm_hook=ring", "trainer.device=cuda"))
     with pytest.raises(ConfigError, match="gloo cannot send tensors of a GPU"):
-        choose_device(config.trainer, config.ddp, DistEnv())
+        first_device_of_rank(config.trainer, config.ddp, DistEnv())

@@ -10,10 +10,10 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference import decoding
-from mingpt_ddp.inference.decoding import FastLayerNorm, FastLinear, choose_precision, prepare
+from mingpt_ddp.inference.decoding import FastLayerNorm, FastLinear, decoding_precision, prepare
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import GPT, build_model
-from mingpt_ddp.models.ops import DTYPES, choose_device
+from mingpt_ddp.models.ops import DTYPES, resolve_device
 from mingpt_ddp.torch_internals import can_pack
 
 torch.set_num_threads(1)
@@ -141,9 +141,9 @@ class Uncached(nn.Module):
 
 
 def test_auto_keeps_a_model_without_a_cache_in_fp32():
-    assert choose_precision("auto", Uncached(), 1) == "fp32"
-    assert choose_precision("bf16", Uncached(), 1) == "bf16"
-    assert choose_precision("fp32", randomized(True), 1) == "fp32"
+    assert decoding_precision("auto", Uncached(), 1) == "fp32"
+    assert decoding_precision("bf16", Uncached(), 1) == "bf16"
+    assert decoding_precision("fp32", randomized(True), 1) == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_auto_keeps_a_model_without_a_cache_in_fp32():
 def test_auto_is_the_fastest_precision_of_the_cpu(bf16, fbgemm, few, many, monkeypatch):
     monkeypatch.setattr(torch_internals, "cpu_is_fast_at_bf16", lambda: bf16)
     monkeypatch.setattr(decoding, "can_pack", lambda dtype: fbgemm or dtype != torch.float16)
-    assert choose_precision("auto", randomized(True), 1) == few
-    assert choose_precision("auto", randomized(True), 10) == many
+    assert decoding_precision("auto", randomized(True), 1) == few
+    assert decoding_precision("auto", randomized(True), 10) == many
     if not fbgemm:
         with pytest.raises(ConfigError, match="precision=fp16 needs FBGEMM"):
             prepare(randomized(True), "fp16", 1)
@@ -168,8 +168,8 @@ def test_auto_is_the_fastest_precision_of_the_cpu(bf16, fbgemm, few, many, monke
 def test_a_missing_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="device=cuda, but torch sees no GPU here"):
-        choose_device("cuda", "device")
-    assert choose_device("auto", "device") == torch.device("cpu")
+        resolve_device("cuda", "device")
+    assert resolve_device("auto", "device") == torch.device("cpu")
 
 
 @torch.inference_mode()

@@ -84,9 +84,7 @@ def test_the_logits_with_a_cache_equal_those_without(model, pieces):
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
-        for layer in (
-            cache if isinstance(cache, list) else [kv_cache for kv_cache, _, _ in cache.layers]
-        ):
+        for layer in cache if isinstance(cache, list) else [each.kv for each in cache.layers]:
             for tensor in (layer.keys, layer.values):
                 tensor.fill_(torch.nan)  # what has not been written must not be read
         start = 0

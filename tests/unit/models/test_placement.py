@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from mingpt_ddp.config.components import ModelConfig
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
-from mingpt_ddp.distributed.device import choose_device, devices_of_rank, refuse_shared_gpus
+from mingpt_ddp.distributed.device import devices_of_rank, first_device_of_rank, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
@@ -156,12 +156,10 @@ def test_the_cache_is_where_the_blocks_are(preset, meta):
         name for name, _ in model.named_parameters() if name.startswith("blocks.2.")
     }
     cache = model.new_cache(B, torch.float32)
-    layers = [
-        layer if preset == "gpt_nano" else layer[0] for layer in getattr(cache, "layers", cache)
-    ]
+    layers = cache if preset == "gpt_nano" else [layer.kv for layer in cache.layers]
     assert [layer.keys.device for layer in layers] == [CPU, CPU, META]
     if preset == "modern_nano":
-        assert [layer[1].device for layer in cache.layers] == [CPU, CPU, META]
+        assert [layer.last_1.device for layer in cache.layers] == [CPU, CPU, META]
 
 
 def test_activations_move_at_the_boundaries_only():
@@ -262,7 +260,7 @@ def test_each_rank_has_its_own_gpus(monkeypatch):
         return [
             str(each)
             for each in devices_of_rank(
-                choose_device(config.trainer, config.ddp, env, count), count
+                first_device_of_rank(config.trainer, config.ddp, env, count), count
             )
         ]
 

@@ -11,6 +11,7 @@ from torch import nn
 from mingpt_ddp.config.components import GPTConfig, ModernConfig, MuonConfig
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
+from mingpt_ddp.models.modern import FusedLinear
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import MIN_SINGULAR_VALUE, Muon, polar_express
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
@@ -119,8 +120,7 @@ def test_an_update_is_orthogonal():
     """Every singular value changes by the learning rate, or twice that for a matrix four times as
     tall as wide.
     """
-    model = nn.ModuleList([nn.Linear(8, 16, bias=False), nn.Linear(8, 32, bias=False)])
-    vars(model[0])["parts"] = 2
+    model = nn.ModuleList([FusedLinear(8, 8, parts=2), nn.Linear(8, 32, bias=False)])
     weights = [layer.weight for layer in model]
     for weight in weights:
         nn.init.zeros_(weight)
