@@ -3,13 +3,17 @@
 Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new
 processes. Steps are read from `metrics.jsonl`, independent of log messages.
 
-small, mid   training tokens per second of CPU time, one thread, nanoGPT's CPU shapes
-one, ten     sampled characters per second of CPU time, mid shape: a long text minus a short one, to
-exclude startup start        seconds from the command to the first logged step, 1 process start2
-the same with ddp.nproc_per_node=2 recovery     seconds from kill -9 of a worker to the first new
-step (2 ranks, every_steps=10) exited       of these, until the other worker has exited resumed
-of these, until the new workers have read the snapshot loss         seconds of the whole process of
-experiment=shakespeare_char_cpu_fast, which reaches a loss of 1.88
+small, mid     training tokens per second of CPU time, one rank, nanoGPT's CPU shapes
+small2, mid2   training tokens per second by the clock, with ddp.nproc_per_node=2
+one, ten       sampled characters per second of CPU time, mid shape: a long text minus a short one,
+               to exclude startup
+start          seconds from the command to the first logged step, 1 process
+start2         the same with ddp.nproc_per_node=2
+recovery       seconds from kill -9 of a worker to the first new step (2 ranks, every_steps=10)
+exited         of these, until the other worker has exited
+resumed        of these, until the new workers have read the snapshot
+loss           seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a
+               loss of 1.88
 
     git clone . /tmp/before && git -C /tmp/before checkout REVISION
     MINGPT_SHAKESPEARE=input.txt python benchmarks/versions.py --other /tmp/before
@@ -55,6 +59,7 @@ SHAPES = {
     ],
 }
 STEPS = {"small": (100, 500), "mid": (5, 20)}  # timed: from the first to the last
+TOKENS = {"small": 12 * 64, "mid": 16 * 256}  # per step
 TINY = [
     "model=gpt_nano",
     "data.block_size=32",
@@ -77,19 +82,32 @@ class Checkout:
     """A checkout of the project, whose commands run in a scratch directory."""
 
     def __init__(self, home: Path, scratch: Path, text: Path) -> None:
-        self.home, self.scratch = home, scratch
+        self.home = home
+        self.scratch = scratch
         self.data = [
             "data=shakespeare",
             f"data.path={text}",
             "data.sha256=null",
             f"data.cache_dir={scratch / 'cache'}",
         ]
+        self.environment = {**environment(), "PYTHONPATH": str(home)}
+        self._check_package()
+
+    def _check_package(self) -> None:
+        """Exit unless commands import the package of this checkout, not an installed one."""
+        command = [sys.executable, "-c", "import mingpt_ddp; print(mingpt_ddp.__file__)"]
+        done = subprocess.run(
+            command, cwd=self.scratch, env=self.environment, stdout=subprocess.PIPE, text=True
+        )
+        if done.stdout.strip() != str(self.home / "mingpt_ddp" / "__init__.py"):
+            sys.exit(f"{self.home} is not used: mingpt_ddp is {done.stdout.strip() or 'missing'}")
 
     def start(self, script: str, *arguments: str) -> subprocess.Popen[bytes]:
-        paths = {**environment(), "PYTHONPATH": str(self.home)}
         command = [sys.executable, str(self.home / script), *arguments]
-        output = (self.scratch / "output.txt").open("ab")
-        return subprocess.Popen(command, cwd=self.scratch, env=paths, stdout=output, stderr=output)
+        with (self.scratch / "output.txt").open("ab") as output:
+            return subprocess.Popen(
+                command, cwd=self.scratch, env=self.environment, stdout=output, stderr=output
+            )
 
     def train(self, *overrides: str) -> tuple[subprocess.Popen[bytes], Path]:
         """Start a new run; return the process and the run directory."""
@@ -100,6 +118,15 @@ class Checkout:
     def finish(self, process: subprocess.Popen[bytes]) -> None:
         if process.wait(PATIENCE_S) != 0:
             sys.exit(f"{self.home} failed:\n{(self.scratch / 'output.txt').read_text()[-2000:]}")
+
+
+def prepare_checkouts(other: Path, scratch: Path) -> dict[str, Checkout]:
+    """Return this checkout and another one, each with a directory of its own in `scratch`."""
+    checkouts = {}
+    for name, home in (("this", ROOT), ("other", other.resolve())):
+        (scratch / name).mkdir()
+        checkouts[name] = Checkout(home, scratch / name, corpus_path())
+    return checkouts
 
 
 def last_step(run: Path) -> int:
@@ -121,29 +148,37 @@ def wait_until(
     until = time.monotonic() + PATIENCE_S
     while not is_over():
         if process.poll() is not None or time.monotonic() > until:
-            sys.exit(
-                f"{run} did not reach "
-                f"{what}:\n{(run.parents[1] / 'output.txt').read_text()[-2000:]}"
-            )
+            output = (run.parents[1] / "output.txt").read_text()
+            sys.exit(f"{run} did not reach {what}:\n{output[-2000:]}")
         time.sleep(0.005)
 
 
-def throughput(shape: str, checkout: Checkout) -> float:
-    """Return training tokens per second of CPU time."""
+def throughput(shape: str, ranks: int, checkout: Checkout) -> float:
+    """Return training tokens per second: of CPU time on one rank, else by the clock.
+
+    Ranks run side by side and wait for each other, which CPU time does not show.
+    """
     first, last = STEPS[shape]
-    precision = [
+    process, run = checkout.train(
+        *SHAPES[shape],
+        *workers(ranks),
         "trainer.precision=fp32",
         f"trainer.log_every={first}",
         f"trainer.max_steps={last}",
-    ]
-    process, run = checkout.train(*SHAPES[shape], *precision, "snapshot.every_steps=null")
+        "snapshot.every_steps=null",
+    )
+    clock = time.perf_counter if ranks > 1 else partial(cpu_seconds, process.pid)
     wait_for_step(process, run, first)
-    begin = cpu_seconds(process.pid)
+    begin = clock()
     wait_for_step(process, run, last)
-    seconds = cpu_seconds(process.pid) - begin
+    seconds = clock() - begin
     checkout.finish(process)
-    size = {"small": 12 * 64, "mid": 16 * 256}[shape]
-    return (last - first) * size / seconds
+    return (last - first) * TOKENS[shape] / seconds
+
+
+def workers(ranks: int) -> list[str]:
+    """Return the overrides that start so many ranks; one rank is the process itself."""
+    return [f"ddp.nproc_per_node={ranks}"] if ranks > 1 else []
 
 
 def sampling(samples: int, checkout: Checkout) -> float:
@@ -178,8 +213,7 @@ def sampling(samples: int, checkout: Checkout) -> float:
 def start(ranks: int, checkout: Checkout) -> float:
     """Return the seconds until the first step is logged."""
     begin = time.perf_counter()
-    workers = [f"ddp.nproc_per_node={ranks}"] if ranks > 1 else []
-    process, run = checkout.train(*TINY, "trainer.max_steps=2", *workers)
+    process, run = checkout.train(*TINY, "trainer.max_steps=2", *workers(ranks))
     wait_for_step(process, run, 1)
     seconds = time.perf_counter() - begin
     checkout.finish(process)
@@ -187,41 +221,40 @@ def start(ranks: int, checkout: Checkout) -> float:
 
 
 def recovery(event: str, checkout: Checkout) -> float:
-    """Return the seconds from SIGKILL of a worker to an event: exited, resumed, or recovery, the
-    first new step.
+    """Return the seconds from SIGKILL of a worker to an event.
+
+    The events are exited, resumed, and recovery: the first new step.
     """
     # At 20 ms per step the run lasts until it is killed below.
     process, run = checkout.train(
-        *TINY, "trainer.max_steps=100000", "snapshot.every_steps=10", "ddp.nproc_per_node=2"
+        *TINY, *workers(2), "trainer.max_steps=100000", "snapshot.every_steps=10"
     )
     wait_for_step(process, run, 35)
-    survivor, worker = (
-        next(
-            pid for pid in process_tree(process.pid) if has_open_file(pid, f"/main.rank{rank}.log")
-        )
-        for rank in (0, 1)
-    )
+    survivor = find_worker(process, rank=0)
+    killed = find_worker(process, rank=1)
+    log = run / "main.rank0.log"
     begin = time.perf_counter()
-    os.kill(worker, signal.SIGKILL)
+    os.kill(killed, signal.SIGKILL)
     wait_until(
-        lambda: not has_open_file(survivor, "/main.rank0.log"),
+        lambda: not has_open_file(survivor, f"/{log.name}"),
         process,
         run,
         "the end of the other worker",
     )
     if event == "resumed":
-        wait_until(
-            lambda: "resuming from" in (run / "main.rank0.log").read_text(),
-            process,
-            run,
-            "its snapshot",
-        )
+        wait_until(lambda: "resuming from" in log.read_text(), process, run, "its snapshot")
     elif event == "recovery":
         wait_for_step(process, run, last_step(run) + 1)
     seconds = time.perf_counter() - begin
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)
     return seconds
+
+
+def find_worker(process: subprocess.Popen[bytes], rank: int) -> int:
+    """Return the pid of a rank of a run: it has the rank's log file open."""
+    members = process_tree(process.pid)
+    return next(pid for pid in members if has_open_file(pid, f"/main.rank{rank}.log"))
 
 
 def has_open_file(pid: int, name: str) -> bool:
@@ -236,13 +269,14 @@ def to_loss(checkout: Checkout) -> float:
     """Return the seconds of the whole process; exit if it does not reach the loss."""
     begin = time.perf_counter()
     name = f"run-{next(_names)}"
-    words = [
+    process = checkout.start(
+        "main.py",
         "experiment=shakespeare_char_cpu_fast",
         *checkout.data[1:],
         "trainer.device=cpu",
         f"run.name={name}",
-    ]
-    checkout.finish(checkout.start("main.py", *words))
+    )
+    checkout.finish(process)
     seconds = time.perf_counter() - begin
     loss = json.loads((checkout.scratch / "outputs" / name / "result.json").read_text())["val_loss"]
     if loss > 1.88:
@@ -251,15 +285,39 @@ def to_loss(checkout: Checkout) -> float:
 
 
 FIGURES: dict[str, Callable[[Checkout], float]] = {
-    "small": partial(throughput, "small"),
-    "mid": partial(throughput, "mid"),
+    "small": partial(throughput, "small", 1),
+    "mid": partial(throughput, "mid", 1),
+    "small2": partial(throughput, "small", 2),
+    "mid2": partial(throughput, "mid", 2),
     "one": partial(sampling, 1),
     "ten": partial(sampling, 10),
     "start": partial(start, 1),
     "start2": partial(start, 2),
-    **{event: partial(recovery, event) for event in ("recovery", "exited", "resumed")},
+    "recovery": partial(recovery, "recovery"),
+    "exited": partial(recovery, "exited"),
+    "resumed": partial(recovery, "resumed"),
     "loss": to_loss,
 }
+
+
+def measure(figure: str, checkouts: dict[str, Checkout], repetitions: int) -> dict[str, Any]:
+    """Return the values of a figure in both checkouts, and their paired ratios."""
+    measures = {name: partial(FIGURES[figure], each) for name, each in checkouts.items()}
+    for once in measures.values():
+        once()  # disk caches, compiled bytecode, the encoded text
+    values = alternate(figure, measures, repetitions)
+    spreads = {name: spread(each) for name, each in values.items()}
+    return {**spreads, "ratio": compare(values["this"], values["other"])}
+
+
+def table_row(figure: str, measured: dict[str, Any]) -> list[str]:
+    return [
+        figure,
+        cell(measured["this"], ",.4g"),
+        cell(measured["other"], ",.4g"),
+        cell(measured["ratio"], ".3f"),
+        "lower" if figure in LOWER_IS_BETTER else "higher",
+    ]
 
 
 def main() -> None:
@@ -274,35 +332,13 @@ def main() -> None:
         "--repetitions", type=int, default=5, help="of each figure (default: %(default)s)"
     )
     chosen = options.parse_args()
-    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="versions-") as scratch:
-        checkouts = {}
-        for name, home in (("this", ROOT), ("other", chosen.other.resolve())):
-            (Path(scratch) / name).mkdir()
-            checkouts[name] = Checkout(home, Path(scratch) / name, corpus_path())
-        for figure in chosen.figures:
-            measures = {
-                name: partial(FIGURES[figure], checkout) for name, checkout in checkouts.items()
-            }
-            for measure in measures.values():
-                measure()  # disk caches, compiled bytecode, the encoded text
-            values = alternate(figure, measures, chosen.repetitions)
-            ratio = compare(values["this"], values["other"])
-            results[figure] = {
-                **{name: spread(each) for name, each in values.items()},
-                "ratio": ratio,
-            }
+        checkouts = prepare_checkouts(chosen.other, Path(scratch))
+        results = {
+            figure: measure(figure, checkouts, chosen.repetitions) for figure in chosen.figures
+        }
     header = ["figure", "this", "other", "this / other, pair by pair", "better is"]
-    rows = [
-        [
-            f,
-            cell(r["this"], ",.4g"),
-            cell(r["other"], ",.4g"),
-            cell(r["ratio"], ".3f"),
-            "lower" if f in LOWER_IS_BETTER else "higher",
-        ]
-        for f, r in results.items()
-    ]
+    rows = [table_row(figure, measured) for figure, measured in results.items()]
     report(chosen.out, {"figures": results, "threads": 1}, header, rows)
 
 
