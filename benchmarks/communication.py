@@ -67,7 +67,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
             began, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):
                 step += 1
-                trainer._step(step)
+                trainer._train(step)
             wall, cpu = (time.perf_counter() - began) / steps, (time.process_time() - cpu) / steps
             exposed = runtime.strategy.comm_times(trainer.train_step.parallel_model)[1]
             with torch.no_grad():  # the weights of the ranks have diverged

@@ -99,26 +99,22 @@ def worker_main(out: Path) -> None:
     from mingpt_ddp.cli import train_command as launch
     from mingpt_ddp.distributed.process_group import ProcessGroup
     from mingpt_ddp.snapshots.manager import SnapshotManager
-    from mingpt_ddp.training import run as composition
+    from mingpt_ddp.training import stages
     from mingpt_ddp.training.train_step import TrainStep
 
     found: dict[str, Any] = {"steps": [], "saving": 0, "resuming": 0}
-    forward_backward, optimizer_step = TrainStep.forward_backward, TrainStep.optimizer_step
+    run_step = TrainStep.run
     load_latest, restore, save, wait = (
         SnapshotManager.load_latest,
-        composition.restore,
+        stages.restore,
         SnapshotManager.save,
         SnapshotManager.wait,
     )
-    began, before = 0.0, 0
+    before = 0
 
-    def timed_forward(self: Any, step: int) -> Any:
-        nonlocal began
+    def timed_step(self: Any, step: int) -> Any:
         began = time.perf_counter()
-        return forward_backward(self, step)
-
-    def timed_step(self: Any, step: int) -> float:
-        lr = optimizer_step(self, step)
+        result = run_step(self, step)
         found["steps"].append(time.perf_counter() - began)
         found["training"] = memory("VmHWM")
         tensors = [
@@ -130,7 +126,7 @@ def worker_main(out: Path) -> None:
         found["state"] = sum(
             (t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors
         )
-        return lr
+        return result
 
     def measured_save(self: Any, *arguments: Any) -> None:
         nonlocal before
@@ -158,9 +154,9 @@ def worker_main(out: Path) -> None:
         original_close(self)
 
     original_close = ProcessGroup.close
-    TrainStep.forward_backward, TrainStep.optimizer_step = timed_forward, timed_step  # type: ignore[method-assign]
+    TrainStep.run = timed_step  # type: ignore[method-assign]
     SnapshotManager.save, SnapshotManager.wait = measured_save, measured_wait  # type: ignore[method-assign]
-    SnapshotManager.load_latest, composition.restore = measured_load, measured_restore  # type: ignore[method-assign]
+    SnapshotManager.load_latest, stages.restore = measured_load, measured_restore  # type: ignore[method-assign]
     ProcessGroup.close = close  # type: ignore[method-assign]
     launch.main()
 

@@ -11,6 +11,8 @@ from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.training.trainable import Trainable
+from mingpt_ddp.training.weight_average import WeightAverage
 
 ENCODED = EncodedText(
     directory="nowhere",
@@ -20,6 +22,11 @@ ENCODED = EncodedText(
     dtype="uint8",
     tokens_sha256="2" * 64,
 )
+
+
+def trainable(model, optimizer, ema: float | None = None) -> Trainable:
+    """Return a model and its optimizer as a run trains them."""
+    return Trainable(model, optimizer, WeightAverage(model, ema))
 
 
 def text_task(

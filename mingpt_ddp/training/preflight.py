@@ -274,15 +274,16 @@ class _Trial:
 
     def unused_parameters_of_step(self, step: int) -> list[str]:
         """Take an optimizer step; return the names of the parameters that got no gradient."""
-        unused = {}
+        unused: dict[Tensor, str] = {}
         hooks = []
+
+        def use(parameter: Tensor) -> None:
+            unused.pop(parameter, None)
+
         for name, parameter in self.trainable.model.named_parameters():
             if parameter.requires_grad:
                 unused[parameter] = name
-                hook = parameter.register_post_accumulate_grad_hook(
-                    lambda used: unused.pop(used, None)
-                )
-                hooks.append(hook)
+                hooks.append(parameter.register_post_accumulate_grad_hook(use))
         self.step(step)
         for hook in hooks:
             hook.remove()

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -140,7 +141,7 @@ class SaveSchedule:
         if not can_start:
             return
         with self._stall():
-            self._start_save()
+            self.manager.save(*self._capture())
             if not self.snapshot_config.background:
                 self.manager.wait()
 
@@ -155,11 +156,11 @@ class SaveSchedule:
         """
         with self._stall():
             self.manager.wait()
-            self._start_save()
+            self.manager.save(*self._capture())
             if last or not self.snapshot_config.background:
                 self.manager.wait()
             while last and self.manager.last_step != self.context.state.step:
-                self._start_save()
+                self.manager.save(*self._capture())
                 self.manager.wait()
 
     def save_on_preemption(self) -> None:
@@ -176,7 +177,7 @@ class SaveSchedule:
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
-                self._start_save()
+                self.manager.save(*self._capture())
         older = self.manager.last_step
         if older == step:
             log.info("preempted at step %d; rerun the same command to resume", step)
@@ -204,8 +205,8 @@ class SaveSchedule:
         self.context.state.stall_seconds += seconds
         self._cost_s += seconds
 
-    def _start_save(self) -> None:
-        """Start to save this step; the manager copies and writes it meanwhile.
+    def _capture(self) -> tuple[int, dict[str, Any], dict[str, dict[str, Tensor]], int | None]:
+        """Return what SnapshotManager.save takes.
 
         Raises:
             TrainingError: the loss is not finite; such a state is not saved.
@@ -219,7 +220,7 @@ class SaveSchedule:
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._begin_interval()
         values = snapshot_state(self.context, self.micro_batch_size)
-        self.manager.save(state.step, values, self._tensors(), state.best_step)
+        return state.step, values, self._tensors(), state.best_step
 
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""

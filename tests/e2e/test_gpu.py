@@ -21,12 +21,12 @@ from mingpt_ddp.inference.decoding import prepare
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
-from mingpt_ddp.models import apply_activation_checkpointing, build_model
-from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.async_writer import AsyncSave
 from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
-from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import build_trainable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -103,21 +103,15 @@ def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) ->
     options += ["model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
     config = from_mapping(configure(*options, f"trainer.activation_checkpointing={recomputed}"))
     runtime = Runtime(config, DistEnv())
-    model = build_model(config.model, 65, 16).to(runtime.device)
-    if config.trainer.activation_checkpointing:
-        apply_activation_checkpointing(model)
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
-    optimizer = build_optimizer(model, config.optimizer)
-    train_step = TrainStep(
-        runtime, text_task(config), loader, plan_batches(config, 1), model, optimizer
-    )
+    task = text_task(config, vocab_size=65)
+    trainable = build_trainable(runtime, task)
+    train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     meter = Meter(runtime, 64, "tokens")
 
     def step(number: int) -> None:
-        loss = train_step.forward_backward(number)
-        norm = train_step.clip_grad_norm()
-        train_step.optimizer_step(number)
-        meter.record(loss, norm, train_step.data_time_s)
+        result = train_step.run(number)
+        meter.record(result.losses, result.grad_norm, train_step.phase.fetch_s)
 
     step(1)
     torch.cuda.set_sync_debug_mode("error")
@@ -252,17 +246,15 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
     runtime = Runtime(config, DistEnv())
     runtime.devices = devices
     task = text_task(config, vocab_size=65)
-    model, optimizer = build_model_and_optimizer(runtime, task)
+    trainable = build_trainable(runtime, task)
+    model = trainable.model
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
-    train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), model, optimizer)
+    train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     numbers = []
     for step in range(1, 6):
-        numbers += [
-            float(train_step.forward_backward(step)["loss"]),
-            float(train_step.clip_grad_norm()),
-        ]
-        train_step.optimizer_step(step)
-    tensors = {**model_state(model), **optimizer_state(model, optimizer)}
+        result = train_step.run(step)
+        numbers += [float(result.losses["loss"]), float(result.grad_norm)]
+    tensors = {**model_state(model), **optimizer_state(model, trainable.optimizer)}
     save = AsyncSave(runtime, [], {}, 5, {"model.safetensors": tensors}, print)
     contents = save._stage()["model.safetensors"]
     prompt = torch.zeros(2, 1, dtype=torch.int64, device=runtime.device)

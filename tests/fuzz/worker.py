@@ -77,9 +77,9 @@ def stop_before_training() -> None:
     import torch
 
     for name in (
-        "training.run.Attempt.build",
+        "training.run.build",
         "distributed.launcher._run_with_restarts",
-        "training.run_plan._measure",
+        "training.run_plan.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
@@ -101,7 +101,7 @@ def stop_before_training() -> None:
     for name in (
         "storage.remote.OPERATION_DEADLINE_S",
         "storage.run_dir.LOCK_WAIT_S",
-        "training.run.LOCK_WAIT_S",
+        "training.stages.LOCK_WAIT_S",
     ):
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
     replace_attribute(

@@ -23,9 +23,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics import tensorboard
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
-from mingpt_ddp.training import run as composition
-from mingpt_ddp.training import train_step as train_step
-from mingpt_ddp.training import trainer
+from mingpt_ddp.training import stages, train_step, trainer
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
@@ -74,11 +72,11 @@ JOBS: dict[str, tuple[list[str], dict[str, Any]]] = {
 def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
     """Patch GPT.forward to inject an anomaly into micro-batch 1 of these steps."""
     at = {"step": 0, "micro": 0}
-    forward_backward, forward = train_step.TrainStep._forward_backward, GPT.forward
+    step_forward, forward = train_step.TrainStep.forward, GPT.forward
 
-    def record_position(self, step, micro, syncs):
+    def record_position(self, step, micro):
         at.update(step=step, micro=micro.index)
-        return forward_backward(self, step, micro, syncs)
+        return step_forward(self, step, micro)
 
     def forward_with_anomaly(self, x, y=None):
         loss = forward(self, x, y)
@@ -95,7 +93,7 @@ def inject_anomaly(kind: str, steps: list[int], once: bool = False) -> None:
         )
         return loss + (parameter.sum() * 0).sqrt()  # 0, with a gradient of 0 times infinity
 
-    train_step.TrainStep._forward_backward, GPT.forward = record_position, forward_with_anomaly
+    train_step.TrainStep.forward, GPT.forward = record_position, forward_with_anomaly
 
 
 def anomalous_parameter(model: GPT) -> str:
@@ -116,15 +114,15 @@ def train_all(
     """
     # The watchdog would keep the store of a failed run open, whose port the next one needs.
     trainer.Watchdog = lambda *args: types.SimpleNamespace(stop=lambda: None)
-    originals = train_step.TrainStep._forward_backward, GPT.forward
-    build, models = composition.build_model_and_optimizer, []
+    originals = train_step.TrainStep.forward, GPT.forward
+    build, models = stages.build_trainable, []
 
     def keep_model(*args):
-        model, optimizer = build(*args)
-        models.append(model)
-        return model, optimizer
+        trainable = build(*args)
+        models.append(trainable.model)
+        return trainable
 
-    composition.build_model_and_optimizer = keep_model
+    stages.build_trainable = keep_model
     outcomes: dict[str, Any] = {}
     for job, (name, values) in enumerate(configs.items()):
         if anomalies[name]:
@@ -143,7 +141,7 @@ def train_all(
             outcomes[name] = {"error": f"{type(error).__name__}: {error}"}
         runtime.close()
         del runtime
-        train_step.TrainStep._forward_backward, GPT.forward = originals
+        train_step.TrainStep.forward, GPT.forward = originals
     return {**outcomes, "parameter": anomalous_parameter(models[-1])}
 
 

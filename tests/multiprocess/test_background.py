@@ -27,6 +27,8 @@ from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import run as composition
+from mingpt_ddp.training import stages
+from mingpt_ddp.training.trainable import Trainable
 from mingpt_ddp.training.trainer import Trainer
 from multiprocess.ranks import Ranks, configure, run_ranks
 
@@ -75,7 +77,7 @@ def train(
     step_changed = threading.Condition()
     report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}
 
-    def step(self: Trainer, number: int) -> None:
+    def step(self: Trainer, number: int) -> Any:
         if lag:
             time.sleep(0.03)  # in which other threads run, also on a busy machine
         with step_changed:
@@ -86,7 +88,7 @@ def train(
             wait_for(lambda: committed(directory.parent), what="a snapshot")
             directory.rename(directory.with_name("moved"))
             directory.write_text("not a directory")
-        original_step(self, number)
+        return original_step(self, number)
 
     def write_files(self: SnapshotStore, number: int, contents: Any) -> Any:
         if contents.keys() <= {"manifest.json"}:
@@ -104,11 +106,11 @@ def train(
         report["writes"].append([number, current["step"]])
         return files
 
-    def restore(
-        found: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *others: Any
-    ) -> Any:
-        state = original_restore(found, model, optimizer, *others)
-        tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
+    def restore(found: Any, trainable: Trainable, scaler: Any) -> Any:
+        state = original_restore(found, trainable, scaler)
+        model = trainable.model
+        optimizer = optimizer_state(model, trainable.optimizer)
+        tensors = {"model": model_state(model), "optimizer": optimizer}
         report["restored"] = [found.step, digest(tensors)]
         return state
 
@@ -122,10 +124,10 @@ def train(
                 time.sleep(0.015)  # for each of two files, while training continues
             super().fill(tensors)
 
-    original_step, original_write_files = Trainer._step, SnapshotStore.write_files
-    original_restore = composition.restore
-    Trainer._step, SnapshotStore.write_files = step, write_files
-    composition.restore, background.SafetensorsBuffer = restore, CountedBuffer
+    original_step, original_write_files = Trainer._train, SnapshotStore.write_files
+    original_restore = stages.restore
+    Trainer._train, SnapshotStore.write_files = step, write_files
+    stages.restore, background.SafetensorsBuffer = restore, CountedBuffer
     logs.to_console(read_env())
     config = from_mapping(values)
     runtime = Runtime(config, read_env())

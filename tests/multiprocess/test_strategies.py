@@ -25,6 +25,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import run as composition
+from mingpt_ddp.training import stages
 from multiprocess.ranks import configure, run_ranks
 
 TOLERANCE = 1e-5
@@ -76,10 +77,8 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
     Return its loss or error, and the bytes of this rank's state.
     """
     logging.getLogger("mingpt_ddp").setLevel(logging.INFO)
-    build, built = composition.build_model_and_optimizer, []
-    composition.build_model_and_optimizer = lambda *arguments: (
-        built.append(build(*arguments)) or built[-1]
-    )
+    build, built = stages.build_trainable, []
+    stages.build_trainable = lambda *arguments: built.append(build(*arguments)) or built[-1]
     if nan_at is None:
         # 13 batches of evaluation; by default 2, fewer than 3 ranks
         dataloader.TOKENS_PER_BATCH = 5 * 16
@@ -92,7 +91,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
         try:
             runtime = Runtime(config, read_env(), job)
             loss = composition.run(config, runtime, {})
-            model, optimizer = built[-1]
+            model, optimizer = built[-1].model, built[-1].optimizer
             state = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values())
             results.append(
                 {"loss": loss, "state": state, "weights": sum(map(local_bytes, model.parameters()))}
@@ -110,17 +109,13 @@ def break_step(step: int) -> None:
     """Make the loss of a step's micro-batch 1 not a number."""
     from mingpt_ddp.training.train_step import TrainStep
 
-    losses, forward_backward, at = TrainStep._losses, TrainStep._forward_backward, []
+    forward = TrainStep.forward
 
-    def record(self, number, micro, syncs):
-        at[:] = [number, micro.index]
-        return forward_backward(self, number, micro, syncs)
+    def broken(self, number, micro):
+        factor = torch.nan if (number, micro.index) == (step, 1) else 1.0
+        return {name: loss * factor for name, loss in forward(self, number, micro).items()}
 
-    def broken(self, micro):
-        factor = torch.nan if at == [step, 1] else 1.0
-        return {name: loss * factor for name, loss in losses(self, micro).items()}
-
-    TrainStep._forward_backward, TrainStep._losses = record, broken
+    TrainStep.forward = broken
 
 
 @pytest.fixture(scope="module")

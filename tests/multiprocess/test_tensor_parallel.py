@@ -27,7 +27,9 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
+from mingpt_ddp.training.step_control import StepControl
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import build_trainable
 from multiprocess.ranks import Ranks, configure, run_ranks, train_in_turn
 
 MODEL = [
@@ -52,25 +54,37 @@ def settings(root: Path, *overrides: str) -> dict[str, Any]:
     )
 
 
+class KeptGradients(StepControl):
+    """Keeps the whole gradients of a step, before and after clipping."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.gradients: dict[str, list[float]] = {}
+        self.clipped: dict[str, list[float]] = {}
+
+    def wait_for_staging(self) -> None:
+        self.gradients = whole_gradients(self.model)
+
+    def find_anomaly(self, *_: Any) -> None:
+        self.clipped = whole_gradients(self.model)
+
+
 def one_step(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the loss of a step, the gradients, their norm, what clipping leaves, the new weights,
-    logits, a text.
-    """
+    """Return what a step computes, the new weights, logits, a text."""
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     task = build_task(config, runtime.group)
-    model, optimizer = build_model_and_optimizer(runtime, task)
+    trainable = build_trainable(runtime, task)
+    model = trainable.model
+    if runtime.group.tensor_size > 1:
+        assert any(hasattr(parameter, "to_local") for parameter in model.parameters())
     randomize(model)
     loader = task.train_loader(runtime.device)
     assert isinstance(loader, TokenLoader)
-    step = TrainStep(
-        runtime, task, loader, plan_batches(config, runtime.group.data_size), model, optimizer
-    )
-    loss = runtime.group.all_reduce(step.forward_backward(1)["loss"].clone())
-    gradients = whole_gradients(model)
-    norm = step.clip_grad_norm()
-    clipped = whole_gradients(model)
-    step.optimizer_step(1)
+    plan = plan_batches(config, runtime.group.data_size)
+    kept = KeptGradients(model)
+    result = TrainStep(runtime, task, loader, plan, trainable, kept).run(1)
+    loss = runtime.group.all_reduce(result.losses["loss"].clone())
     updated = {name: tensor.flatten().tolist() for name, tensor in model_state(model).items()}
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
@@ -79,11 +93,11 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
     runtime.close()
     numbers = {
         "loss": float(loss),
-        "norm": float(norm),
+        "norm": float(result.grad_norm),
         "logits": logits.tolist(),
         "text": text.tolist(),
     }
-    return {**numbers, "gradients": gradients, "clipped": clipped, "weights": updated}
+    return {**numbers, "gradients": kept.gradients, "clipped": kept.clipped, "weights": updated}
 
 
 def randomize(model: nn.Module) -> None:

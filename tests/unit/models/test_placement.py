@@ -34,7 +34,8 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.storage.run_dir import run_name
-from mingpt_ddp.training.train_step import TrainStep, build_model_and_optimizer
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import build_trainable
 
 B, T, V = 2, 8, 11
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -192,17 +193,22 @@ def trained(overrides: list[str], steps: int = 3) -> tuple[list[float], dict[str
     config = from_mapping(configure(*options, *overrides))
     runtime = Runtime(config, DistEnv())
     task = text_task(config, vocab_size=65)
-    model, optimizer = build_model_and_optimizer(runtime, task)
+    trainable = build_trainable(runtime, task)
+    model = trainable.model
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
-    step = TrainStep(runtime, task, loader, plan_batches(config, 1), model, optimizer)
+    step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     numbers = []
     for number in range(1, steps + 1):
-        numbers += [float(step.forward_backward(number)["loss"]), float(step.clip_grad_norm())]
-        step.optimizer_step(number)
+        result = step.run(number)
+        numbers += [float(result.losses["loss"]), float(result.grad_norm)]
     tokens = list(
         generate(model, torch.zeros(1, 1, dtype=torch.int64), 20, SamplingParams(temperature=0))
     )
-    return numbers, {**model_state(model), **optimizer_state(model, optimizer)}, torch.stack(tokens)
+    return (
+        numbers,
+        {**model_state(model), **optimizer_state(model, trainable.optimizer)},
+        torch.stack(tokens),
+    )
 
 
 @pytest.mark.parametrize("preset", DECODERS)

@@ -28,7 +28,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, recorded_config
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_state import TrainState, check_state, restore
-from mingpt_ddp.training.train_step import build_model_and_optimizer
+from mingpt_ddp.training.trainable import build_trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,15 +77,19 @@ def test_saving_again_gives_the_same_bytes(name):
     task = build_task(config, runtime.group)
     manager = SnapshotManager(config, runtime, [SnapshotStore("run/snapshots")], Path("run"))
     snapshot = manager.load_latest(partial(check_state, task=task))
-    model, optimizer = build_model_and_optimizer(runtime, task)
+    trainable = build_trainable(runtime, task)
+    model = trainable.model
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(7)
-    state = restore(snapshot, model, optimizer, runtime.scaler)
+    state = restore(snapshot, trainable, runtime.scaler)
     assert asdict(state) == asdict(TrainState()) | snapshot.state["train_state"]
     assert state.step == STEPS and state.saved_at > 0
     again = SnapshotManager(config, runtime, [SnapshotStore("again")], Path("again"))
-    tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
+    tensors = {
+        "model": model_state(model),
+        "optimizer": optimizer_state(model, trainable.optimizer),
+    }
     again.save(STEPS, snapshot.state, tensors, None)
     again.wait()
     for file in (MODEL, OPTIMIZER):

@@ -9,12 +9,12 @@ import errno
 import json
 import shutil
 from functools import partial
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from tasks import ENCODED, text_task
+from tasks import ENCODED, text_task, trainable
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
@@ -28,7 +28,13 @@ from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import RunDirectory
-from mingpt_ddp.training.train_state import TrainState, check_state, restore, snapshot_state
+from mingpt_ddp.training.train_state import (
+    Context,
+    TrainState,
+    check_state,
+    restore,
+    snapshot_state,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,10 +61,13 @@ def with_value(config: Config, key: str, value: object) -> Config:
 
 def state_of(config: Config) -> dict:
     """Return the state in a snapshot of this configuration, after a round trip through JSON."""
-    context = SimpleNamespace(
-        config=config, runtime=Runtime(config, DistEnv()), state=TrainState(step=8)
-    )
-    return json.loads(json.dumps(snapshot_state(context, text_task(config), micro_batch_size=4)))
+    context = context_of(config, Runtime(config, DistEnv()), TrainState(step=8))
+    return json.loads(json.dumps(snapshot_state(context, micro_batch_size=4)))
+
+
+def context_of(config: Config, runtime: Runtime, state: TrainState) -> Context:
+    nothing: Any = None
+    return Context(text_task(config), runtime, nothing, state, nothing, nothing)
 
 
 # The identity
@@ -233,7 +242,9 @@ def test_keys_of_other_versions_are_ignored(config):
     check_state(8, state, text_task(config))
     model, optim = build(config)
     snapshot = Snapshot(8, model_state(model), optimizer_state(model, optim), state)
-    restored = restore(snapshot, model, optim, torch.amp.GradScaler("cpu", enabled=False))
+    restored = restore(
+        snapshot, trainable(model, optim), torch.amp.GradScaler("cpu", enabled=False)
+    )
     expected = TrainState(step=8, skipped_steps=[7], wasted_seconds=2.5, saved_at=restored.saved_at)
     assert restored == expected
 
@@ -279,9 +290,9 @@ def save(
     optim: torch.optim.Optimizer,
     micro_batch_size: int = 12,
 ) -> None:
-    context = SimpleNamespace(config=manager.config, runtime=manager.runtime, state=train_state)
+    context = context_of(manager.config, manager.runtime, train_state)
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optim)}
-    state = snapshot_state(context, text_task(manager.config), micro_batch_size)
+    state = snapshot_state(context, micro_batch_size)
     manager.save(train_state.step, state, tensors, train_state.best_step)
     manager.wait()
     assert manager.last_step == train_state.step
@@ -311,7 +322,7 @@ def test_a_restored_run_equals_an_uninterrupted_one(optimizer, tmp_path):
     manager = manager_at(tmp_path, config)
     other, other_optim = build(with_value(config, "run.seed", 7))
     found = load_latest(manager)
-    assert restore(found, other, other_optim, manager.runtime.scaler) == train_state
+    assert restore(found, trainable(other, other_optim), manager.runtime.scaler) == train_state
     assert found.state["micro_batch_size"] == 6
     assert found.state["vocabulary"] == VOCABULARY
     assert from_mapping(found.state["config"]) == config
@@ -386,7 +397,7 @@ def test_weights_of_another_shape_are_refused(tmp_path, config):
     save(manager, TrainState(step=5), model, optim)
     wider, wider_optim = build(with_value(config, "model.n_embd", 96))
     with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model: "):
-        restore(load_latest(manager), wider, wider_optim, manager.runtime.scaler)
+        restore(load_latest(manager), trainable(wider, wider_optim), manager.runtime.scaler)
 
 
 @pytest.mark.parametrize(

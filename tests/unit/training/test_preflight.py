@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from mingpt_ddp.config import registry
 from mingpt_ddp.config.components import AdamWConfig, ModelConfig
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
@@ -56,7 +59,10 @@ def preflight(config, runtime, monkeypatch):
             )
             chosen = replace(chosen, optimizer=replace(chosen.optimizer, name="own"))
         monkeypatch.setattr(runtime.group, "world_size", ranks)
-        check_resumes_exactly(runtime, text_task(chosen, vocab_size=V), BATCH)
+        micro_batches = [MicroBatch(index, BATCH) for index in range(3)]
+        loader = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
+        task = text_task(chosen, vocab_size=V)
+        check_resumes_exactly(runtime, task, loader, micro_batches)
 
     return run
 
@@ -369,7 +375,10 @@ class Scaled(Plain):
 
 def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, monkeypatch):
     preflight(Scaled)
-    monkeypatch.setattr(type(runtime.strategy), "shards_model", True)
+    fsdp = object.__new__(FSDPStrategy)
+    fsdp.name = "fsdp"
+    fsdp.config = runtime.strategy.config
+    monkeypatch.setattr(runtime, "strategy", fsdp)
     with pytest.raises(
         ConfigError, match=r"cannot split temperature, a scalar; give it one element, or use zero1"
     ):

@@ -13,7 +13,7 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.training import run_plan as module
+from mingpt_ddp.training import measure
 from mingpt_ddp.training.doubts import find_doubts
 from mingpt_ddp.training.run_plan import make_plan
 
@@ -28,7 +28,7 @@ def cwd(tmp_path, monkeypatch) -> Path:
     """The working directory, with a text of 7,200 + 800 characters, 8 of them distinct."""
     (tmp_path / "a.txt").write_text("abcdefgh" * 1000)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "MOST_STEPS", 3)
+    monkeypatch.setattr(measure, "MOST_STEPS", 3)
     return tmp_path
 
 
@@ -180,7 +180,7 @@ def test_too_little_memory_is_one_line(monkeypatch):
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(module, "_activations", fail)
+    monkeypatch.setattr(measure, "_activations", fail)
     with pytest.raises(ConfigError, match="a micro-batch of 16 does not fit"):
         make_plan(configuration(*TOY))
 

@@ -24,7 +24,7 @@ from tasks import text_task
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.training import run as composition
+from mingpt_ddp.training import result
 from mingpt_ddp.training.start_log import log_changes, log_start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -204,7 +204,7 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
 
 @pytest.mark.parametrize("least_s", [0.0, 1e6])  # the run began with this process, perhaps long ago
 def test_goodput_is_logged_only_for_long_runs(least_s, log_lines, monkeypatch):
-    monkeypatch.setattr(composition, "MIN_GOODPUT_S", least_s)
+    monkeypatch.setattr(result, "MIN_GOODPUT_S", least_s)
     train(NAME, STEPS + 1)
     pattern = r"INFO goodput \d+\.\d%: startup, stalls for snapshots and repeated steps took [\d:]+ of [\d:]+"  # noqa: E501
     assert [bool(re.fullmatch(pattern, line)) for line in lines_with(log_lines, "goodput")] == [

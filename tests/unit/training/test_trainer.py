@@ -22,8 +22,9 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError, TrainingError
-from mingpt_ddp.metrics import processor
+from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.jsonl import read_history
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
@@ -35,7 +36,7 @@ from mingpt_ddp.training.run import run
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
-from mingpt_ddp.training.weight_average import WeightAverage
+from mingpt_ddp.training.trainable import Trainable
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [
@@ -54,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 @pytest.fixture
 def quick(monkeypatch):
     """Do not measure the matmul rate, which takes as long as training."""
-    monkeypatch.setattr(processor, "measured_matmul_flops", lambda *_: 1e9)
+    monkeypatch.setattr(meters, "measured_matmul_flops", lambda *_: 1e9)
 
 
 def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -> dict[str, Any]:
@@ -85,13 +86,13 @@ def test_a_run_returns_a_metric_of_the_validation_split(tmp_path, is_complete):
 
 def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
     """Call `action` with the number of each step before its passes."""
-    original = TrainStep.forward_backward
+    original = TrainStep.run
 
-    def forward_backward(train_step: TrainStep, number: int) -> Any:
+    def run_step(train_step: TrainStep, number: int) -> Any:
         action(number)
         return original(train_step, number)
 
-    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    monkeypatch.setattr(TrainStep, "run", run_step)
 
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,7 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
 )
 def test_a_snapshot_is_due_by_the_clock(every_steps, every_minutes, elapsed, is_due, monkeypatch):
     schedule = object.__new__(SaveSchedule)
-    schedule.config = SimpleNamespace(every_steps=every_steps, every_minutes=every_minutes)
+    schedule.snapshot_config = SimpleNamespace(every_steps=every_steps, every_minutes=every_minutes)
     schedule._since, schedule._interval_s = NOW - elapsed, 30.0
     stop_clock(monkeypatch)
     assert schedule.is_due() is is_due
@@ -437,15 +438,15 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
         original(policy, context)
         policy.checks_every_step = False
 
-    def spoil(train_step: TrainStep, number: int) -> torch.Tensor:
-        norm = clip(train_step)
-        return norm * float("inf") if number == 8 else norm
+    def spoil(strategy: Strategy, *arguments: Any) -> torch.Tensor:
+        norm = clip(strategy, *arguments)
+        return norm * float("inf") if seen[-1] == 8 else norm
 
     monkeypatch.setattr(AnomalyPolicy, "__init__", init)
-    clip = TrainStep.clip_grad_norm
+    clip = Strategy.clip_grad_norm
     seen: list[int] = []
     before_each_step(monkeypatch, seen.append)
-    monkeypatch.setattr(TrainStep, "clip_grad_norm", lambda step: spoil(step, seen[-1]))
+    monkeypatch.setattr(Strategy, "clip_grad_norm", spoil)
     message = r"step 8 or one shortly before it has loss \d.* and gradient norm inf; run again with a lower"  # noqa: E501
     with pytest.raises(TrainingError, match=message):
         train(tmp_path, *ALL, "trainer.log_every=100", "snapshot.background=false")
@@ -472,28 +473,32 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
     weights and moments.
     """
     losses: list[tuple[int, float]] = []
-    original = TrainStep.forward_backward
+    steps: list[int] = []
+    original = TrainStep.run
+    original_clip = Strategy.clip_grad_norm
 
-    def forward_backward(train_step: TrainStep, number: int) -> Any:
+    def run_step(train_step: TrainStep, number: int) -> Any:
+        steps.append(number)
         result = original(train_step, number)
-        losses.append((number, float(result["loss"])))
-        if number == 7 and len(losses) == 7:
-            next(train_step.model.parameters()).grad.fill_(float("nan"))
+        losses.append((number, float(result.losses["loss"])))
         return result
+
+    def spoil_once(strategy: Strategy, parameters: Any, limit: Any) -> torch.Tensor:
+        if steps[-1] == 7 and len(steps) == 7:
+            parameters[0].grad.fill_(float("nan"))
+        return original_clip(strategy, parameters, limit)
 
     averages: list[bool] = []
     original_restore = save_schedule.restore
 
-    def restore(
-        found: Snapshot, model: Any, optimizer: Any, scaler: Any, average: WeightAverage
-    ) -> TrainState:
-        state = original_restore(found, model, optimizer, scaler, average)
-        averages.append(
-            all(torch.equal(found.ema[name], each) for name, each in average.state()["ema"].items())
-        )
+    def restore(found: Snapshot, trainable: Trainable, scaler: Any) -> TrainState:
+        state = original_restore(found, trainable, scaler)
+        average = trainable.average.state()["ema"]
+        averages.append(all(torch.equal(found.ema[name], each) for name, each in average.items()))
         return state
 
-    monkeypatch.setattr(TrainStep, "forward_backward", forward_backward)
+    monkeypatch.setattr(TrainStep, "run", run_step)
+    monkeypatch.setattr(Strategy, "clip_grad_norm", spoil_once)
     monkeypatch.setattr(save_schedule, "restore", restore)
     train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")
     assert averages == [True]
