@@ -8,9 +8,8 @@ from mingpt_ddp.config.config import Config
 
 # usual ones, by optimizer
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
-# of a model: parameters per item
 MANY_EPOCHS = 10
-LARGE = 10
+LARGE = 10  # parameters per item of the data
 GIB = 2**30
 
 
@@ -21,16 +20,19 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
         plan: what `mingpt_ddp.training.run_plan.make_plan` returns.
         cores: of this machine.
     """
-    workers = config.ddp.local_workers if config.trainer.device == "cpu" else 0
-    crowded = (
-        f"ddp.nproc_per_node={workers} is more than the {cores} cores of this machine; lower it"
-    )
     found = [
         *_of_length(config, plan),
         *_of_batch(config, plan["batch"]),
-        *_of_resources(config, plan),
+        *_of_memory(plan["memory"]),
+        *_of_snapshots(plan["snapshots"]),
+        *_of_times(plan["time"]),
     ]
-    return [text for text in (*found, workers > cores and crowded) if text]
+    workers = config.ddp.local_workers
+    if config.trainer.device == "cpu" and workers > cores:
+        found.append(
+            f"ddp.nproc_per_node={workers} is more than the {cores} cores of this machine; lower it"
+        )
+    return found
 
 
 def early_end(config: Config, steps: int) -> str | None:
@@ -54,11 +56,12 @@ def long_warmup(config: Config, steps: int) -> str | None:
     )
 
 
-def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str | None]:
+def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
     length = plan["length"]
     parameters = plan["model"]["parameters"]
     trainer = config.trainer
-    yield long_warmup(config, length["steps"])
+    if warmup := long_warmup(config, length["steps"]):
+        yield warmup
     if trainer.max_steps is not None and trainer.max_epochs is not None:
         other = (
             f"trainer.max_steps={trainer.max_steps} ends the run before "
@@ -96,34 +99,34 @@ def _of_batch(config: Config, batch: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_resources(config: Config, plan: dict[str, Any]) -> Iterator[str]:
-    memory = plan["memory"]
-    snapshots = plan["snapshots"]
-    times = plan["time"]
-    if memory["total"] > memory["available"]:
-        sizes = (
-            f"each rank needs {memory['total'] / GIB:.1f} GiB and has "
-            f"{memory['available'] / GIB:.1f} GiB"
-        )
+def _of_memory(memory: dict[str, int]) -> Iterator[str]:
+    needed = memory["total"]
+    available = memory["available"]
+    if needed > available:
         yield (
-            f"{sizes}; lower trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
+            f"each rank needs {needed / GIB:.1f} GiB and has {available / GIB:.1f} GiB; lower "
+            "trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
         )
-    if snapshots["free_bytes"] is not None and snapshots["kept_bytes"] > snapshots["free_bytes"]:
-        sizes = (
-            f"snapshots take {snapshots['kept_bytes'] / GIB:.1f} GiB of "
-            f"{snapshots['free_bytes'] / GIB:.1f} GiB free"
+
+
+def _of_snapshots(snapshots: dict[str, Any]) -> Iterator[str]:
+    kept = snapshots["kept_bytes"]
+    free = snapshots["free_bytes"]
+    if free is not None and kept > free:
+        yield (
+            f"snapshots take {kept / GIB:.1f} GiB of {free / GIB:.1f} GiB free; lower "
+            "snapshot.keep_last, or choose another snapshot.path"
         )
-        yield f"{sizes}; lower snapshot.keep_last, or choose another snapshot.path"
-    if (
-        snapshots["write_s"] is not None
-        and snapshots["count"] > 1
-        and snapshots["write_s"] > snapshots["every_s"]
-    ):
-        due = (
-            f"a snapshot takes {snapshots['write_s']:.3g} s to write and is due every "
-            f"{snapshots['every_s']:.3g} s"
+    write_s = snapshots["write_s"]
+    every_s = snapshots["every_s"]
+    if write_s is not None and snapshots["count"] > 1 and write_s > every_s:
+        yield (
+            f"a snapshot takes {write_s:.3g} s to write and is due every {every_s:.3g} s, so "
+            "training waits; raise snapshot.every_steps, or set it to auto"
         )
-        yield f"{due}, so training waits; raise snapshot.every_steps, or set it to auto"
+
+
+def _of_times(times: dict[str, Any]) -> Iterator[str]:
     if times["evaluations"] > 1 and times["evaluations_s"] > times["training_s"]:
         parts = (
             f"evaluations take {times['evaluations_s']:.3g} s and training "

@@ -24,10 +24,11 @@ class Hooks:
 
     def _call(self, event: str, values: tuple[Any, ...]) -> None:
         for name, hook in BUILDERS["hook"].items():
-            if name.startswith(f"{event} ") and name not in self._failed:
-                try:
-                    with attribute_errors_to_user_code():
-                        hook(*copy.deepcopy(values))
-                except (Exception, SystemExit) as error:  # training is worth more than a hook
-                    self._failed.add(name)
-                    log.warning("a hook of @on(%r) is not called again: %s", event, error)
+            if not name.startswith(f"{event} ") or name in self._failed:
+                continue
+            try:
+                with attribute_errors_to_user_code():
+                    hook(*copy.deepcopy(values))
+            except (Exception, SystemExit) as error:  # training is worth more than a hook
+                self._failed.add(name)
+                log.warning("a hook of @on(%r) is not called again: %s", event, error)

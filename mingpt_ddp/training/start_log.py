@@ -73,52 +73,61 @@ def log_start(
 
 
 def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
-    """Return the learning rates of parameters that an optimizer treats apart, by key: Muon's `lr`
-    is of matrices.
+    """Return the learning rates of parameters that an optimizer treats apart, by key.
+
+    Muon's `lr` is of matrices.
     """
-    return {
-        field.name: getattr(optimizer, field.name)
-        for field in fields(optimizer)
-        if field.name.endswith("_lr")
-    }
+    names = [field.name for field in fields(optimizer) if field.name.endswith("_lr")]
+    return {name: getattr(optimizer, name) for name in names}
 
 
 def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_epoch: int) -> None:
-    """Log what differs from the snapshot's attempt: the environment, and the length of the
-    learning-rate schedule.
-    """
-    old = snapshot.state.get("environment")
-    new = runtime.environment()
-    if isinstance(old, dict):
-        changes = [
-            f"{k}: {str(old[k])[:100]} -> {value}"
-            for k, value in new.items()
-            if old.get(k, value) != value
-        ]
-        if changes:
-            log.info(
-                "results may differ in the last bits from now on, because of %s", "; ".join(changes)
-            )
+    """Log what differs from the snapshot's attempt: the environment, the schedule's length."""
+    _log_changed_environment(snapshot.state.get("environment"), runtime.environment())
     recorded = snapshot.state["config"]
     limits = {key: recorded["trainer"][key] for key in LIMITS}
     optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
     before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
-    totals = [
-        each.optimizer.schedule_steps or count_steps(each, steps_per_epoch)
-        for each in (before, config)
-    ]
+    old_steps = _schedule_steps(before, steps_per_epoch)
+    new_steps = _schedule_steps(config, steps_per_epoch)
     step = snapshot.step + 1
     scaled = scale_lr(config.optimizer, config.trainer.batch_size)
-    old_lr, new_lr = (get_lr(step, replace(scaled, schedule_steps=n), n) for n in totals)
-    if not math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
-        change = f"the learning rate of step {step} is {new_lr:.2e} instead of {old_lr:.2e}"
-        cause = f"its schedule has {totals[1]} steps instead of {totals[0]}"
+    old_lr = get_lr(step, replace(scaled, schedule_steps=old_steps), old_steps)
+    new_lr = get_lr(step, replace(scaled, schedule_steps=new_steps), new_steps)
+    if math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
+        return
+    log.info(
+        "the learning rate of step %d is %.2e instead of %.2e, because its schedule has %d steps "
+        "instead of %d; optimizer.schedule_steps=%d keeps the old one",
+        step,
+        new_lr,
+        old_lr,
+        new_steps,
+        old_steps,
+        old_steps,
+    )
+
+
+def _log_changed_environment(old: Any, new: dict[str, Any]) -> None:
+    """Log what affects the last bits and has changed.
+
+    Args:
+        old: of a snapshot, untrusted.
+    """
+    if not isinstance(old, dict):
+        return
+    changes = []
+    for key, value in new.items():
+        if old.get(key, value) != value:
+            changes.append(f"{key}: {str(old[key])[:100]} -> {value}")
+    if changes:
         log.info(
-            "%s, because %s; optimizer.schedule_steps=%d keeps the old one",
-            change,
-            cause,
-            totals[0],
+            "results may differ in the last bits from now on, because of %s", "; ".join(changes)
         )
+
+
+def _schedule_steps(config: Config, steps_per_epoch: int) -> int:
+    return config.optimizer.schedule_steps or count_steps(config, steps_per_epoch)
 
 
 def warn_of_lost_snapshots(directory: Path) -> None:
@@ -131,9 +140,7 @@ def warn_of_lost_snapshots(directory: Path) -> None:
 
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
-    """Warn of settings that differ from the last start of a complete run, since they have no
-    effect.
-    """
+    """Warn of settings that differ from the last start of a complete run: they have no effect."""
     # which trains nothing else
     new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
     # with the values of newer keys

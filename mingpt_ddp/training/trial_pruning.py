@@ -54,34 +54,46 @@ class MedianPruner:
         return True
 
     def _reason(self, step: int, best_val_loss: float) -> str | None:
-        """Return why to end the job, that its lowest value is above the median; None if it goes
-        on.
-        """
+        """Return that the lowest value of the job is above the median; None if it goes on."""
         own = self._history(self.directory)
         if own is None:
             return None
         earlier = self._earlier(own.began)
-        objective = objective_of(map(self._unit, [self.directory, *earlier]))
-        series = [job.series(objective.series) for job in earlier.values()]
-        reached = [values for values in series if values and values[0][0] <= step <= values[-1][0]]
-        if len(reached) < MIN_JOBS:
+        units = [self._unit(directory) for directory in (self.directory, *earlier)]
+        objective = objective_of(units)
+        lowest = []  # of the jobs that were evaluated before and at or after this step
+        for job in earlier.values():
+            series = job.series(objective.series)
+            steps = [at for at, _ in series]
+            if steps and steps[0] <= step <= steps[-1]:
+                lowest.append(_lowest(series, step))
+        if len(lowest) < MIN_JOBS:
             return None
-        median = statistics.median(_lowest(values, step) for values in reached)
-        best = best_val_loss if objective is LOSS else _lowest(own.series(objective.series), step)
+        median = statistics.median(lowest)
+        best = best_val_loss
+        if objective is not LOSS:
+            best = _lowest(own.series(objective.series), step)
         if best <= median:
             return None
         return f"{objective.title} {best:.4f} is above the median {median:.4f} of earlier jobs"
 
     def _earlier(self, began: float) -> dict[Path, MetricsHistory]:
         """Return the jobs that began before, by directory."""
-        found = {path: self._history(path) for path in self.directory.parent.iterdir()}
-        return {path: job for path, job in found.items() if job and job.began < began}
+        earlier = {}
+        for path in self.directory.parent.iterdir():
+            job = self._history(path)
+            if job and job.began < began:
+                earlier[path] = job
+        return earlier
 
     def _unit(self, directory: Path) -> Hashable:
         """Return the unit of a job's loss; None if its configuration cannot be read."""
-        if directory not in self._units and (config := recorded_config(directory)):
+        if directory not in self._units:
+            config = recorded_config(directory)
+            if not config:
+                return None
             self._units[directory] = loss_unit(flatten(config), directory)
-        return self._units.get(directory)
+        return self._units[directory]
 
     def _history(self, directory: Path) -> MetricsHistory | None:
         """Return what a job has logged; the file is read again only if it has changed."""
@@ -96,7 +108,5 @@ class MedianPruner:
 
 
 def _lowest(values: list[tuple[int, float]], step: int) -> float:
-    """Return the lowest value up to a step; minus infinity if there is none, which is above no
-    median.
-    """
+    """Return the lowest value up to a step; without any, minus infinity, above no median."""
     return min((value for at, value in values if at <= step), default=-math.inf)

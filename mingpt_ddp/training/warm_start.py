@@ -20,6 +20,7 @@ from mingpt_ddp.config.registry import is_user_defined
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.snapshots.initial_weights import (
+    InitialWeights,
     check_initial_weights,
     load_initial_weights,
     of_state,
@@ -36,9 +37,7 @@ FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a run takes from the weights that it starts from, or from its own snapshot if it
-    resumes.
-    """
+    """What a run takes from the weights that it starts from; a resume takes its own snapshot."""
 
     config: Config
     state: dict[str, Any]  # for Task.extend
@@ -77,31 +76,44 @@ def warm_start(
     """
     if config.run.init_from is None:
         return None
+    url = config.run.init_from
     tensors: dict[str, Tensor] = {}
 
     def find() -> dict[str, Any]:
-        url = str(config.run.init_from)
-        if recorded is None:
-            weights = read_initial_weights(url)
-            tensors.update(weights.tensors)
-            sha256 = weights.sha256()
-        else:
-            weights = of_state(recorded)
-            before = recorded["config"]["run"]
-            sha256 = before.get("init_sha256")
-            if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
-                raise SnapshotError(
-                    f"the run has not started from run.init_from={url}; choose another run.name"
-                )
-        return {
-            **asdict(replace(weights, tensors={})),
-            "sha256": sha256,
-            "is_first": recorded is None,
-        }
+        if recorded is not None:
+            return _described(of_state(recorded), _recorded_sha256(url, recorded))
+        weights = read_initial_weights(url)
+        tensors.update(weights.tensors)
+        return _described(weights, weights.sha256())
 
     found = group.run_on_rank_zero(find)
     config = _with_sizes(config, found, typed)
+    if recorded is None:
+        _check_typed_data(config, found["data"])
     return WarmStart(config, found["state"], found["sizes"], tensors)
+
+
+def _described(weights: InitialWeights, sha256: Any) -> dict[str, Any]:
+    """Return the weights' description as JSON values, without tensors."""
+    return {**asdict(replace(weights, tensors={})), "sha256": sha256}
+
+
+def _recorded_sha256(url: str, recorded: Any) -> Any:
+    """Return the SHA-256 of the weights that a run has started from.
+
+    Args:
+        recorded: the state of its snapshot.
+
+    Raises:
+        SnapshotError: the URL has others.
+    """
+    before = recorded["config"]["run"]
+    sha256 = before.get("init_sha256")
+    if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
+        raise SnapshotError(
+            f"the run has not started from run.init_from={url}; choose another run.name"
+        )
+    return sha256
 
 
 def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) -> Config:
@@ -114,31 +126,43 @@ def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) ->
     if run.init_sha256 not in (None, found["sha256"]):
         raise ConfigError(
             f"run.init_from={run.init_from} has SHA-256 {found['sha256']}, not "
-            f"run.init_sha256={run.init_sha256}; "
-            "set that to null to use it"
+            f"run.init_sha256={run.init_sha256}; set that to null to use it"
         )
     code = {key: own.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
     model = asdict(build_group("model", {**found["model"], **code}))
     chosen = {key for key in own if "model" in typed or f"model.{key}" in typed}
-    for key in sorted(chosen - {*FREE}):
-        if own[key] != model.get(key):
+    for key in sorted(chosen):
+        if key in FREE:
+            model[key] = own[key]
+        elif own[key] != model.get(key):
             raise _differs(f"model.{key}", own[key], model.get(key), run.init_from)
-    model |= {key: own[key] for key in chosen & {*FREE}}
     config = replace(config, run=replace(run, name=run_name(config), init_sha256=found["sha256"]))
     config = replace(config, model=build_group("model", model))
-    for key, value in found["data"].items() if isinstance(config.data, DataConfig) else ():
-        own = getattr(config.data, key)
-        if f"data.{key}" not in typed:
-            config = replace(config, data=replace(config.data, **{key: value}))
-        elif found["is_first"] and key == "block_size" and own > value:
-            raise ConfigError(
-                f"data.block_size={own} is more than the {value} of the weights of "
-                f"run.init_from={run.init_from}; "
-                "lower it, or leave it out"
-            )
-        elif found["is_first"] and key != "block_size" and own != value:
-            raise _differs(f"data.{key}", own, value, run.init_from)
+    if isinstance(config.data, DataConfig):
+        not_typed = {k: value for k, value in found["data"].items() if f"data.{k}" not in typed}
+        config = replace(config, data=replace(config.data, **not_typed))
     return config
+
+
+def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
+    """Refuse typed keys of data that the weights determine, but for a shorter context.
+
+    Args:
+        data: what the weights determine of that group.
+    """
+    if not isinstance(config.data, DataConfig):
+        return
+    url = config.run.init_from
+    for key, value in data.items():
+        own = getattr(config.data, key)
+        if key == "block_size":
+            if own > value:
+                raise ConfigError(
+                    f"data.block_size={own} is more than the {value} of the weights of "
+                    f"run.init_from={url}; lower it, or leave it out"
+                )
+        elif own != value:
+            raise _differs(f"data.{key}", own, value, url)
 
 
 def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:

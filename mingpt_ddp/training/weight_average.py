@@ -45,12 +45,12 @@ class WeightAverage:
 
         The first steps are averaged over a shorter time.
         """
-        if self.decay is not None:
-            decay = min(self.decay, (1 + step) / (10 + step))
-            averages, parameters = (
-                list(map(local_tensor, own)) for own in (self._averages, self._parameters)
-            )
-            for_each("lerp_", averages, parameters, 1 - decay)
+        if self.decay is None:
+            return
+        decay = min(self.decay, (1 + step) / (10 + step))
+        averages = [local_tensor(average) for average in self._averages]
+        parameters = [local_tensor(parameter) for parameter in self._parameters]
+        for_each("lerp_", averages, parameters, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -72,17 +72,12 @@ class WeightAverage:
             average.copy_(weights)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the model's state with the averages for its weights, under the kind that a
-        snapshot gives it.
-        """
+        """Return the model's state with the averages for its weights, as the kind `ema`."""
         if self.decay is None:
             return {}
         averages: dict[Tensor, Tensor] = dict(zip(self._parameters, self._averages, strict=True))
-        named = {
-            name: averages.get(value)
-            for name, value in self.model.state_dict(keep_vars=True).items()
-        }
-        return {
-            "ema": model_state(self.model)
-            | {name: value for name, value in named.items() if value is not None}
-        }
+        state = model_state(self.model)
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if value in averages:
+                state[name] = averages[value]
+        return {"ema": state}
