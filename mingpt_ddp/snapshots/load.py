@@ -12,7 +12,7 @@ from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableErro
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.remote import redact
+from mingpt_ddp.storage.remote_errors import redact
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.urls import check_url, open_storage
 

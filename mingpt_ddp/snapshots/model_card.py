@@ -18,7 +18,7 @@ from mingpt_ddp.config.config import COMMAND_KEYS, flatten
 from mingpt_ddp.config.hydra_utils import key_of
 from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS, Snapshot, step_of
 from mingpt_ddp.snapshots.load import recorded_train_state
-from mingpt_ddp.storage.remote import redact
+from mingpt_ddp.storage.remote_errors import redact
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.storage.urls import open_storage
