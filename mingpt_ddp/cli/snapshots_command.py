@@ -42,8 +42,9 @@ from mingpt_ddp.snapshots.load import find_steps, recorded_train_state, step_in
 from mingpt_ddp.snapshots.retention import expired_steps
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.lock import LOCK
 from mingpt_ddp.storage.remote import RemoteStorage
-from mingpt_ddp.storage.run_dir import LOCK, RunDirectory
+from mingpt_ddp.storage.run_dir import RunDirectory
 from mingpt_ddp.storage.urls import open_storage
 
 HEADINGS = (

@@ -34,6 +34,7 @@ PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # GPT-2's name of each byte: its Latin-1 character if that is printable, else one from U+0100 on.
 BYTE_NAMES = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
+LOSSY_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 # behaviours of a Split
 LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
@@ -52,15 +53,13 @@ class BPETokenizer(Tokenizer):
             LookupError, TypeError, ValueError: it is not a byte-level BPE that inverts exactly.
         """
         values = _checked(text)
-        self.json = json.dumps(
-            {**values, "truncation": None, "padding": None}, separators=(",", ":"), sort_keys=True
-        )
+        kept = {**values, "truncation": None, "padding": None}
+        self.json = json.dumps(kept, separators=(",", ":"), sort_keys=True)
         self.tokens = _bytes_of_tokens(values)
         self.line_feed = self.tokens.index(b"\n")
         self.token_sizes = np.array([len(token) for token in self.tokens])
-        self.token_characters = np.array(
-            [int(begins_character(token).sum()) for token in self.tokens]
-        )
+        characters = [int(begins_character(token).sum()) for token in self.tokens]
+        self.token_characters = np.array(characters)
         self._encoder: Any = None
 
     def encode(self, text: str) -> list[int]:
@@ -69,7 +68,8 @@ class BPETokenizer(Tokenizer):
             ConfigError: the library is not installed.
             DataError: the library refuses the tokenizer or the text, or takes too long.
         """
-        return list(self._encode([utf8(text).decode()])[0].ids)
+        [encoding] = self._encode([utf8(text).decode()])
+        return list(encoding.ids)
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
         """Yield the tokens of a text, encoded by all cores; the same ones on any number of them."""
@@ -88,12 +88,12 @@ class BPETokenizer(Tokenizer):
         """Return the library's encoding of each text."""
         encoder = self._library()
         seconds = MIN_SECONDS + sum(map(len, texts)) / MIN_CHARS_PER_S
+
+        def encode() -> Any:
+            return encoder.encode_batch_fast(texts, add_special_tokens=False)
+
         try:
-            return list(
-                call_native(
-                    lambda: encoder.encode_batch_fast(texts, add_special_tokens=False), seconds
-                )
-            )
+            return list(call_native(encode, seconds))
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
                 f"the tokenizer cannot encode the text: {str(error)[:200]}; use another "
@@ -101,23 +101,25 @@ class BPETokenizer(Tokenizer):
             ) from error
 
     def _library(self) -> Any:
-        if self._encoder is None:
-            lib = library()
-            try:
-                self._encoder = call_native(
-                    lambda: lib.Tokenizer.from_str(self.json), MAX_SECONDS_TO_PARSE
-                )
-            except Exception as error:  # the library raises nothing narrower
+        """Return the library's tokenizer, made at the first call."""
+        if self._encoder is not None:
+            return self._encoder
+        lib = library()
+        try:
+            self._encoder = call_native(
+                lambda: lib.Tokenizer.from_str(self.json), MAX_SECONDS_TO_PARSE
+            )
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"the library tokenizers refuses the tokenizer: {str(error)[:200]}"
+            ) from error
+        # the library numbers them in their order
+        for token in json.loads(self.json).get("added_tokens") or ():
+            if self._encoder.token_to_id(token["content"]) != token["id"]:
                 raise DataError(
-                    f"the library tokenizers refuses the tokenizer: {str(error)[:200]}"
-                ) from error
-            # the library numbers them in their order
-            for token in json.loads(self.json).get("added_tokens") or ():
-                if self._encoder.token_to_id(token["content"]) != token["id"]:
-                    raise DataError(
-                        "the library tokenizers gives the added token "
-                        f"{token['content']!r:.50} another id"
-                    )
+                    "the library tokenizers gives the added token "
+                    f"{token['content']!r:.50} another id"
+                )
         return self._encoder
 
 
@@ -159,11 +161,10 @@ def read_bpe(path: str) -> BPETokenizer:
     try:
         return BPETokenizer(read_file(path, 4 * MAX_JSON_CHARS).decode())
     except FileNotFoundError as error:
-        advice = (
-            "name a tokenizer.json, or use char, byte or bpe (nothing is downloaded by "
-            "a model's name)"
-        )
-        raise DataError(f"data.tokenizer={path}: there is no such file; {advice}") from error
+        raise DataError(
+            f"data.tokenizer={path}: there is no such file; name a tokenizer.json, or use char, "
+            "byte or bpe (nothing is downloaded by a model's name)"
+        ) from error
     except Exception as error:  # exceptions differ by protocol
         raise DataError(
             f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}"
@@ -179,11 +180,9 @@ def split_at_words(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         rest += text
         while len(rest) > CHUNK_CHARS:
-            cuts = [
-                match.start()
-                for match in BETWEEN_WORDS.finditer(rest, CHUNK_CHARS // 2, CHUNK_CHARS)
-            ]
-            cut = cuts[-1] if cuts else CHUNK_CHARS
+            cut = CHUNK_CHARS
+            for match in BETWEEN_WORDS.finditer(rest, CHUNK_CHARS // 2, CHUNK_CHARS):
+                cut = match.start()
             yield rest[:cut]
             rest = rest[cut:]
     if rest:
@@ -198,40 +197,48 @@ def _checked(text: str) -> dict[str, Any]:
         values = json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    model = values["model"]
-    before = values["pre_tokenizer"]
-    steps = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-    splits = [step for step in steps if step["type"] == "Split"]
-    is_lossless = (
-        model["type"] == "BPE"
-        and not any(
-            model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-        )
-        and values.get("normalizer") is None
-        and steps[-1]["type"] == "ByteLevel"
-        and not any(step.get("add_prefix_space") for step in steps)
-        and all(step["type"] in ("Split", "Digits") for step in steps[:-1])
-        and all(
-            step["behavior"] in LOSSLESS and len(str(step["pattern"])) <= MAX_PATTERN_CHARS
-            for step in splits
-        )
-        and not any(
-            token.get("lstrip") or token.get("rstrip") for token in values.get("added_tokens") or ()
-        )
-    )
-    if not is_lossless:
+    if not _is_lossless(values):
         raise ValueError("it does not decode to exactly what it has encoded, or is not byte-level")
     return dict(values)
+
+
+def _is_lossless(values: dict[str, Any]) -> bool:
+    """Return whether a tokenizer is a byte-level BPE that decodes to exactly what it encodes."""
+    model = values["model"]
+    first = values["pre_tokenizer"]
+    steps = first["pretokenizers"] if first["type"] == "Sequence" else [first]
+    if model["type"] != "BPE" or any(model.get(key) for key in LOSSY_OPTIONS):
+        return False
+    if values.get("normalizer") is not None or steps[-1]["type"] != "ByteLevel":
+        return False
+    if any(step.get("add_prefix_space") for step in steps):
+        return False
+    for step in steps[:-1]:
+        if step["type"] not in ("Split", "Digits"):
+            return False
+    for step in steps:
+        if step["type"] != "Split":
+            continue
+        if step["behavior"] not in LOSSLESS or len(str(step["pattern"])) > MAX_PATTERN_CHARS:
+            return False
+    for token in values.get("added_tokens") or ():
+        if token.get("lstrip") or token.get("rstrip"):
+            return False
+    return True
 
 
 def _bytes_of_tokens(values: dict[str, Any]) -> list[bytes]:
     """Return the bytes of each token by id."""
     byte_of = {name: byte for byte, name in enumerate(BYTE_NAMES)}
-    tokens = {i: bytes(byte_of[c] for c in token) for token, i in values["model"]["vocab"].items()}
-    tokens |= {token["id"]: token["content"].encode() for token in values.get("added_tokens") or ()}
+    tokens = {}
+    for token, i in values["model"]["vocab"].items():
+        tokens[i] = bytes(byte_of[character] for character in token)
+    for added in values.get("added_tokens") or ():
+        tokens[added["id"]] = added["content"].encode()
     if any(type(i) is not int for i in tokens) or tokens.keys() != {*range(len(tokens))}:
         raise ValueError("its ids are not 0, 1, 2 ...")
-    if missing := {bytes([byte]) for byte in range(256)} - {*tokens.values()}:
+    missing = {bytes([byte]) for byte in range(256)} - {*tokens.values()}
+    if missing:
         raise ValueError(f"it has no token for the byte {min(missing)!r}")
     if not all(tokens.values()):
         raise ValueError("it has an empty token")

@@ -1,5 +1,6 @@
-"""Batches as a pure function of (seed, step), the same at any world size; one gather fetches
-several steps.
+"""Batches as a pure function of (seed, step), the same at any world size.
+
+One gather fetches several steps.
 
 Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
@@ -29,8 +30,7 @@ class MicroBatch:
     """What one forward pass takes; `index` counts the micro-batches of a step over all ranks."""
 
     index: int
-    # of text: x and y (B, T) int64, where y has the token after each in x; of samples: collated
-    # ones
+    # Of text x and y (B, T) int64, where y has the token after each in x; else collated samples.
     batch: Any
     weight: float = 1.0  # of the loss; 0 for a pass that only other ranks need
 
@@ -64,38 +64,38 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
             pass.
     """
     trainer = config.trainer
-    batch = config.trainer.batch_size
+    batch = trainer.batch_size
+    per_rank = batch // world_size
     if config.ddp.sync_batchnorm:
-        if batch % world_size or trainer.micro_batch_size not in (None, batch // world_size):
+        if batch % world_size or trainer.micro_batch_size not in (None, per_rank):
             raise ConfigError(
                 "ddp.sync_batchnorm=true needs one micro-batch per rank: "
                 f"trainer.batch_size={batch} a multiple of the "
                 f"{world_size} ranks, and trainer.micro_batch_size=null"
             )
-        return BatchPlan(batch, batch // world_size, world_size)
-    sizes = (size for size in range(1, max(1, batch // world_size) + 1) if batch % size == 0)
-    micro = trainer.micro_batch_size or kept or max(sizes)
+        return BatchPlan(batch, per_rank, world_size)
+    divisors = (size for size in range(1, max(1, per_rank) + 1) if batch % size == 0)
+    micro = trainer.micro_batch_size or kept or max(divisors)
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(
             f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for "
-            f"{world_size} ranks; "
-            f"use at most {plan.n_micro} ranks, or a new run with a larger batch or smaller "
-            "micro-batches"
+            f"{world_size} ranks; use at most {plan.n_micro} ranks, or a new run with a larger "
+            "batch or smaller micro-batches"
         )
     # the next replay overwrites the gradients
     if trainer.compile == "cuda_graphs" and plan.n_micro > 1:
         raise ConfigError(
             f"trainer.compile=cuda_graphs needs one micro-batch, trainer.batch_size={batch} "
-            f"makes {plan.n_micro} of "
-            f"{micro} sequences; use trainer.compile=true"
+            f"makes {plan.n_micro} of {micro} sequences; use trainer.compile=true"
         )
     return plan
 
 
 class Loader(Protocol):
-    """The training data as an endless sequence of batches, each a pure function of the seed and the
-    step.
+    """The training data as an endless sequence of batches.
+
+    Each is a pure function of the seed and the step.
     """
 
     steps_per_epoch: int
@@ -116,6 +116,15 @@ class Split(Protocol):
 
     def batches(self, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the batches of a rank: number i is for rank i mod world size."""
+
+
+@dataclass(frozen=True)
+class WindowStarts:
+    """Where the windows at some consecutive positions of an epoch start."""
+
+    epoch: int
+    first: int  # position
+    starts: Ints
 
 
 class TokenLoader:
@@ -144,29 +153,25 @@ class TokenLoader:
         self.items_per_step = batch_size * block_size
         self._set_epoch((len(tokens) - block_size) // self.stride)
         device = torch.device(device)
-        on_gpu = device.type == "cuda"
-        room = (
-            torch.cuda.get_device_properties(device).total_memory * MAX_RESIDENT_FRACTION
-            if on_gpu
-            else 0
-        )
+        room = 0.0  # bytes on the device
+        if device.type == "cuda":
+            total = torch.cuda.get_device_properties(device).total_memory
+            room = total * MAX_RESIDENT_FRACTION
         self._tokens = TokenWindows(tokens, block_size + 1, device, resident=tokens.nbytes <= room)
-        # epoch, first position, starts
-        self._starts: tuple[int, int, Ints] = (-1, 0, np.empty(0, dtype=np.int64))
-        self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the gathered steps
-        # number of the first gathered step, and all of them
-        self._first = 0
+        self._starts = WindowStarts(epoch=-1, first=0, starts=np.empty(0, dtype=np.int64))
+        # the steps that have been gathered, and for which plan and rank
+        self._plan: tuple[BatchPlan, int] | None = None
+        self._first_step = 0
         self._steps = list[list[MicroBatch]]()
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of a rank in a step; steps count from 1."""
-        if self._plan != (plan, rank) or not self._first <= step < self._first + len(self._steps):
-            self._plan, self._first, self._steps = (
-                (plan, rank),
-                step,
-                self._gather(step, plan, rank),
-            )
-        return self._steps[step - self._first]
+        end = self._first_step + len(self._steps)
+        if self._plan != (plan, rank) or not self._first_step <= step < end:
+            self._steps = self._gather(step, plan, rank)
+            self._first_step = step
+            self._plan = (plan, rank)
+        return self._steps[step - self._first_step]
 
     def close(self) -> None:
         """Do nothing: the tokens are memory."""
@@ -176,47 +181,41 @@ class TokenLoader:
         self.steps_per_epoch = windows // self.batch_size
         if self.steps_per_epoch == 0:
             raise DataError(
-                f"the training text has {windows} windows of "
-                f"data.block_size={self.block_size}, fewer than "
-                f"trainer.batch_size={self.batch_size}; use a longer text, a smaller batch "
-                "or a smaller data.stride"
+                f"the training text has {windows} windows of data.block_size={self.block_size}, "
+                f"fewer than trainer.batch_size={self.batch_size}; use a longer text, a smaller "
+                "batch or a smaller data.stride"
             )
 
     def _gather(self, step: int, plan: BatchPlan, rank: int) -> list[list[MicroBatch]]:
-        """Gather this step and following ones of its epoch in one call, to amortize its
-        overhead.
-        """
+        """Return this step and following ones of its epoch, gathered in one call for speed."""
         epoch, first = divmod(step - 1, self.steps_per_epoch)
         indices = plan.indices_for_rank(rank)
         size = plan.micro_batch_size
         count = max(1, GATHER_TOKENS // (len(indices) * size * self.block_size))
         count = min(count, self.steps_per_epoch - first)
-        starts = self._window_starts(
-            epoch, first * self.batch_size, (first + count) * self.batch_size
-        )
+        begin = first * self.batch_size
+        starts = self._window_starts(epoch, begin, begin + count * self.batch_size)
         own = starts.reshape(count, plan.n_micro, size)[:, indices.start :: plan.world_size]
         x, y = self._tokens.gather(own.reshape(-1))
-        micros = list(
-            map(MicroBatch, [*indices] * count, zip(x.split(size), y.split(size), strict=True))
-        )
-        return [
-            micros[begin : begin + len(indices)] for begin in range(0, len(micros), len(indices))
-        ]
+        batches = zip(x.split(size), y.split(size), strict=True)
+        steps = []
+        for _ in range(count):
+            steps.append([MicroBatch(index, next(batches)) for index in indices])
+        return steps
 
     def _window_starts(self, epoch: int, begin: int, end: int) -> Ints:
-        """Return where the windows at positions begin ..
+        """Return where the windows at positions begin .. end - 1 of an epoch start.
 
-        end - 1 of an epoch start; permute SHUFFLE_CHUNK at a time.
+        SHUFFLE_CHUNK of them are permuted at a time.
         """
-        cached_epoch, first, starts = self._starts
-        if epoch != cached_epoch or begin < first or end > first + len(starts):
-            first = begin
+        known = self._starts
+        if epoch != known.epoch or begin < known.first or end > known.first + len(known.starts):
             n = self.windows_per_epoch
             positions = np.arange(begin, min(max(end, begin + SHUFFLE_CHUNK), n))
             order = feistel_permute(positions, n, derive_seed("order", self.seed, epoch))
-            starts = self._draw(epoch, order)
-            self._starts = (epoch, first, starts)
-        return starts[begin - first : end - first]
+            known = WindowStarts(epoch, begin, self._draw(epoch, order))
+            self._starts = known
+        return known.starts[begin - known.first : end - known.first]
 
     def _draw(self, epoch: int, order: Ints) -> Ints:
         """Return where the windows of these shuffled numbers start."""
@@ -250,17 +249,16 @@ class TokenWindows:
             windows = self._send(self._windows[starts])
         else:
             windows = self._resident[self._send(starts)[:, None] + self._within]
-        x, y = (
-            part.to(torch.int64).bitwise_and_(self._mask)
-            for part in (windows[:, :-1], windows[:, 1:])
-        )
-        return x, y
+        return self._widen(windows[:, :-1]), self._widen(windows[:, 1:])
+
+    def _widen(self, tokens: Tensor) -> Tensor:
+        return tokens.to(torch.int64).bitwise_and_(self._mask)
 
     def _send(self, values: Ints) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(values))
-        return (host.pin_memory() if self._device.type == "cuda" else host).to(
-            self._device, non_blocking=True
-        )
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self._device, non_blocking=True)
 
 
 class TokenSplit:
@@ -276,7 +274,7 @@ class TokenSplit:
         self.tokens = tokens
         self.device = device
         n_targets = len(tokens) - 1
-        n_windows = (len(tokens) - 1) // block_size
+        n_windows = n_targets // block_size
         starts: Sequence[int] = range(0, n_windows * block_size, block_size)
         if windows is not None and windows < n_windows:
             sample = feistel_permute(np.arange(windows), n_windows, derive_seed("evaluation"))
@@ -293,6 +291,5 @@ class TokenSplit:
     def batches(self, rank: int, world_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield x and y (B, T) of a rank's disjoint windows."""
         for starts, length in self._batches[rank::world_size]:
-            yield TokenWindows(self.tokens, length + 1, self.device, resident=False).gather(
-                np.array(starts)
-            )
+            windows = TokenWindows(self.tokens, length + 1, self.device, resident=False)
+            yield windows.gather(np.array(starts))

@@ -1,7 +1,7 @@
 """The encoded text on disk, split into training and validation tokens."""
 
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +27,34 @@ class EncodedText:
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:
-    """Return where the training, validation and test part of `length` tokens or characters begin,
-    and the end.
+    """Return where the training, validation and test part of a text begin, and the end.
+
+    Args:
+        length: of the text, in tokens or characters.
     """
     n = int(length * config.truncate)
     return [0, int(n * config.train_split), n - int(n * config.test_split), n]
 
 
 class TextDataset:
-    """The tokens, memory-mapped and split without overlap: `train`, then `val`, then `test`, which
-    may be empty.
+    """The tokens, memory-mapped and split without overlap: `train`, `val`, then `test`.
+
+    The latter may be empty.
     """
 
     def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
         self.tokenizer = tokenizer_from_state(encoded.tokenizer)
-        tokens: Any = np.memmap(
-            Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype, mode="r"
-        )
-        sizes = [sum(split) for split in encoded.parts]
-        bounds = [0, *accumulate(sizes)] if sizes else split_bounds(encoded.length, config)
-        self.whole = tokens[: bounds[-1]]
-        self.train, self.val, self.test = (tokens[begin:end] for begin, end in pairwise(bounds))
-        self.train_sizes = encoded.parts[0] if sizes else [len(self.train)]  # of each source
+        path = Path(encoded.directory) / "tokens.bin"
+        tokens: Any = np.memmap(path, dtype=encoded.dtype, mode="r")
+        bounds = split_bounds(encoded.length, config)
+        if encoded.parts:
+            bounds = [0, *accumulate(map(sum, encoded.parts))]
+        _, train_end, val_end, end = bounds
+        self.whole = tokens[:end]
+        self.train = tokens[:train_end]
+        self.val = tokens[train_end:val_end]
+        self.test = tokens[val_end:end]
+        self.train_sizes = encoded.parts[0] if encoded.parts else [train_end]  # of each source
 
     def check_lengths(self, block_size: int) -> None:
         """Refuse a text that no model can be trained on.

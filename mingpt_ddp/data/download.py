@@ -15,20 +15,21 @@ DOWNLOADS = "downloads"  # in the cache
 
 
 def user_cache() -> Path:
-    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not an absolute
-    path.
-    """
+    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if that is no absolute path."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.cache").expanduser()) / "mingpt_ddp"
+    if not base.is_absolute():
+        base = Path("~/.cache").expanduser()
+    return base / "mingpt_ddp"
 
 
 def open_filesystem(url: str) -> tuple[Any, str, bool]:
     """Return the filesystem of a URL, the name within it, and whether it is local."""
-    proxies = (
-        {"client_kwargs": {"trust_env": True}} if url.startswith(("http://", "https://")) else {}
-    )
-    fs, name = fsspec.core.url_to_fs(url, **proxies)
-    return fs, name, "file" in fs.protocol or "local" in fs.protocol
+    options: dict[str, Any] = {}
+    if url.startswith(("http://", "https://")):
+        options["client_kwargs"] = {"trust_env": True}  # use proxies
+    fs, name = fsspec.core.url_to_fs(url, **options)
+    is_local = "file" in fs.protocol or "local" in fs.protocol
+    return fs, name, is_local
 
 
 def exists(url: str) -> bool:
@@ -58,8 +59,7 @@ def download(
 
 
 def fetch(url: str, cache: Path, limit: int) -> bytes | None:
-    """Return the content of a file, from the cache if it has been downloaded before; None if there
-    is none.
+    """Return the content of a file, downloaded once into the cache; None if there is none.
 
     Raises:
         OSError: it is not a regular file, or has more than `limit` bytes.

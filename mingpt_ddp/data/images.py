@@ -19,7 +19,7 @@ from mingpt_ddp.config.components import DigitsConfig, MNISTConfig
 from mingpt_ddp.data.download import fetch, user_cache
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.data.samples import Datasets
-from mingpt_ddp.data.texts import expanded_limit
+from mingpt_ddp.data.texts import GZIP, expanded_limit
 from mingpt_ddp.errors import DataError
 
 # of 1,797 images
@@ -33,11 +33,13 @@ MAX_EXPANSION = 100.0  # of a gzip file; MNIST's labels, the densest, expand 5 t
 
 
 class RandomShift(Dataset[Any]):
-    """Samples (x, y) whose images x (C, H, W) are moved by up to `limit` pixels along each axis,
-    padded with zeros.
-    """
+    """Samples (x, y) whose images x (C, H, W) are moved at random, padded with zeros."""
 
     def __init__(self, samples: TensorDataset, limit: int) -> None:
+        """
+        Args:
+            limit: pixels along each axis, at most.
+        """
         self.samples = samples
         self.limit = limit
 
@@ -47,35 +49,38 @@ class RandomShift(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         x, y = self.samples[index]
         down, right = torch.randint(0, 2 * self.limit + 1, (2,)).tolist()
-        height, width = x.shape[1:]
-        return F.pad(x, [self.limit] * 4)[:, down : down + height, right : right + width], y
+        _, height, width = x.shape
+        padded = F.pad(x, [self.limit] * 4)
+        return padded[:, down : down + height, right : right + width], y
 
 
-def _split(x: Ints, y: Ints, shift: int, *starts: int) -> Datasets:
-    """Return the samples up to the first start for training, the next for validation, the rest for
-    testing.
+def _split(x: Ints, y: Ints, shift: int, val_start: int, test_start: int) -> Datasets:
+    """Return the images before `val_start` for training, those from `test_start` on for testing.
 
     Args:
         x: (N, H, W) uint8 or floats, scaled here to [0, 1].
         y: (N,) labels.
+        shift: by how many pixels to move the training images.
     """
-    digest = hashlib.sha256(
-        np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(y).tobytes()
-    ).hexdigest()
+    content = np.ascontiguousarray(x).tobytes() + np.ascontiguousarray(y).tobytes()
     images = torch.from_numpy((x / max(1, x.max())).astype(np.float32))[:, None]
     labels = torch.from_numpy(y.astype(np.int64))
-    train, val, test = (
-        TensorDataset(images[begin:end], labels[begin:end])
-        for begin, end in zip((0, *starts), (*starts, len(x)), strict=True)
-    )
+
+    def part(begin: int, end: int) -> TensorDataset:
+        return TensorDataset(images[begin:end], labels[begin:end])
+
+    train = part(0, val_start)
     return Datasets(
-        RandomShift(train, shift) if shift else train, val, test, outputs=CLASSES, sha256=digest
+        train=RandomShift(train, shift) if shift else train,
+        val=part(val_start, test_start),
+        test=part(test_start, len(x)),
+        outputs=CLASSES,
+        sha256=hashlib.sha256(content).hexdigest(),
     )
 
 
 def digits(config: DigitsConfig) -> Datasets:
-    """Return the 1,797 images (1, 8, 8) in an order that is shuffled once: 1,297 train, 200 val,
-    300 test.
+    """Return the 1,797 images (1, 8, 8), shuffled once: 1,297 train, 200 val, 300 test.
 
     Source: E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten Digits" (UCI), in
     scikit-learn.
@@ -90,15 +95,11 @@ def digits(config: DigitsConfig) -> Datasets:
             "data=digits needs scikit-learn: pip install 'mingpt-ddp[digits]'"
         ) from error
     found = load_digits()
-    order = feistel_permute(np.arange(len(found.target)), len(found.target), derive_seed("digits"))
-    n = len(order)
-    return _split(
-        found.images[order],
-        found.target[order],
-        config.shift,
-        n - DIGITS_VAL - DIGITS_TEST,
-        n - DIGITS_TEST,
-    )
+    n = len(found.target)
+    order = feistel_permute(np.arange(n), n, derive_seed("digits"))
+    test_start = n - DIGITS_TEST
+    val_start = test_start - DIGITS_VAL
+    return _split(found.images[order], found.target[order], config.shift, val_start, test_start)
 
 
 def mnist(config: MNISTConfig) -> Datasets:
@@ -128,14 +129,17 @@ def mnist(config: MNISTConfig) -> Datasets:
         raise DataError(
             f"the images at data.path={config.path} are {train.shape[1:]} and {test.shape[1:]}"
         )
-    n = len(train)
-    whole = np.concatenate([train, test]), np.concatenate([y, y_test])
-    return _split(*whole, config.shift, n - min(MNIST_VAL, n // 2), n)
+    images = np.concatenate([train, test])
+    labels = np.concatenate([y, y_test])
+    test_start = len(train)
+    val_start = test_start - min(MNIST_VAL, test_start // 2)
+    return _split(images, labels, config.shift, val_start, test_start)
 
 
 def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
-    """Read an idx file, plain or gzip: two zero bytes, the type, the number of dimensions, their
-    sizes, the values.
+    """Read an idx file, plain or gzip.
+
+    It has two zero bytes, the type, the number of dimensions, their sizes, the values.
     """
     name += f"-idx{n_dims}-ubyte"
     cache = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
@@ -154,11 +158,9 @@ def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
             "MNIST's four files"
         )
     try:
-        file: Any = (
-            gzip.GzipFile(fileobj=io.BytesIO(content))
-            if content[:2] == b"\x1f\x8b"
-            else io.BytesIO(content)
-        )
+        file: Any = io.BytesIO(content)
+        if content.startswith(GZIP):
+            file = gzip.GzipFile(fileobj=file)
         start = struct.unpack(">HBB", file.read(4))
         if start != (0, IDX_TYPE, n_dims):
             raise ValueError(f"it begins with {start}, not {(0, IDX_TYPE, n_dims)}")
@@ -167,12 +169,10 @@ def _read_idx(config: MNISTConfig, name: str, n_dims: int) -> Ints:
         if size > expanded_limit(len(content), MAX_EXPANSION):
             raise ValueError(f"it declares {size:,} bytes, which is too many for its size")
         values = file.read(min(size, MAX_BYTES) + 1)  # no more than declared is decompressed
-        if len(values) != size:
-            raise ValueError(
-                f"it has {len(values):,} of {size:,} bytes"
-                if len(values) < size
-                else "it is too long"
-            )
+        if len(values) < size:
+            raise ValueError(f"it has {len(values):,} of {size:,} bytes")
+        if len(values) > size:
+            raise ValueError("it is too long")
         return np.frombuffer(values, dtype=np.uint8).reshape(shape)
     except (ValueError, OSError, EOFError, struct.error, zlib.error) as error:
         raise DataError(

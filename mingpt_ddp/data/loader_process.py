@@ -12,8 +12,9 @@ from typing import Any
 
 
 def set_up(_: int) -> None:
-    """Let a loader process die with its rank, whose lock and connections it has inherited, and
-    ignore signals.
+    """Let a loader process die with its rank, and ignore signals.
+
+    It has inherited the rank's lock and connections.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
@@ -23,12 +24,11 @@ def set_up(_: int) -> None:
 
 
 def share_without_files() -> None:
-    """Have multiprocessing pass the files of tensors through abstract sockets, which end with their
-    process.
+    """Have multiprocessing pass the files of tensors through abstract sockets.
 
-    By default it makes a file for the socket in TMPDIR, which stays there after SIGKILL, and cannot
-    be made where that is long. /proc/net/unix shows the names of abstract sockets to all users:
-    those of others are not accepted.
+    They end with their process. By default it makes a file for the socket in TMPDIR, which stays
+    there after SIGKILL, and cannot be made where that is long. /proc/net/unix shows the names of
+    abstract sockets to all users: those of others are not accepted.
     """
     module: Any = connection
     accept = module.SocketListener.accept
@@ -38,17 +38,16 @@ def share_without_files() -> None:
         while True:
             peer = accept(listener)
             with socket.socket(fileno=os.dup(peer.fileno())) as opened:
-                _, user, _ = struct.unpack(
-                    "3i", opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-                )
+                credentials = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _, user, _ = struct.unpack("3i", credentials)
             if user == os.getuid():
                 return peer
             peer.close()
 
     def make_address(family: str) -> Any:
-        return (
-            f"\0mingpt_ddp-{uuid.uuid4().hex}" if family == "AF_UNIX" else arbitrary_address(family)
-        )
+        if family == "AF_UNIX":
+            return f"\0mingpt_ddp-{uuid.uuid4().hex}"
+        return arbitrary_address(family)
 
     module.SocketListener.accept = accept_same_user
     module.arbitrary_address = make_address

@@ -1,6 +1,4 @@
-"""Call a native library on untrusted input: bounded CPU time, silent, and a panic is an
-exception.
-"""
+"""Call a native library on untrusted input: in bounded CPU time, silently, and panics raised."""
 
 import contextlib
 import os

@@ -56,8 +56,9 @@ def _encipher(values: Ints, half: np.uint64, keys: list[np.uint64]) -> Ints:
 
 
 def _mix(x: Ints) -> Ints:
-    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit affects every
-    output bit.
+    """Apply the finalizer of SplitMix64: every input bit affects every output bit.
+
+    Source: Steele, Lea and Flood 2014, "Fast Splittable Pseudorandom Number Generators".
     """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,9 +1,8 @@
-"""Map-style datasets: samples in an exact order at any world size, and augmentation keyed by (seed,
-epoch, sample).
+"""Map-style datasets: samples in an exact order at any world size, augmented by key.
 
-Before a sample is read, torch's, NumPy's and Python's global generators are seeded from its key. A
-random transform therefore differs between samples and between epochs, but not between loader
-processes, ranks, world sizes or restarts.
+The key is (seed, epoch, sample). Before a sample is read, torch's, NumPy's and Python's global
+generators are seeded from its key. A random transform therefore differs between samples and between
+epochs, but not between loader processes, ranks, world sizes or restarts.
 """
 
 import hashlib
@@ -39,11 +38,11 @@ class Datasets:
     sha256: str = ""  # of the content; a run resumes only with the same
 
     def digest(self) -> str:
-        """Return the SHA-256 that identifies the data: of the content if it is given, else of the
-        sizes.
-        """
+        """Return the SHA-256 of the content if it is given, else of the sizes."""
+        if self.sha256:
+            return self.sha256
         sizes = [len(split) for split in (self.train, self.val, self.test or ())]
-        return self.sha256 or hashlib.sha256(str(sizes).encode()).hexdigest()
+        return hashlib.sha256(str(sizes).encode()).hexdigest()
 
 
 def build_datasets(config: DatasetConfig) -> Datasets:
@@ -73,34 +72,31 @@ class KeyedDataset(Dataset[Any]):
         self.purpose = purpose
 
     def __getitem__(self, key: Key) -> Any:
-        seed = derive_seed(*self.purpose, *key)
+        epoch, index = key
+        seed = derive_seed(*self.purpose, epoch, index)
         torch.default_generator.manual_seed(seed)
         np.random.seed(seed % 2**32)
         random.seed(seed)
-        return self.dataset[key[1]]
+        return self.dataset[index]
 
 
 def _loader(
     dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool
 ) -> Iterator[Any]:
     """Return collated batches of these samples, in this order; loader processes start at once."""
-    return _explained(
-        iter(
-            DataLoader(
-                dataset,
-                batch_sampler=batches,
-                num_workers=config.num_workers,
-                pin_memory=config.pin_memory and on_gpu,
-                worker_init_fn=set_up,
-                multiprocessing_context="fork" if config.num_workers else None,
-            )
-        )
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=config.num_workers,
+        pin_memory=config.pin_memory and on_gpu,
+        worker_init_fn=set_up,
+        multiprocessing_context="fork" if config.num_workers else None,
     )
+    return _explained(iter(loader))
 
 
 def _explained(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield the batches; say that a process has ended if the connection to it is lost while it
-    passes a batch on.
+    """Yield the batches; say that a process has ended if the connection to it is lost.
 
     Raises:
         RuntimeError: as torch does when a process ends at another moment.
@@ -136,32 +132,32 @@ class SampleLoader:
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"the training split has {self.n} samples, fewer than "
-                f"trainer.batch_size={batch_size}; use a smaller "
-                "batch or more data"
+                f"trainer.batch_size={batch_size}; use a smaller batch or more data"
             )
         self._dataset = KeyedDataset(dataset, "sample", seed)
-        self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the iterator
-        # the latest
-        self._step = 0
-        self._batch = list[MicroBatch]()
         self._iterator: Iterator[Any] = iter(())
+        self._plan: tuple[BatchPlan, int] | None = None  # and the rank, of the iterator
+        self._step = 0  # the latest
+        self._batch = list[MicroBatch]()
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of a rank in a step; steps count from 1."""
-        if (self._plan, self._step) != ((plan, rank), step):
-            if (self._plan, self._step) != ((plan, rank), step - 1):
-                self._iterator = _loader(
-                    self._dataset, self._keys(step, plan, rank), self.config, self.on_gpu
-                )
-            indices = plan.indices_for_rank(rank)
-            self._batch = [MicroBatch(j, next(self._iterator)) for j in indices]
-            self._plan = (plan, rank)
-            self._step = step
+        same_plan = self._plan == (plan, rank)
+        if same_plan and step == self._step:
+            return self._batch
+        if not same_plan or step != self._step + 1:
+            keys = self._keys(step, plan, rank)
+            self._iterator = _loader(self._dataset, keys, self.config, self.on_gpu)
+        indices = plan.indices_for_rank(rank)
+        self._batch = [MicroBatch(j, next(self._iterator)) for j in indices]
+        self._plan = (plan, rank)
+        self._step = step
         return self._batch
 
     def close(self) -> None:
-        """End the loader processes now: the garbage collector would take down their queues first,
-        and wait for them.
+        """End the loader processes now.
+
+        The garbage collector would take down their queues first, and wait for them.
         """
         self._iterator = iter(())
 
@@ -170,12 +166,12 @@ class SampleLoader:
         for step in itertools.count(first):
             epoch, number = divmod(step - 1, self.steps_per_epoch)
             positions = np.arange(number * self.batch_size, (number + 1) * self.batch_size)
-            order = feistel_permute(
-                positions, self.n, derive_seed("order", self.seed, epoch)
-            ).tolist()
+            seed = derive_seed("order", self.seed, epoch)
+            order = feistel_permute(positions, self.n, seed).tolist()
             for j in plan.indices_for_rank(rank):
                 begin = j * plan.micro_batch_size
-                yield [(epoch, index) for index in order[begin : begin + plan.micro_batch_size]]
+                own = order[begin : begin + plan.micro_batch_size]
+                yield [(epoch, index) for index in own]
 
 
 class SampleSplit:
@@ -191,11 +187,11 @@ class SampleSplit:
         self.config = config
         self.on_gpu = on_gpu
         self._dataset = KeyedDataset(dataset, "evaluation")
-        indices = (
-            range(len(dataset))
-            if limit is None or limit >= len(dataset)
-            else _part(len(dataset), limit)
-        )
+        n = len(dataset)
+        indices: Sequence[int] = range(n)
+        if limit is not None and limit < n:
+            part = feistel_permute(np.arange(limit), n, derive_seed("evaluation"))
+            indices = sorted(part.tolist())
         self._batches = [indices[i : i + MAX_BATCH] for i in range(0, len(indices), MAX_BATCH)]
 
     def __len__(self) -> int:
@@ -203,9 +199,7 @@ class SampleSplit:
 
     def batches(self, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the batches of a rank: number i is for rank i mod world size."""
-        own = [[(0, index) for index in batch] for batch in self._batches[rank::world_size]]
+        own = []
+        for batch in self._batches[rank::world_size]:
+            own.append([(0, index) for index in batch])
         return _loader(self._dataset, own, self.config, self.on_gpu)
-
-
-def _part(n: int, limit: int) -> Sequence[int]:
-    return sorted(feistel_permute(np.arange(limit), n, derive_seed("evaluation")).tolist())

@@ -1,6 +1,4 @@
-"""The cache of encoded texts on this machine: a lock, reads that verify, and taking back what was
-added.
-"""
+"""The cache of encoded texts on this machine: locked, verified when read, and taken back."""
 
 import contextlib
 import fcntl
@@ -66,9 +64,8 @@ class TextCache:
         while True:
             self.root.mkdir(parents=True, exist_ok=True)
             # O_NOFOLLOW: a symbolic link could lead to any file.
-            lock = os.fdopen(
-                os.open(self.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            )
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+            lock = os.fdopen(os.open(self.root / LOCK, flags, 0o666))
             fcntl.flock(lock, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(lock.fileno()), os.stat(self.root / LOCK)):
@@ -77,16 +74,18 @@ class TextCache:
 
     def read(self, directory: Path, sha256: str) -> EncodedText | None:
         """Return the cached encoding if it is complete and undamaged."""
+        tokens = directory / "tokens.bin"
         try:
-            meta, digest = json.loads(
-                read_regular(directory / "meta.json", MAX_META_BYTES)
-            ).values()
+            content = json.loads(read_regular(directory / "meta.json", MAX_META_BYTES))
+            meta, digest = content.values()
             encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
-            whole = (directory / "tokens.bin").stat().st_size == encoded.length * np.dtype(
-                encoded.dtype
-            ).itemsize
-            whole = whole and (sha256, digest) == (encoded.sha256, digest_of(meta))
-            whole = whole and file_sha256(opener(directory / "tokens.bin")) == encoded.tokens_sha256
+            size = encoded.length * np.dtype(encoded.dtype).itemsize
+            whole = (
+                tokens.stat().st_size == size
+                and encoded.sha256 == sha256
+                and digest_of(meta) == digest
+                and file_sha256(opener(tokens)) == encoded.tokens_sha256
+            )
             tokenizer_from_state(encoded.tokenizer)
         except (
             OSError,

@@ -1,5 +1,4 @@
-"""Texts as streams of bytes: a file, a directory, a glob, an archive, a URL, or what a user's
-reader yields.
+"""Texts as streams of bytes: a file, a directory, a glob, an archive, a URL, or a user's reader.
 
 Archives come from strangers: nothing is extracted to the disk, names are labels only, and their
 expansion is bounded.
@@ -36,18 +35,21 @@ MAX_HEADER_BYTES = 1 << 20  # of a member of a tar archive
 MAX_LOGGED = 10  # skipped files
 GZIP = b"\x1f\x8b"
 ZIPS = (b"PK\x03\x04", b"PK\x05\x06")
+ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 TAR = b"ustar"
-# The last five come from damaged numbers in the headers of an archive.
 UNPACKING_ERRORS = (
-    *(
-        zipfile.BadZipFile,
-        tarfile.TarError,
-        zlib.error,
-        EOFError,
-        RuntimeError,
-        NotImplementedError,
-    ),
-    *(ValueError, LookupError, OverflowError, TypeError, struct.error),
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    zlib.error,
+    EOFError,
+    RuntimeError,
+    NotImplementedError,
+    # from damaged numbers in the headers of an archive
+    ValueError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    struct.error,
 )
 OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
 Member: TypeAlias = tuple[str, Callable[[], Any]]  # a name, and a function that opens the bytes
@@ -80,21 +82,18 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
             raise DataError(
                 f"data.path={config.path} is the root of the file system; name a directory of texts"
             )
-        paths = sorted(
-            Path(at, file).relative_to(name).as_posix()
-            for at, _, files in os.walk(name)
-            for file in files
-        )
-        return _joined_files(config, Path(name), paths)
+        paths = []
+        for at, _, files in os.walk(name):
+            paths += [Path(at, file).relative_to(name).as_posix() for file in files]
+        return _joined_files(config, Path(name), sorted(paths))
     elif os.path.exists(name) and not os.path.isfile(name):
         raise DataError(f"data.path={config.path} is not a regular file")
     kind = _archive(name)
     if kind is None:
         return opener(name)
     limit = expanded_limit(os.path.getsize(name), config.max_expansion)
-    return _joined(
-        config.path, partial(_zip_members if kind == "zip" else _tar_members, name, limit), limit
-    )
+    open_members = _zip_members if kind == "zip" else _tar_members
+    return _joined(config.path, partial(open_members, name, limit), limit)
 
 
 def expanded_limit(size: int, max_expansion: float) -> int:
@@ -105,8 +104,7 @@ def expanded_limit(size: int, max_expansion: float) -> int:
 def expands_too_far(path: str, limit: int) -> DataError:
     return DataError(
         f"data.path={path} expands to over {limit:,} bytes; raise data.max_expansion if you "
-        "trust it, or unpack it "
-        "yourself"
+        "trust it, or unpack it yourself"
     )
 
 
@@ -115,8 +113,9 @@ def opener(path: str | Path) -> OpenBytes:
 
 
 def python_docs() -> str:
-    """Return the language reference that CPython's help() shows: 460,000 to 510,000 characters, by
-    Python version.
+    """Return the language reference that CPython's help() shows.
+
+    It has 460,000 to 510,000 characters, by Python version.
     """
     from pydoc_data.topics import topics
 
@@ -127,16 +126,18 @@ class PiecesIO(io.RawIOBase):
     """Pieces of bytes as a stream that is never whole in memory."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        # the rest of the last piece
         self._pieces = pieces
-        self._rest = memoryview(b"")
+        self._rest = memoryview(b"")  # of the last piece
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         """Raise what making the pieces raises."""
-        while not self._rest and (piece := next(self._pieces, None)) is not None:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
             self._rest = memoryview(piece)
         part = self._rest[: len(buffer)]
         self._rest = self._rest[len(buffer) :]
@@ -179,9 +180,7 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
 
 
 def _joined_files(config: DataConfig, root: Path, names: list[str]) -> OpenBytes:
-    """Return a function that opens the files below `root` as one text; gzip files are
-    decompressed.
-    """
+    """Return a function that opens the files below `root` as one text; gzip is decompressed."""
     paths = {name: root / name for name in names if (root / name).is_file()}
 
     @contextmanager
@@ -193,8 +192,9 @@ def _joined_files(config: DataConfig, root: Path, names: list[str]) -> OpenBytes
 
 
 def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
-    """Return a function that opens all texts as one, without the hidden and binary files, which the
-    log names once.
+    """Return a function that opens all texts as one.
+
+    Hidden and binary files are skipped; the log names them once.
 
     Args:
         members: a context manager of the list of members.
@@ -212,11 +212,7 @@ def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
         found = False
         with _errors_of(path), members() as list_of_members:
             for name, open_member in sorted(list_of_members, key=lambda member: member[0]):
-                if any(
-                    part.startswith((".", "__MACOSX"))
-                    for part in name.split("/")
-                    if part not in (".", "..")
-                ):
+                if any(map(_is_hidden, name.split("/"))):
                     skip(name, "hidden")
                     continue
                 with open_member() as file:
@@ -226,7 +222,7 @@ def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
                         continue
                     while chunk:
                         found = True
-                        total = total + len(chunk)
+                        total += len(chunk)
                         last = chunk[-1:]
                         if total > limit:
                             raise expands_too_far(path, limit)
@@ -238,6 +234,10 @@ def _joined(path: str, members: Callable[[], Any], limit: int) -> OpenBytes:
             raise DataError(f"data.path={path} has no texts")
 
     return partial(_stream, pieces)
+
+
+def _is_hidden(part: str) -> bool:
+    return part not in (".", "..") and part.startswith((".", "__MACOSX"))
 
 
 @contextmanager
@@ -294,9 +294,7 @@ def _zip_members(path: str, limit: int) -> Iterator[list[Member]]:
     with zipfile.ZipFile(path) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
         _check_count(len(files))
-        if any(
-            info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for info in files
-        ):
+        if any(info.compress_type not in ZIP_METHODS for info in files):
             raise NotImplementedError("members in bzip2 or LZMA are not read; unpack it yourself")
         yield [(info.filename, partial(archive.open, info)) for info in files]
 
@@ -309,19 +307,18 @@ class _BoundedReader(io.RawIOBase):
         self._limit = limit
 
     def read(self, size: int = -1) -> bytes:
-        if not 0 <= size <= MAX_HEADER_BYTES or self._file.tell() > self._limit:
-            raise tarfile.ReadError(
-                "it expands too far; raise data.max_expansion if you trust it, or unpack it "
-                "yourself"
-            )
+        self._check(0 <= size <= MAX_HEADER_BYTES and self._file.tell() <= self._limit)
         return bytes(self._file.read(size))
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if offset > self._limit:
+    def _check(self, fits: bool) -> None:
+        if not fits:
             raise tarfile.ReadError(
                 "it expands too far; raise data.max_expansion if you trust it, or unpack it "
                 "yourself"
             )
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._check(offset <= self._limit)
         return int(self._file.seek(offset, whence))
 
     def tell(self) -> int:
@@ -337,6 +334,7 @@ def _tar_members(path: str, limit: int) -> Iterator[list[Member]]:
     ):
         files = []
         for info in archive:
-            files += [info] if info.isreg() else []
-            _check_count(len(files))
+            if info.isreg():
+                files.append(info)
+                _check_count(len(files))
         yield [(info.name, partial(archive.extractfile, info)) for info in files]

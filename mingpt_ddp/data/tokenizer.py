@@ -30,9 +30,9 @@ class CharTokenizer(Tokenizer):
         self.vocabulary = vocabulary
         self.index = {character: i for i, character in enumerate(vocabulary)}
         self.line_feed = self.index.get("\n", 0)
-        self.token_sizes = 1 + np.searchsorted(
-            [0x80, 0x800, 0x10000], code_points(vocabulary), side="right"
-        )
+        # UTF-8 takes a byte more from each of these code points on.
+        longer_from = [0x80, 0x800, 0x10000]
+        self.token_sizes = 1 + np.searchsorted(longer_from, code_points(vocabulary), side="right")
         self.token_characters = np.ones(len(vocabulary), dtype=np.int64)
 
     def encode(self, text: str) -> list[int]:
@@ -96,7 +96,9 @@ def tokenizer_from_state(state: Any) -> Tokenizer:
     """
     if "tokenizer" in state:
         kept = state["tokenizer"]
-        return ByteTokenizer() if kept["type"] == ByteTokenizer.name else BPETokenizer(kept["json"])
+        if kept["type"] == ByteTokenizer.name:
+            return ByteTokenizer()
+        return BPETokenizer(kept["json"])
     vocabulary = state["vocabulary"]
     if not isinstance(vocabulary, str):
         raise ValueError("expected a vocabulary")

@@ -45,9 +45,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text; tokens of bytes that are not UTF-8 give U+FFFD, an incomplete last
-        character nothing.
-        """
+        """Return the text; bytes that are not UTF-8 give U+FFFD, a cut last character nothing."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
@@ -78,7 +76,5 @@ def begins_character(data: bytes) -> Ints:
 
 
 def decode_bytes(data: bytes) -> str:
-    """Decode UTF-8, with U+FFFD for invalid bytes and without an incomplete character at the
-    end.
-    """
+    """Decode UTF-8, with U+FFFD for invalid bytes and without a cut character at the end."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(data)

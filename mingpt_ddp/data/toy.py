@@ -22,7 +22,6 @@ def toy(config: DatasetConfig) -> Datasets:
     splits: dict[str, Any] = {}
     for name, n in SIZES.items():
         x = torch.randn(n, INPUTS, generator=generator)
-        splits[name] = TensorDataset(
-            x, x @ weight + NOISE * torch.randn(n, OUTPUTS, generator=generator)
-        )
+        noise = NOISE * torch.randn(n, OUTPUTS, generator=generator)
+        splits[name] = TensorDataset(x, x @ weight + noise)
     return Datasets(**splits, outputs=OUTPUTS)

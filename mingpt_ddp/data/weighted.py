@@ -1,6 +1,4 @@
-"""Windows from several texts, as many of each as its weight says; still a pure function of (seed,
-step).
-"""
+"""Windows from several texts, as many of each as its weight says, by (seed, step) alone."""
 
 import numpy as np
 
@@ -45,9 +43,8 @@ class WeightedLoader(TokenLoader):
                 )
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
         self._set_epoch(sum(self._windows))
-        ends = np.round(np.cumsum(weights / weights.sum()) * self.windows_per_epoch).astype(
-            np.int64
-        )
+        shares = np.cumsum(weights / weights.sum()) * self.windows_per_epoch
+        ends = np.round(shares).astype(np.int64)
         if ends[-1] != self.windows_per_epoch:
             raise DataError(
                 "the weights of data.sources cannot be added up; give ones of similar size"
@@ -63,7 +60,8 @@ class WeightedLoader(TokenLoader):
     def _draw(self, epoch: int, order: Ints) -> Ints:
         starts = np.empty_like(order)
         begin = 0
-        for text, (end, windows) in enumerate(zip(self._ends.tolist(), self._windows, strict=True)):
+        for text, windows in enumerate(self._windows):
+            end = int(self._ends[text])
             own = (begin <= order) & (order < end)
             drawn = (epoch * (end - begin) + order[own] - begin) % windows
             window = feistel_permute(drawn, windows, derive_seed("source", self.seed, text))

@@ -31,18 +31,14 @@ def export_files(
         SnapshotError: there is no such snapshot, or the format cannot hold its model.
     """
     snapshot = load(url, ("model",), step)
-    files = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}[format](
-        snapshot
-    )
+    files = WRITERS[format](snapshot)
     files["README.md"] = model_card(snapshot, url, format, directory, license)
     return snapshot.step, files
 
 
 def _safetensors(snapshot: Snapshot) -> dict[str, Content]:
-    return {
-        MODEL: encode(snapshot.model),
-        "config.json": (json.dumps(describe(snapshot), indent=1) + "\n").encode(),
-    }
+    description = json.dumps(describe(snapshot), indent=1) + "\n"
+    return {MODEL: encode(snapshot.model), "config.json": description.encode()}
 
 
 def _torch(snapshot: Snapshot) -> dict[str, Content]:
@@ -53,23 +49,29 @@ def _torch(snapshot: Snapshot) -> dict[str, Content]:
 
 
 def describe(snapshot: Snapshot) -> dict[str, Any]:
-    """Return the description of the weights: the model's configuration, for text the character of
-    each token.
+    """Return the description of the weights: the model's configuration, and how to use it.
+
+    For text that is the tokenizer and the context length, else what the snapshot says of its data.
 
     Raises:
         SnapshotError: the snapshot's state lacks it.
     """
     state = snapshot.state
-    values = {"step": snapshot.step, "val_loss": recorded_train_state(state).get("val_loss")}
+    values: dict[str, Any] = {"step": snapshot.step}
+    values["val_loss"] = recorded_train_state(state).get("val_loss")
     if isinstance(state, dict) and "data" in state:  # another task than a language model
         config = state.get("config")
-        groups = {
-            name: config.get(name) if isinstance(config, dict) else None
-            for name in ("task", "model")
-        }
-        return {**values, **groups, "data": state["data"]}
+        for group in ("task", "model"):
+            values[group] = config.get(group) if isinstance(config, dict) else None
+        values["data"] = state["data"]
+        return values
     spec = read_model_spec(state)
-    # others are copied unchecked: export runs no user code
     if spec.model["architecture"] in MODELS:
-        spec.config()
-    return {**values, "model": spec.model, "block_size": spec.block_size, **spec.tokenizer.state()}
+        spec.config()  # others are copied unchecked: export runs no user code
+    values["model"] = spec.model
+    values["block_size"] = spec.block_size
+    values.update(spec.tokenizer.state())
+    return values
+
+
+WRITERS = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}

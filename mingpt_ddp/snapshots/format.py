@@ -81,11 +81,9 @@ def step_of(name: str) -> int | None:
 
 def shard_name(kind: str, shard: int, shards: int) -> str:
     """Name the file of one shard; shards count from 0, names from 1."""
-    return (
-        f"{kind}.safetensors"
-        if shards == 1
-        else f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
-    )
+    if shards == 1:
+        return f"{kind}.safetensors"
+    return f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
 
 
 def shard_tensors(
@@ -100,18 +98,19 @@ def shard_tensors(
         For each writer its tensors by file and name; fewer writers than asked if shards would be
         too small.
     """
-    everything = [
-        (tensor.nbytes, kind, name)
-        for kind, named in tensors.items()
-        for name, tensor in named.items()
-    ]
-    shards = max(1, min(writers, sum(size for size, _, _ in everything) // MIN_SHARD_BYTES))
-    loads = [0] * shards
-    files: list[dict[str, dict[str, Tensor]]] = [
-        {shard_name(k, i, shards): {} for k in tensors} for i in range(shards)
-    ]
-    # largest first, each to the smallest shard
-    for size, kind, name in sorted(everything, reverse=True):
+    by_size = []
+    total = 0
+    for kind, named in tensors.items():
+        for name, tensor in named.items():
+            by_size.append((tensor.nbytes, kind, name))
+            total += tensor.nbytes
+    by_size.sort(reverse=True)
+    shards = max(1, min(writers, total // MIN_SHARD_BYTES))
+    files: list[dict[str, dict[str, Tensor]]] = []
+    for shard in range(shards):
+        files.append({shard_name(kind, shard, shards): {} for kind in tensors})
+    loads = [0] * shards  # bytes of each shard
+    for size, kind, name in by_size:  # largest first, each to the smallest shard
         shard = loads.index(min(loads))
         loads[shard] += size
         files[shard][shard_name(kind, shard, shards)][name] = tensors[kind][name]
@@ -119,9 +118,7 @@ def shard_tensors(
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a snapshot file: model, optimizer, state, or one added by a later
-    version.
-    """
+    """Return the kind of a file: model, optimizer, state, or one that a later version adds."""
     return re.split("[.-]", name)[0]
 
 
@@ -131,11 +128,16 @@ def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
 
 
 def _with_digest(values: dict[str, Any]) -> bytes:
-    """Return the values as JSON whose last field is the SHA-256 of the others, which detects any
-    flipped bit.
+    """Return the values as JSON whose last field is the SHA-256 of the others.
+
+    It detects any flipped bit.
     """
-    digest = hashlib.sha256(json.dumps(values, indent=1).encode()).hexdigest()
-    return json.dumps({**values, "sha256": digest}, indent=1).encode()
+    digest = hashlib.sha256(_json(values)).hexdigest()
+    return _json({**values, "sha256": digest})
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, indent=1).encode()
 
 
 def decode_manifest(content: bytes, step: int) -> Files:
@@ -147,10 +149,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
     """
     try:
         values = load_json(content)
-        if (
-            content == json.dumps({**values, "format": 1}, indent=1).encode()
-            and "sha256" not in values
-        ):
+        if "sha256" not in values and content == _json({**values, "format": 1}):
             raise SnapshotError(
                 f"the snapshot of step {step} was written by an earlier version, in format "
                 "1; start again with "
@@ -163,24 +162,35 @@ def decode_manifest(content: bytes, step: int) -> Files:
                 f"the snapshot of step {step} was written by a newer version, in format "
                 f"{values['format']}; upgrade"
             )
-        files = values["files"]
         valid &= values["format"] == FORMAT and values["step"] == step
-        valid &= all(
-            isinstance(f["bytes"], int) and isinstance(f["sha256"], str) for f in files.values()
-        )
+        files = values["files"]
+        valid &= all(map(_is_entry, files.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptSnapshotError(f"{MANIFEST} is damaged") from error
-    shards = max(1, sum(kind_of(name) == KINDS[0] for name in files))
-    kinds = TENSOR_KINDS if any(kind_of(name) == "ema" for name in files) else KINDS
-    ours = {STATE, *(shard_name(kind, i, shards) for kind in kinds for i in range(shards))}
-    # Files of later versions: no path separators, and no name that collides with ours.
-    known = all(
-        re.fullmatch(r"[a-z0-9_]+\.[a-z]+", n) and kind_of(n) not in OUR_KINDS
-        for n in files.keys() - ours
-    )
-    if not (valid and known and ours <= files.keys()) or files[STATE]["bytes"] > MAX_STATE_BYTES:
+    if not (valid and _has_our_files(files)):
         raise CorruptSnapshotError(f"{MANIFEST} does not describe step {step} in format {FORMAT}")
     return files
+
+
+def _is_entry(file: Any) -> bool:
+    return isinstance(file["bytes"], int) and isinstance(file["sha256"], str)
+
+
+def _has_our_files(files: Files) -> bool:
+    """Return whether a manifest lists every file of ours, and whether it may list the others."""
+    present = [kind_of(name) for name in files]
+    shards = max(1, present.count(KINDS[0]))
+    kinds = TENSOR_KINDS if "ema" in present else KINDS
+    ours = {STATE}
+    for kind in kinds:
+        ours.update(shard_name(kind, shard, shards) for shard in range(shards))
+    if not ours <= files.keys() or files[STATE]["bytes"] > MAX_STATE_BYTES:
+        return False
+    # Files of later versions: no path separators, and no name that collides with ours.
+    for name in files.keys() - ours:
+        if kind_of(name) in OUR_KINDS or not re.fullmatch(r"[a-z0-9_]+\.[a-z]+", name):
+            return False
+    return True
 
 
 def load_json(content: bytes) -> Any:
@@ -199,10 +209,13 @@ def load_json(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
     level = [value]
     for _ in range(MAX_JSON_DEPTH):
-        groups = [
-            v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list))
-        ]
-        level = [inner for group in groups for inner in group]
+        below: list[Any] = []
+        for outer in level:
+            if isinstance(outer, dict):
+                below.extend(outer.values())
+            elif isinstance(outer, list):
+                below.extend(outer)
+        level = below
     if level:
         raise ValueError("it is nested too deeply")
     return value

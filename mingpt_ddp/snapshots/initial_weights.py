@@ -1,7 +1,7 @@
-"""Read the weights that `run.init_from` names: of a run, a snapshot, an export, or a GPT-2 in
-Hugging Face's format.
+"""Read the weights that `run.init_from` names.
 
-All of it is untrusted: tensors are safetensors, the rest is JSON.
+They are of a run, a snapshot, an export, or a GPT-2 in Hugging Face's format. All of it is
+untrusted: tensors are safetensors, the rest is JSON.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ def read_initial_weights(url: str) -> InitialWeights:
     storage = open_storage(url, "run.init_from")
     with _one_line(url):
         weights = _read(storage, url)
-        if type(layers := weights.model.get("n_layer")) is int and layers > len(weights.tensors):
-            # layers take time to build
+        layers = weights.model.get("n_layer")
+        if type(layers) is int and layers > len(weights.tensors):  # layers take time to build
             raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")
         json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
     if weights.data and not weights.state:
@@ -107,9 +107,7 @@ def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWei
     if "data" in state:  # of samples
         return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
-    return _of_text(
-        spec.model, (spec.tokenizer.vocab_size, spec.block_size), spec.tokenizer, tensors or {}
-    )
+    return _of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
 
 
 def _of_text(
@@ -120,8 +118,13 @@ def _of_text(
 ) -> InitialWeights:
     if not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"its vocabulary size and context length are {str(sizes)[:100]}")
-    state, data = (tokenizer.state(), {"tokenizer": tokenizer.name}) if tokenizer else ({}, {})
-    return InitialWeights(model, sizes, state, {"block_size": sizes[1], **data}, tensors)
+    _, block_size = sizes
+    state: dict[str, Any] = {}
+    data: dict[str, Any] = {"block_size": block_size}
+    if tokenizer:
+        state = tokenizer.state()
+        data["tokenizer"] = tokenizer.name
+    return InitialWeights(model, sizes, state, data, tensors)
 
 
 def _of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
@@ -162,10 +165,10 @@ def _read_tensors(storage: Storage) -> dict[str, Tensor]:
 def check_initial_weights(
     model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]
 ) -> None:
-    """Check that `load_initial_weights` can copy the weights into a model, which may be on the meta
-    device.
+    """Check that `load_initial_weights` can copy the weights into a model.
 
     Args:
+        model: may be on the meta device.
         resized: numbers of rows that may differ, as pairs of those of the weights and of the model.
 
     Raises:
@@ -174,14 +177,15 @@ def check_initial_weights(
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
     for name in sorted(own.keys() & tensors.keys()):
-        theirs = tuple(tensors[name].shape)
+        tensor = tensors[name]
+        theirs = tuple(tensor.shape)
         shape = tuple(own[name].shape)
-        if theirs != shape and not (
-            theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
-        ):
+        may_differ = theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
+        if theirs != shape and not may_differ:
             wrong.append(f"{name} {theirs} for {shape}")
-        elif tensors[name].is_floating_point() != own[name].is_floating_point():
-            wrong.append(f"{name} in {str(tensors[name].dtype).removeprefix('torch.')}")
+        elif tensor.is_floating_point() != own[name].is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            wrong.append(f"{name} in {kind}")
     if wrong:
         raise SnapshotError(
             f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
@@ -201,5 +205,9 @@ def load_initial_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     It keeps its own rows for added tokens. Rows for positions beyond its context are dropped.
     """
     for name, tensor in model.state_dict().items():
-        rows = slice(len(tensors[name])) if tensor.dim() else ...
-        tensor[rows] = tensors[name][: len(tensor)] if tensor.dim() else tensors[name]
+        loaded = tensors[name]
+        if tensor.dim() == 0:
+            tensor.copy_(loaded)
+            continue
+        rows = min(len(tensor), len(loaded))
+        tensor[:rows] = loaded[:rows]

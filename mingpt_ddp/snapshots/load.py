@@ -12,7 +12,7 @@ from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableErro
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.remote import redact
+from mingpt_ddp.storage.remote_errors import redact
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.urls import check_url, open_storage
 
@@ -29,7 +29,9 @@ def candidate_urls(url: str, follow: bool = True) -> Iterator[str]:
     Args:
         follow: include those elsewhere that the run directory records.
     """
-    yield from [url] if not follow and _linked_directory(url) else [f"{url}/snapshots", url]
+    if follow or _linked_directory(url) is None:
+        yield f"{url}/snapshots"
+    yield url
     if follow:
         yield from _recorded_urls(url)
 
@@ -49,21 +51,17 @@ def stores_of_run(stores: list[SnapshotStore], directory: Path) -> list[Snapshot
         SnapshotError: a recorded URL cannot be opened on this machine.
     """
     own = {store.url for store in stores}
-    return [
-        *stores,
-        *(
-            store
-            for store in map(_open_store, candidate_urls(str(directory)))
-            if store.url not in own
-        ),
-    ]
+    others = [_open_store(url) for url in candidate_urls(str(directory))]
+    return [*stores, *(store for store in others if store.url not in own)]
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
     """Return the store and the step if the URL names one snapshot."""
     parent, _, last = url.rstrip("/").rpartition("/")
     step = layout.step_of(last)
-    return None if step is None else (SnapshotStore(parent or "."), step)
+    if step is None:
+        return None
+    return SnapshotStore(parent or "."), step
 
 
 def find_steps(
@@ -83,19 +81,25 @@ def find_steps(
     named = step_in(url)
     found = list[tuple[SnapshotStore, list[int]]]()
     url = url.rstrip("/") or url
+    locations: Iterable[str] = candidate_urls(url, follow)
+    if named:
+        parent, only = named
+        locations = [parent.url]
 
     def list_steps(store: SnapshotStore) -> None:
         store.storage.set_deadline(ANSWER_TIMEOUT_S)
-        if steps := [step for step in store.steps() if named is None or step == named[1]]:
+        steps = store.steps()
+        if named:
+            steps = [step for step in steps if step == only]
+        if steps:
             found.append((store, steps))
         store.storage.set_deadline(math.inf)
 
-    errors = _ask_each([named[0].url] if named else candidate_urls(url, follow), url, list_steps)
+    errors = _ask_each(locations, url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
-    elsewhere = [] if follow or named else [*_linked_directory(url), *_recorded_urls(url)]
-    hint = (
-        f"the run also has some at {redact(', '.join(elsewhere))}; add follow=true to include them"
-    )
+    elsewhere = [] if follow or named else _urls_elsewhere(url)
+    where = redact(", ".join(elsewhere))
+    hint = f"the run also has some at {where}; add follow=true to include them"
     if not found:
         raise SnapshotError(
             f"there are no snapshots at {url}{_if_missing(url)}; {hint if elsewhere else ADVICE}"
@@ -108,8 +112,7 @@ def find_steps(
 def load(
     url: str, kinds: Sequence[str] = layout.KINDS, step: Step = "newest", whole: bool = True
 ) -> Snapshot:
-    """Read a snapshot from a run directory or a directory of snapshots, or the one that the URL
-    names.
+    """Read a snapshot of a run directory or a directory of snapshots, or the one at the URL.
 
     Args:
         kinds: which tensors to read; the others are left empty.
@@ -130,12 +133,11 @@ def load(
 
     def read_newer(store: SnapshotStore) -> None:
         nonlocal found
-        if found is None or max(store.steps(), default=0) > found.step:
-            found = max(
-                found,
-                store.read_latest(kinds, whole),
-                key=lambda snapshot: snapshot.step if snapshot else -1,
-            )
+        if found is not None and max(store.steps(), default=0) <= found.step:
+            return
+        newest = store.read_latest(kinds, whole)
+        if newest is not None and (found is None or newest.step > found.step):
+            found = newest
 
     errors = _ask_each(candidate_urls(url), url, read_newer)
     _raise_or_log(errors, found is not None)
@@ -146,7 +148,9 @@ def load(
 
 def _if_missing(url: str) -> str:
     storage = open_storage(url)
-    return ", which does not exist" if storage.local and not os.path.lexists(storage.root) else ""
+    if storage.local and not os.path.lexists(storage.root):
+        return ", which does not exist"
+    return ""
 
 
 def _ask_each(
@@ -158,7 +162,8 @@ def _ask_each(
     """
     errors: list[UserError] = []
     for location in locations:
-        if location == url and any(isinstance(error, StorageUnavailableError) for error in errors):
+        no_answer = any(isinstance(error, StorageUnavailableError) for error in errors)
+        if location == url and no_answer:
             continue
         try:
             ask(_open_store(location))
@@ -182,22 +187,34 @@ def _find_url(url: str, step: int | str) -> str:
         SnapshotError: there is none.
         StorageUnavailableError: no store that responds has snapshots.
     """
-    found = [(number, store) for store, steps in find_steps(url, strict=False) for number in steps]
-    wanted: Any = step
-    for number, store in sorted(found, key=lambda pair: -pair[0]) if step == "best" else []:
-        with contextlib.suppress(CorruptSnapshotError):
-            best = recorded_train_state(store.read_metadata(number)[1]).get("best_step")
-            wanted = best if type(best) is int else step
-            break
+    found: list[tuple[int, SnapshotStore]] = []
+    for store, steps in find_steps(url, strict=False):
+        found.extend((number, store) for number in steps)
+    found.sort(key=lambda pair: pair[0], reverse=True)
+    wanted: Any = _best_step(found) if step == "best" else step
     stores = [store for number, store in found if number == wanted]
     if not stores:
+        newest, _ = found[0]
         raise SnapshotError(
-            f"there is no snapshot of step {wanted} at {url}; the newest is of step "
-            f"{max(dict(found))}"
+            f"there is no snapshot of step {wanted} at {url}; the newest is of step {newest}"
         )
     # the first that has it whole, or else the first
     store = max(stores, key=lambda store: store.is_committed(wanted))
     return f"{store.url}/{layout.directory_name(wanted)}"
+
+
+def _best_step(found: list[tuple[int, SnapshotStore]]) -> Any:
+    """Return the best step that the newest readable state records; "best" if there is none.
+
+    Args:
+        found: steps and their stores, the newest first.
+    """
+    for number, store in found:
+        with contextlib.suppress(CorruptSnapshotError):
+            _, state = store.read_metadata(number)
+            best = recorded_train_state(state).get("best_step")
+            return best if type(best) is int else "best"
+    return "best"
 
 
 def recorded_train_state(state: Any) -> dict[str, Any]:
@@ -206,15 +223,19 @@ def recorded_train_state(state: Any) -> dict[str, Any]:
     return train_state if isinstance(train_state, dict) else {}
 
 
-def _linked_directory(run: str) -> list[str]:
-    """Return the target of `snapshots` in a local run directory if it is a symbolic link.
+def _urls_elsewhere(run: str) -> list[str]:
+    """Return where a run directory leads: through a link, and by its configuration."""
+    linked = _linked_directory(run)
+    recorded = _recorded_urls(run)
+    return recorded if linked is None else [linked, *recorded]
 
-    Otherwise [].
-    """
+
+def _linked_directory(run: str) -> str | None:
+    """Return the target of `snapshots` in a local run directory if it is a symbolic link."""
     storage = open_storage(f"{run}/snapshots")
-    return (
-        [os.path.realpath(storage.root)] if storage.local and os.path.islink(storage.root) else []
-    )
+    if storage.local and os.path.islink(storage.root):
+        return os.path.realpath(storage.root)
+    return None
 
 
 def _recorded_urls(run: str) -> list[str]:
@@ -222,7 +243,8 @@ def _recorded_urls(run: str) -> list[str]:
     try:
         directory = open_storage(run)
         recorded = load_yaml(directory.read("config.yaml", limit=layout.MAX_CONFIG_CHARS))
-        paths = [recorded["snapshot"].get("path"), recorded["snapshot"].get("fallback_path")]
+        snapshot = recorded["snapshot"]
+        paths = [snapshot.get("path"), snapshot.get("fallback_path")]
         depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
     except Exception:  # not a run directory
         return []

@@ -1,6 +1,4 @@
-"""Load the model of a snapshot without a run: weights and tokenizer for sampling, its configuration
-for export.
-"""
+"""Load the model of a snapshot without a run, to sample from it or to export it."""
 
 import json
 from dataclasses import dataclass, replace
@@ -35,9 +33,7 @@ def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokeniz
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
-        model = build_around(
-            spec.config(), (spec.tokenizer.vocab_size, spec.block_size), snapshot.model
-        )
+        model = build_around(spec.config(), spec.sizes, snapshot.model)
     return model, spec.tokenizer, snapshot
 
 
@@ -48,6 +44,11 @@ class ModelSpec:
     model: dict[str, Any]  # the group `model` of the run's configuration
     block_size: int  # tokens of context
     tokenizer: Tokenizer
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Vocabulary size and context length, as `build_model` takes them."""
+        return self.tokenizer.vocab_size, self.block_size
 
     def config(self) -> ModelConfig:
         """Validate the values and return the typed configuration.
@@ -93,8 +94,9 @@ def read_model_spec(state: Any) -> ModelSpec:
 def build_around(
     config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]
 ) -> nn.Module:
-    """Build a model around a snapshot's tensors: a hostile configuration allocates no more than
-    they take.
+    """Build a model around a snapshot's tensors.
+
+    A hostile configuration allocates no more than they take.
 
     Args:
         sizes: outputs and inputs, as `build_model` takes them.
@@ -112,10 +114,10 @@ def build_around(
             return build_model(replace(config, **changed), *sizes)
 
     try:
-        if isinstance(config, TransformerConfig):
-            one, two = (len(on_meta(n_layer=n).state_dict()) for n in (1, 2))
-            # before building a billion modules
-            if one + (config.n_layer - 1) * (two - one) != len(tensors):
+        if isinstance(config, TransformerConfig):  # before building a billion modules
+            of_one_layer = len(on_meta(n_layer=1).state_dict())
+            per_layer = len(on_meta(n_layer=2).state_dict()) - of_one_layer
+            if of_one_layer + (config.n_layer - 1) * per_layer != len(tensors):
                 raise SnapshotError(
                     f"the snapshot's {len(tensors)} tensors are not those of "
                     f"{config.n_layer} layers"

@@ -1,5 +1,4 @@
-"""The model card of an export, README.md: how to load it, its figures, data, commands and
-configuration.
+"""The model card of an export, README.md: how to load it, its figures, data and commands.
 
 Text from a snapshot is untrusted. It stands in indented blocks, a line a value, where Markdown and
 YAML read nothing.
@@ -18,7 +17,7 @@ from mingpt_ddp.config.config import COMMAND_KEYS, flatten
 from mingpt_ddp.config.hydra_utils import key_of
 from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS, Snapshot, step_of
 from mingpt_ddp.snapshots.load import recorded_train_state
-from mingpt_ddp.storage.remote import redact
+from mingpt_ddp.storage.remote_errors import redact
 from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.storage.urls import open_storage
@@ -41,6 +40,7 @@ LOADING = {
         "print(write({prompt}, max_new_tokens={new}, do_sample=True)[0]['generated_text'])",
     ),
 }
+NEW_TOKENS = 200
 FRONT_MATTER = {"hf": "library_name: transformers\npipeline_tag: text-generation\n"}
 
 
@@ -57,43 +57,39 @@ def model_card(
     """
     state = snapshot.state if isinstance(snapshot.state, dict) else {}
     values = _flat(state.get("config"))
-    export = (
-        f"python -m mingpt_ddp.snapshots export {shlex.quote(redact(url))} step={snapshot.step}"
-    )
-    export += f" to={shlex.quote(directory)} format={form}" + (
-        f" license={license}" if license else ""
-    )
-    terms = f"license: {license}\n" if license else ""
-    commands = [*training_commands(url), export]
+    source = shlex.quote(redact(url))
+    export = f"python -m mingpt_ddp.snapshots export {source} step={snapshot.step}"
+    export += f" to={shlex.quote(directory)} format={form}"
+    front_matter = FRONT_MATTER.get(form, "")
+    if license:
+        export += f" license={license}"
+        front_matter += f"license: {license}\n"
     sha256 = ""
     with contextlib.suppress(LookupError, TypeError, AttributeError):
         sha256 = recorded_sha256(state)
+    table = ["| | |", "|---|---|"]
+    for name, value in figures(snapshot).items():
+        table.append(f"| {name} | {value:.6g} |")
+    # A card is published, and a command may have a token for a server.
+    configuration = []
+    for key, value in values.items():
+        if key not in COMMAND_KEYS:
+            configuration.append(f"{key}={redact(json.dumps(value))}")
     parts = [
-        f"---\n{FRONT_MATTER.get(form, '')}{terms}tags: [mingpt_ddp]\n---",
+        f"---\n{front_matter}tags: [mingpt_ddp]\n---",
         "# A model trained with mingpt_ddp",
         "## Load it",
         _block(_loading(form, values, state.get("vocabulary"), directory)),
         "## Figures",
         "Losses are mean cross-entropy in nats.",
-        "\n".join(
-            [
-                "| | |",
-                "|---|---|",
-                *(f"| {name} | {value:.6g} |" for name, value in figures(snapshot).items()),
-            ]
-        ),
+        "\n".join(table),
         "## Data",
         "SHA-256 of the content of `data.path`:",
         _block([sha256]),
         "## Commands",
-        _block(commands),
+        _block([*training_commands(url), export]),
         "## Configuration",
-        # A card is published, and a command may have a token for a server.
-        _block(
-            f"{key}={redact(json.dumps(value))}"
-            for key, value in values.items()
-            if key not in COMMAND_KEYS
-        ),
+        _block(configuration),
     ]
     return ("\n\n".join(parts) + "\n").encode()
 
@@ -106,65 +102,73 @@ def _flat(config: Any) -> dict[str, Any]:
 
 
 def _loading(form: str, values: dict[str, Any], vocabulary: Any, directory: str) -> list[str]:
-    modern = values.get("model.architecture") == "modern"
+    """Return lines of Python that load the export."""
+    is_modern = values.get("model.architecture") == "modern"
     block_size = values.get("data.block_size")
-    new = 200 if modern or not isinstance(block_size, int) else max(1, min(200, block_size - 1))
-    prompt = "\n" if not isinstance(vocabulary, str) or "\n" in vocabulary else vocabulary[:1]
-    filled = {"path": json.dumps(directory), "prompt": json.dumps(prompt), "new": new}
-    return [
-        line.format(trust=", trust_remote_code=True" if modern else "", **filled)
-        for line in LOADING[form]
-    ]
+    new = NEW_TOKENS
+    if isinstance(block_size, int) and not is_modern:  # the prompt has one token
+        new = max(1, min(NEW_TOKENS, block_size - 1))
+    prompt = "\n"
+    if isinstance(vocabulary, str) and "\n" not in vocabulary:
+        prompt = vocabulary[:1]
+    filled = {
+        "path": json.dumps(directory),
+        "prompt": json.dumps(prompt),
+        "new": new,
+        "trust": ", trust_remote_code=True" if is_modern else "",
+    }
+    return [line.format(**filled) for line in LOADING[form]]
 
 
 def figures(snapshot: Snapshot) -> dict[str, float]:
     """Return the numbers of the snapshot's train state that tell how good the model is."""
     recorded = recorded_train_state(snapshot.state)
-    metrics = recorded.get("val_metrics")
     names = ("train_loss", "val_loss", "val_step", "best_val_loss", "best_step")
     found: dict[str, Any] = {name: recorded.get(name) for name in names}
-    for name, value in (metrics if isinstance(metrics, dict) else {}).items():
-        found[name if name.startswith("bits_per_") else f"val_{name}"] = value
-    numbers = {
-        name: value
-        for name, value in found.items()
-        if type(value) in (int, float) and abs(value) < 1e15
-    }
+    metrics = recorded.get("val_metrics")
+    if isinstance(metrics, dict):
+        for name, value in metrics.items():
+            found[name if name.startswith("bits_per_") else f"val_{name}"] = value
+    numbers: dict[str, float] = {"step": snapshot.step}
+    numbers["parameters"] = sum(tensor.numel() for tensor in snapshot.model.values())
+    for name, value in found.items():
+        is_figure = type(value) in (int, float) and abs(value) < 1e15
+        if is_figure and re.fullmatch(r"\w{1,60}", name, re.ASCII):
+            numbers[name] = value
     if "val_loss" in numbers and isinstance(snapshot.state.get("vocabulary"), str):
         numbers.setdefault("bits_per_char", numbers["val_loss"] / math.log(2))
-    parameters = sum(tensor.numel() for tensor in snapshot.model.values())
-    known = {
-        name: value for name, value in numbers.items() if re.fullmatch(r"\w{1,60}", name, re.ASCII)
-    }
-    return {"step": snapshot.step, "parameters": parameters, **known}
+    return numbers
 
 
 def training_commands(url: str) -> list[str]:
-    """Return the command that the run's directory records, if the URL is in one on this machine.
-
-    Else [].
-    """
+    """Return the command that the run's directory records; [] if that is not on this machine."""
     storage = open_storage(url)
+    if not storage.local:
+        return []
     run = Path(storage.root)
-    run = run.parent if step_of(run.name) is not None else run
-    run = run.parent if run.name == "snapshots" else run
-    with contextlib.suppress(OSError, ValueError):
-        words = (
-            load_yaml(read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS))
-            if storage.local
-            else None
-        )
-        if isinstance(words, list) and all(isinstance(word, str) for word in words):
-            last = {key_of(word): word for word in words}  # a worker's have run.name twice
-            shown = (
-                shlex.quote(redact(word)) for key, word in last.items() if key not in COMMAND_KEYS
-            )
-            return [" ".join(["python", "main.py", *shown])]
-    return []
+    if step_of(run.name) is not None:
+        run = run.parent
+    if run.name == "snapshots":
+        run = run.parent
+    try:
+        recorded = read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)
+        overrides = load_yaml(recorded)
+    except (OSError, ValueError):
+        return []
+    if not isinstance(overrides, list) or not all(isinstance(each, str) for each in overrides):
+        return []
+    last = {key_of(override): override for override in overrides}  # a worker's have run.name twice
+    words = ["python", "main.py"]
+    for key, override in last.items():
+        if key not in COMMAND_KEYS:
+            words.append(shlex.quote(redact(override)))
+    return [" ".join(words)]
 
 
 def _block(lines: Iterable[str]) -> str:
     """Return an indented block; control characters and line breaks are escaped."""
-    return "\n".join(
-        "    " + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line) for line in lines
-    )
+    return "\n".join("    " + "".join(map(_escape, line)) for line in lines)
+
+
+def _escape(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]

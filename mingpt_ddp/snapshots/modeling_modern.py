@@ -30,16 +30,21 @@ class Cache:
         self.mask: Tensor | None = None  # (B, S) true where a token is not padding
 
     def extend(self, name: str, x: Tensor, keep: int | None = None) -> Tensor:
-        """Return the cached tensor with x appended along the last dimension but one; cache its last
-        `keep` entries.
+        """Return the cached tensor with x appended along the last dimension but one.
+
+        Args:
+            keep: how many of the last entries to cache; None: all.
         """
-        x = torch.cat([self.tensors[name], x], dim=-2) if name in self.tensors else x
+        if name in self.tensors:
+            x = torch.cat([self.tensors[name], x], dim=-2)
         self.tensors[name] = x if keep is None else x[..., -keep:, :]
         return x
 
     def extend_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        """Return the mask of cached and new tokens (B, T), which is the caller's, if given; else
-        all new ones count.
+        """Return the mask of cached and new tokens: the caller's, or else all new ones count.
+
+        Args:
+            tokens: (B, T) the new ones.
         """
         if mask is None:
             new = torch.ones_like(tokens, dtype=torch.bool)
@@ -54,10 +59,10 @@ class Cache:
     def reorder_cache(self, rows: Tensor) -> None:
         """Select the sequences that beam search continues."""
         self.tensors = {name: x.index_select(0, rows) for name, x in self.tensors.items()}
-        self.mask = None if self.mask is None else self.mask.index_select(0, rows)
-        self.skipped = (
-            self.skipped if isinstance(self.skipped, int) else self.skipped.index_select(0, rows)
-        )
+        if self.mask is not None:
+            self.mask = self.mask.index_select(0, rows)
+        if isinstance(self.skipped, Tensor):
+            self.skipped = self.skipped.index_select(0, rows)
 
 
 class View(NamedTuple):
@@ -73,11 +78,9 @@ class ModernConfig(PretrainedConfig):
 
     model_type = "mingpt_modern"
     attribute_map: ClassVar[dict[str, str]] = {
-        **{
-            "hidden_size": "n_embd",
-            "num_hidden_layers": "n_layer",
-            "num_attention_heads": "n_head",
-        },
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
         "max_position_embeddings": "block_size",
     }
 
@@ -89,14 +92,18 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position
-    (B, T).
+    """Rotate each pair of elements (i, i + D / 2) of x (B, H, T, D) by the angle of its position.
+
+    Args:
+        positions: (B, T).
     """
     D = x.shape[-1]
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=x.device) / D)
     angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # (B, 1, T, D)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
     a, b = x.chunk(2, dim=-1)
-    return x * angles.cos().to(x.dtype) + torch.cat([-b, a], dim=-1) * angles.sin().to(x.dtype)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
 
 
 class Smear(nn.Module):
@@ -112,8 +119,9 @@ class Smear(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions, normalized queries and keys, and the first
-    block's values added.
+    """Causal self-attention with rotary positions and normalized queries and keys.
+
+    The first block's values are added to those of the others.
     """
 
     def __init__(self, config: ModernConfig) -> None:
@@ -159,20 +167,16 @@ class Block(nn.Module):
         self, x: Tensor, x0: Tensor, v1: Tensor | None, view: View, cache: Cache, name: str
     ) -> tuple[Tensor, Tensor]:
         x = x + self.stream_mix * x0
-        y, v1 = self.attention(
-            self.smear_1(rms_norm(x), view, cache, f"{name}.smear_1"), v1, view, cache, name
-        )
+        y = self.smear_1(rms_norm(x), view, cache, f"{name}.smear_1")
+        y, v1 = self.attention(y, v1, view, cache, name)
         x = x + F.dropout(y, self.dropout, self.training)
-        y = self.down(
-            F.relu(self.up(self.smear_2(rms_norm(x), view, cache, f"{name}.smear_2"))).square()
-        )
+        y = self.smear_2(rms_norm(x), view, cache, f"{name}.smear_2")
+        y = self.down(F.relu(self.up(y)).square())
         return x + F.dropout(y, self.dropout, self.training), v1
 
 
 class ModernForCausalLM(PreTrainedModel, GenerationMixin):
-    """Token ids in, logits out; `generate` moves the window on when the context is full, as
-    mingpt_ddp does.
-    """
+    """Token ids in, logits out; `generate` moves the window on when the context is full."""
 
     config_class = ModernConfig
 
@@ -214,9 +218,8 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         column = torch.arange(mask.shape[1], device=mask.device)
         row = column[-T:, None]
         # Padding sees itself, for a softmax over nothing is not a number.
-        view = View(
-            position_ids, mask[:, -T:, None], mask[:, None, None] & (column < row) | (column == row)
-        )
+        visible = mask[:, None, None] & (column < row) | (column == row)
+        view = View(position_ids, mask[:, -T:, None], visible)
         x = x0 = self.smear(rms_norm(self.token_embedding(input_ids)), view, cache, "smear")
         v1 = None
         for i, block in enumerate(self.blocks):
@@ -237,27 +240,20 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = True,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Give the model the newest token.
-
-        The newer half of the context of each text for which it is full.
-        """
+        """Give the model the newest token, or the newer half of a context that is full."""
         size = self.config.block_size
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         lengths = mask.sum(-1)  # (B,)
-        cache = (
-            past_key_values
-            if isinstance(past_key_values, Cache)
-            else Cache((lengths - size).clamp_min(0))
-        )
+        if isinstance(past_key_values, Cache):
+            cache = past_key_values
+        else:
+            cache = Cache((lengths - size).clamp_min(0))
         is_full = lengths - cache.skipped > size
         if is_full.any():
             cache = Cache(torch.where(is_full, lengths - max(1, size // 2), cache.skipped))
         if cache.get_seq_length():
-            return {
-                "input_ids": input_ids[:, -1:],
-                "past_key_values": cache,
-                "use_cache": use_cache,
-            }
+            newest = input_ids[:, -1:]
+            return {"input_ids": newest, "past_key_values": cache, "use_cache": use_cache}
         seen = lengths - cache.skipped
         width = int(seen.max())
         padding_first = mask.argsort(dim=-1, stable=True)

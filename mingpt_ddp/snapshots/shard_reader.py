@@ -34,19 +34,26 @@ class ShardReader:
             SnapshotError: it does not fit the model.
             StorageUnavailableError: a rank cannot read it.
         """
-        likes: dict[str, Tensor] = {**parameters_by_name(model, optimizer)}
-        weights: list[dict[str, Tensor] | None] = [None, None]
+        parameters = parameters_by_name(model, optimizer)
+        likes = model.state_dict()
+        weights: dict[str, dict[str, Tensor] | None] = {}
         with self.group.raise_everywhere(UserError, io=False):
-            state = self._read(snapshot, "optimizer", likes)
-            for i, kind in enumerate(("model", "ema")):
-                read = partial(self._read, snapshot, kind, model.state_dict())
-                weights[i] = (
-                    read() if self.strategy.shards_model else self.group.env.call_on_rank_zero(read)
-                )
+            state = self._read(snapshot, "optimizer", parameters)
+            for kind in ("model", "ema"):
+                read = partial(self._read, snapshot, kind, likes)
+                if self.strategy.shards_model:
+                    weights[kind] = read()
+                else:
+                    weights[kind] = self.group.env.call_on_rank_zero(read)
         if not self.strategy.shards_model:
-            weights = [self.group.broadcast_tensors(named) for named in weights]
+            for kind, named in weights.items():
+                weights[kind] = self.group.broadcast_tensors(named)
         return replace(
-            snapshot, model=weights[0] or {}, optimizer=state, ema=weights[1] or {}, index=None
+            snapshot,
+            model=weights["model"] or {},
+            optimizer=state,
+            ema=weights["ema"] or {},
+            index=None,
         )
 
     def _read(
@@ -61,21 +68,19 @@ class ShardReader:
         entries = snapshot.index[kind]
         storage = open_storage(url)
         is_state = kind == "optimizer"
-        names = [
-            name
-            for name in entries
-            if not is_state or self.strategy.owns_state(name.partition(":")[0])
-        ]
+        names = list(entries)
+        if is_state:
+            names = [name for name in names if self.strategy.owns_state(name.partition(":")[0])]
 
         def read(name: str) -> Tensor:
-            shape = entries[name][1]
+            _, shape, _ = entries[name]
             like = likes.get(name.partition(":")[0] if is_state else name)
             rows = partial(read_rows, storage, directory_name(snapshot.step), entries[name])
             if like is not None and list(like.shape) == shape:
                 return self.strategy.assemble(like, rows)
-            if not is_state or like is None:
+            if like is None or not is_state:
                 raise SnapshotError(f"the snapshot's {kind} does not fit the model: {name}")
-            return rows(0, shape[0] if shape else 1)
+            return rows(0, shape[0] if shape else 1)  # one number, or another shape of state
 
         try:
             with ThreadPoolExecutor(PARALLEL if storage.shared else 1) as pool:

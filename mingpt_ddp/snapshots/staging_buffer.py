@@ -1,5 +1,4 @@
-"""The staging buffer: a safetensors file in host memory, whose tensors are copied to their final
-offsets.
+"""The staging buffer: a safetensors file in host memory; tensors are copied to their final offsets.
 
 The format is that of https://github.com/huggingface/safetensors: the header's length (8 bytes,
 little-endian), the header (JSON), the data. Laying the file out in advance saves the second copy
@@ -9,6 +8,7 @@ that `safetensors.torch.save` makes.
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import safetensors.torch
@@ -17,21 +17,26 @@ from torch import Tensor
 
 MAX_HEADER_BYTES = 1 << 24  # fits 100,000 tensors
 DTYPES = {
-    **{
-        torch.float64: "F64",
-        torch.float32: "F32",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.bool: "BOOL",
-    },
-    **{
-        torch.int64: "I64",
-        torch.int32: "I32",
-        torch.int16: "I16",
-        torch.int8: "I8",
-        torch.uint8: "U8",
-    },
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
 }
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header of a file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    offset: int  # bytes from the begin of the file
 
 
 class SafetensorsBuffer:
@@ -44,23 +49,21 @@ class SafetensorsBuffer:
         encoded += b" " * (-len(encoded) % 8)
         start = len(encoded).to_bytes(8, "little") + encoded
         size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
-        self._bytes = torch.empty(
-            size, dtype=torch.uint8, pin_memory=any(t.is_cuda for t in tensors.values())
-        )
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
+        data = self._bytes[len(start) :]
         self._views = {}
         for name, tensor in tensors.items():
-            begin, end = (len(start) + offset for offset in self._header[name]["data_offsets"])
-            self._views[name] = self._bytes[begin:end].view(tensor.dtype).view(tensor.shape)
+            begin, end = self._header[name]["data_offsets"]
+            self._views[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the tensors have exactly the names, shapes and types of the file."""
         return _header(tensors) == self._header
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values; copies from a GPU are complete once its current stream is
-        synchronized.
-        """
+        """Copy the values; from a GPU they are complete once its stream is synchronized."""
         for name, view in self._views.items():
             view.copy_(tensors[name].detach(), non_blocking=True)
 
@@ -72,13 +75,16 @@ class SafetensorsBuffer:
 
 def _header(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the layout of the tensors, widest types first, so that each is aligned."""
+
+    def widest_first(name: str) -> tuple[int, str]:
+        return -tensors[name].element_size(), name
+
     header = {}
     end = 0
-    for name, tensor in sorted(
-        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
-    ):
+    for name in sorted(tensors, key=widest_first):
+        tensor = tensors[name]
         begin = end
-        end = end + tensor.nbytes
+        end = begin + tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -95,26 +101,26 @@ def encode(tensors: Mapping[str, Tensor]) -> memoryview:
 
 
 def fits_header(start: bytes, size: int) -> bool:
-    """Return whether the header of a safetensors file that begins with these bytes implies `size`
-    bytes.
+    """Return whether a safetensors file has the size that its header implies.
 
-    A header that extends past `start` is not checked.
+    Args:
+        start: its first bytes. A header that extends past them is not checked.
+        size: of the file, in bytes.
     """
     length = int.from_bytes(start[:8], "little")
     if len(start) - 8 < length <= MAX_HEADER_BYTES:
         return True
     try:
         header = json.loads(start[8 : 8 + length])
-        ends = [
-            tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"
-        ]
-        return bool(8 + length + max(ends, default=0) == size)
+        header.pop("__metadata__", None)
+        data_size = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        return bool(8 + length + data_size == size)
     except Exception:  # untrusted: not a header
         return False
 
 
-def read_header(start: bytes, size: int) -> dict[str, tuple[torch.dtype, list[int], int]]:
-    """Return type, shape and offset in the file of each tensor.
+def read_header(start: bytes, size: int) -> dict[str, TensorEntry]:
+    """Return the tensors of a safetensors file by name.
 
     Args:
         start: of a safetensors file of `size` bytes; the whole header.
@@ -130,19 +136,16 @@ def read_header(start: bytes, size: int) -> dict[str, tuple[torch.dtype, list[in
         header = json.loads(start[8 : 8 + length])
         header.pop("__metadata__", None)
         for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype, shape, (begin, end) = (
-                dtypes[tensor["dtype"]],
-                tensor["shape"],
-                tensor["data_offsets"],
-            )
-            if (
-                any(type(value) is not int or value < 0 for value in (begin, end, *shape))
-                or begin != done
-            ):
+            dtype = dtypes[tensor["dtype"]]
+            shape = tensor["shape"]
+            begin, end = tensor["data_offsets"]
+            are_counts = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
+            if not are_counts or begin != done:
                 raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
             if end - begin != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name[:100]} has another size than its shape")
-            found[name], done = (dtype, shape, 8 + length + begin), end
+            found[name] = TensorEntry(dtype, shape, 8 + length + begin)
+            done = end
         if done != size - 8 - length:
             raise ValueError("its tensors are not all of the file")
     except Exception as error:  # untrusted: not a header

@@ -13,6 +13,7 @@ from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
 # numbers in optimizer state, stored as tensors
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+CHECKED = (torch.optim.AdamW, torch.optim.SGD, Muon)  # whose state is known; not that of users
 
 
 def sha256_of_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -29,14 +30,15 @@ def sha256_of_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters by name, and copies of the buffers, which the next forward pass may
-    change in place.
+    """Return the parameters by name, and copies of the buffers.
+
+    The next forward pass may change a buffer in place.
     """
     buffers = {name for name, _ in model.named_buffers()}
-    return {
-        name: value.clone() if name in buffers else value
-        for name, value in model.state_dict().items()
-    }
+    state = dict(model.state_dict())
+    for name in buffers & state.keys():
+        state[name] = state[name].clone()
+    return state
 
 
 def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool = False) -> None:
@@ -50,33 +52,33 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     """
     own = model.state_dict()
     wrong = sorted(own.keys() ^ tensors.keys())
-    wrong = wrong or [
-        k for k in own if (own[k].shape, own[k].dtype) != (tensors[k].shape, tensors[k].dtype)
-    ]
+    if not wrong:
+        wrong = [name for name in own if not _are_alike(own[name], tensors[name])]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
     model.load_state_dict(tensors, assign=assign)
 
 
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
 def parameters_by_name(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by their names in the model, in the order of its
-    state_dict.
-    """
+    """Return the optimizer's parameters, in its order, by their names in the model."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        names[parameter]: parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+    found = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found[names[parameter]] = parameter
+    return found
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the state as `<parameter>:<name>`, and plain numbers as `<parameter>:<name>:<int,
-    float or bool>`.
+    """Return the state as `<parameter>:<name>`, plain numbers as `<parameter>:<name>:<type>`.
 
-    Hyper-parameters are omitted: they come from the configuration.
+    The type is int, float or bool. Hyper-parameters are omitted: they come from the configuration.
     """
     tensors = {}
     for name, parameter in parameters_by_name(model, optimizer).items():
@@ -84,9 +86,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
             if isinstance(value, Tensor):
                 tensors[f"{name}:{key}"] = value
             elif value is not None:
-                tensors[f"{name}:{key}:{type(value).__name__}"] = torch.tensor(
-                    value, dtype=NUMBERS[type(value)]
-                )
+                kind = type(value)
+                number = torch.tensor(value, dtype=NUMBERS[kind])
+                tensors[f"{name}:{key}:{kind.__name__}"] = number
     return tensors
 
 
@@ -102,16 +104,15 @@ def check_savable(
         CodeError: it cannot; names the entry.
     """
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor) or value.dtype not in DTYPES:
-            kind = getattr(value, "dtype", type(value).__name__)
+        if not _is_savable_tensor(value):
             raise CodeError(
-                f"the model's {name} cannot be saved: {kind}; use a tensor of a standard type"
+                f"the model's {name} cannot be saved: {_kind(value)}; use a tensor of a standard "
+                "type"
             )
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    if any(
-        parameter not in names for group in optimizer.param_groups for parameter in group["params"]
-    ):
-        raise CodeError("the optimizer has a parameter that is not in the model")
+    for group in optimizer.param_groups:
+        if any(parameter not in names for parameter in group["params"]):
+            raise CodeError("the optimizer has a parameter that is not in the model")
     for parameter, state in optimizer.state.items():
         if parameter not in names:
             raise CodeError(
@@ -119,28 +120,28 @@ def check_savable(
                 "no parameter"
             )
         for key, value in state.items():
-            fits = (
-                value is None
-                or type(value) in NUMBERS
-                or (isinstance(value, Tensor) and value.dtype in DTYPES)
-            )
-            if not fits or not isinstance(key, str) or ":" in key:
-                kind = getattr(value, "dtype", type(value).__name__)
+            what = f"the optimizer's state {key!r} of {names[parameter]}"
+            is_number = value is None or type(value) in NUMBERS
+            is_name = isinstance(key, str) and ":" not in key
+            if not is_name or not (is_number or _is_savable_tensor(value)):
                 raise CodeError(
-                    f"the optimizer's state {key!r} of {names[parameter]} cannot be saved: {kind}; "
-                    "snapshots hold tensors, numbers and null, by names without a colon"
+                    f"{what} cannot be saved: {_kind(value)}; snapshots hold tensors, numbers and "
+                    "null, by names without a colon"
                 )
-            if (
-                by_rows
-                and isinstance(value, Tensor)
-                and value.dim()
-                and value.shape != parameter.shape
-            ):
+            is_per_element = isinstance(value, Tensor) and value.dim() > 0
+            if by_rows and is_per_element and value.shape != parameter.shape:
                 raise CodeError(
-                    f"the optimizer's state {key!r} of {names[parameter]} has another shape "
-                    "than the parameter, so "
-                    "that ddp.strategy=fsdp and hsdp cannot split it; use ddp.strategy=zero1"
+                    f"{what} has another shape than the parameter, so that ddp.strategy=fsdp and "
+                    "hsdp cannot split it; use ddp.strategy=zero1"
                 )
+
+
+def _is_savable_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in DTYPES
+
+
+def _kind(value: Any) -> Any:
+    return getattr(value, "dtype", type(value).__name__)
 
 
 def load_optimizer_state(
@@ -155,18 +156,19 @@ def load_optimizer_state(
     number_types = {kind.__name__: kind for kind in NUMBERS}
     states: dict[str, dict[str, Tensor | float]] = {name: {} for name in parameters}
     for full_name, tensor in tensors.items():
-        name, _, key = full_name.partition(":")
-        key, _, kind = key.partition(":")
-        if name not in states or (kind and (kind not in number_types or tensor.dim())):
+        name, _, rest = full_name.partition(":")
+        key, _, kind = rest.partition(":")
+        is_number = kind in number_types and tensor.dim() == 0
+        if name not in states or (kind and not is_number):
             raise SnapshotError(f"the snapshot's optimizer state does not fit the model: {name}")
         states[name][key] = number_types[kind](tensor.item()) if kind else tensor
-    # user optimizers are not checked
-    if type(optimizer) in (torch.optim.AdamW, torch.optim.SGD, Muon):
-        groups = [group for group in optimizer.param_groups for _ in group["params"]]
-        for (name, parameter), group in zip(parameters.items(), groups, strict=True):
-            _check_state(name, states[name], parameter, _expected_keys(optimizer, group))
-    # The optimizer's own loader knows which of its tensors move to the parameter's device and which
-    # stay.
+    if type(optimizer) in CHECKED:
+        names = {parameter: name for name, parameter in parameters.items()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = names[parameter]
+                _check_state(name, states[name], parameter, _expected_keys(optimizer, group))
+    # The optimizer's own loader knows which of its tensors move to the parameter's device.
     packed = optimizer.state_dict()
     packed["state"] = {i: states[name] for i, name in enumerate(parameters) if states[name]}
     optimizer.load_state_dict(packed)
@@ -180,8 +182,9 @@ def load_optimizer_state(
 def _check_state(
     name: str, state: dict[str, Tensor | float], parameter: nn.Parameter, keys: set[str]
 ) -> None:
-    """Check names, shapes and types of the state: fused kernels do not, and would write out of
-    bounds.
+    """Check names, shapes and types of the state.
+
+    Fused kernels do not, and would write out of bounds.
 
     Raises:
         SnapshotError: the built-in optimizer has other state for this parameter.
@@ -197,11 +200,12 @@ def _check_state(
 
 
 def _expected_keys(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """Return the state keys of a built-in optimizer for a parameter of this group after its first
-    step.
-    """
+    """Return the keys of a built-in optimizer's state, once it has stepped, for a group."""
     if isinstance(optimizer, torch.optim.SGD):
         return {"momentum_buffer"}
     if group.get("muon"):
         return {"step", "momentum"}
-    return {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if group["amsgrad"] else set())
+    keys = {"step", "exp_avg", "exp_avg_sq"}
+    if group["amsgrad"]:
+        keys.add("max_exp_avg_sq")
+    return keys

@@ -21,7 +21,7 @@ from mingpt_ddp.snapshots.format import (
 )
 from mingpt_ddp.snapshots.pieces import make_index, merge
 from mingpt_ddp.snapshots.staging_buffer import MAX_HEADER_BYTES, decode, fits_header, read_header
-from mingpt_ddp.storage.remote import StorageError
+from mingpt_ddp.storage.remote_errors import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)

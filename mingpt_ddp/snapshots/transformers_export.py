@@ -6,6 +6,7 @@ modeling_modern.py.
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,26 @@ NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 MODELING = "modeling_modern.py"
 PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
 GPT2_NAMES = {
-    **{"token_embedding": "wte", "position_embedding": "wpe", "blocks": "h", "norm": "ln_f"},
-    **{
-        "norm_1": "ln_1",
-        "norm_2": "ln_2",
-        "attention.qkv": "attn.c_attn",
-        "attention.proj": "attn.c_proj",
-    },
-    **{"up": "mlp.c_fc", "down": "mlp.c_proj"},
+    "token_embedding": "wte",
+    "position_embedding": "wpe",
+    "blocks": "h",
+    "norm": "ln_f",
+    "norm_1": "ln_1",
+    "norm_2": "ln_2",
+    "attention.qkv": "attn.c_attn",
+    "attention.proj": "attn.c_proj",
+    "up": "mlp.c_fc",
+    "down": "mlp.c_proj",
 }
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A model in the form of transformers."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    code: dict[str, Content] = field(default_factory=dict)  # files by name
 
 
 def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
@@ -52,32 +64,29 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
             "format=torch"
         )
     spec = read_model_spec(snapshot.state)
-    model = build_around(
-        spec.config(), (spec.tokenizer.vocab_size, spec.block_size), snapshot.model
-    )
-    config, tensors, files = CONVERTERS[architecture](model)
-    config |= {
+    model = build_around(spec.config(), spec.sizes, snapshot.model)
+    converted = CONVERTERS[architecture](model)
+    config = {
+        **converted.config,
         "vocab_size": spec.tokenizer.vocab_size,
         "dtype": "float32",
         "torch_dtype": "float32",
         **NOT_SPECIAL,
     }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would embed token_type_ids
+        "model_max_length": spec.block_size,
+        "padding_side": "left",  # new tokens follow the last column
+        **padding(spec.tokenizer),
+    }
     return {
         "config.json": _json(config),
-        MODEL: safetensors.torch.save(tensors, {"format": "pt"}),
+        MODEL: safetensors.torch.save(converted.tensors, {"format": "pt"}),
         "tokenizer.json": tokenizer_json(spec.tokenizer),
-        "tokenizer_config.json": _json(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "clean_up_tokenization_spaces": False,
-                # GPT-2 would embed token_type_ids
-                "model_input_names": ["input_ids", "attention_mask"],
-                "model_max_length": spec.block_size,
-                "padding_side": "left",  # new tokens follow the last column
-                **padding(spec.tokenizer),
-            }
-        ),
-        **files,
+        "tokenizer_config.json": _json(tokenizer_config),
+        **converted.code,
     }
 
 
@@ -89,11 +98,11 @@ def _architecture(state: Any) -> str:
 
 
 def padding(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what tokenizer_config.json says of the token that pads texts: one of the model's,
-    which has no row more.
+    """Return what tokenizer_config.json says of the token that pads texts.
 
-    It must not change any text. transformers drops a special token from what it decodes, and takes
-    its name in a text for the token, unless split_special_tokens is set.
+    It is one of the model's, which has no row more, and must not change any text. transformers
+    drops a special token from what it decodes, and takes its name in a text for the token, unless
+    split_special_tokens is set.
     """
     state = tokenizer.state()
     # tokenizer_json declares it; the empty map keeps transformers from making it special
@@ -102,7 +111,8 @@ def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     tokens = json.loads(state["tokenizer"].get("json", "{}")).get("added_tokens") or ()
     special = [token["content"] for token in tokens if token.get("special")]
     if special:  # as for GPT-2; prefer one that is meant for it
-        return {"pad_token": next((name for name in special if "pad" in name.lower()), special[0])}
+        named = [name for name in special if "pad" in name.lower()]
+        return {"pad_token": (named or special)[0]}
     return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
 
 
@@ -115,8 +125,6 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     state = tokenizer.state()
     if tokenizer.name == "bpe":
         return str(state["tokenizer"]["json"]).encode()
-    values: dict[str, Any] = {"version": "1.0", "added_tokens": []}
-    values |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
     if tokenizer.name == "byte":
         byte_level = {
             "type": "ByteLevel",
@@ -124,12 +132,9 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
             "trim_offsets": True,
             "use_regex": False,
         }
-        model = {
-            "type": "BPE",
-            "vocab": {name: i for i, name in enumerate(BYTE_NAMES)},
-            "merges": [],
-        }
-        return _json({**values, "pre_tokenizer": byte_level, "decoder": byte_level, "model": model})
+        ids = {name: i for i, name in enumerate(BYTE_NAMES)}
+        model = {"type": "BPE", "vocab": ids, "merges": []}
+        return _tokenizer_file([], byte_level, byte_level, model)
     vocabulary = state["vocabulary"]
     try:
         vocabulary.encode()
@@ -143,38 +148,62 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         "behavior": "Isolated",
         "invert": False,
     }
-    flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)
-    # see `padding`
-    values["added_tokens"] = [{"id": len(vocabulary) - 1, "content": vocabulary[-1:], **flags}]
-    # No token has the empty name, so that a character that the model does not know is an error.
-    model = {
-        "type": "WordLevel",
-        "vocab": {c: i for i, c in enumerate(vocabulary)},
-        "unk_token": "",
+    last = {  # see `padding`
+        "id": len(vocabulary) - 1,
+        "content": vocabulary[-1:],
+        "special": False,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
     }
-    return _json({**values, "pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model})
+    ids = {character: i for i, character in enumerate(vocabulary)}
+    # No token has the empty name, so that a character that the model does not know is an error.
+    model = {"type": "WordLevel", "vocab": ids, "unk_token": ""}
+    return _tokenizer_file([last], split, {"type": "Fuse"}, model)
+
+
+def _tokenizer_file(
+    added: list[dict[str, Any]],
+    pre_tokenizer: dict[str, Any],
+    decoder: dict[str, Any],
+    model: dict[str, Any],
+) -> bytes:
+    return _json(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "truncation": None,
+            "padding": None,
+            "normalizer": None,
+            "post_processor": None,
+            "pre_tokenizer": pre_tokenizer,
+            "decoder": decoder,
+            "model": model,
+        }
+    )
 
 
 def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=1) + "\n").encode()
 
 
-def _gpt2(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Content]]:
+def _gpt2(model: nn.Module) -> Converted:
     assert isinstance(model, GPT)
     c = model.config
     config = {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
-        **{
-            "n_positions": model.block_size,
-            "n_embd": c.n_embd,
-            "n_layer": c.n_layer,
-            "n_head": c.n_head,
-        },
+        "n_positions": model.block_size,
+        "n_embd": c.n_embd,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
         "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[c.activation],
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), c.dropout),
+        "attn_pdrop": c.dropout,
+        "embd_pdrop": c.dropout,
+        "resid_pdrop": c.dropout,
     }
-    return config, gpt2_tensors(model), {}
+    return Converted(config, gpt2_tensors(model))
 
 
 def gpt2_tensors(model: GPT) -> dict[str, Tensor]:
@@ -184,25 +213,29 @@ def gpt2_tensors(model: GPT) -> dict[str, Tensor]:
     """
     tensors = {}
     for name, module in model.named_modules():
-        weight = vars(module)["_parameters"].get("weight")
-        if weight is None:
+        if not isinstance(module, (nn.Embedding, nn.Linear, nn.LayerNorm)):
             continue
-        first, _, rest = name.partition(".")
-        block, _, part = rest.partition(".")
-        full = (
-            f"transformer.h.{block}.{GPT2_NAMES[part]}"
-            if first == "blocks"
-            else f"transformer.{GPT2_NAMES[name]}"
-        )
-        linear = isinstance(module, nn.Linear)
-        tensors[f"{full}.weight"] = (weight.T if linear else weight).detach().contiguous()
-        if linear or isinstance(module, nn.LayerNorm):
-            bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias
-            tensors[f"{full}.bias"] = bias.detach()
+        prefix = f"transformer.{_gpt2_name(name)}"
+        weight = module.weight.detach()
+        is_linear = isinstance(module, nn.Linear)
+        tensors[f"{prefix}.weight"] = (weight.T if is_linear else weight).contiguous()
+        if isinstance(module, nn.Embedding):
+            continue
+        bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias
+        tensors[f"{prefix}.bias"] = bias.detach()
     return tensors
 
 
-def _modern(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Content]]:
+def _gpt2_name(name: str) -> str:
+    """Return GPT-2's name of a module."""
+    first, _, rest = name.partition(".")
+    if first != "blocks":
+        return GPT2_NAMES[name]
+    block, _, part = rest.partition(".")
+    return f"h.{block}.{GPT2_NAMES[part]}"
+
+
+def _modern(model: nn.Module) -> Converted:
     assert isinstance(model, Modern)
     c = model.config
     code = Path(__file__).with_name(MODELING)
@@ -213,20 +246,14 @@ def _modern(model: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor], dict[s
             "AutoConfig": f"{code.stem}.ModernConfig",
             "AutoModelForCausalLM": f"{code.stem}.ModernForCausalLM",
         },
-        **{
-            "block_size": model.block_size,
-            "n_embd": c.n_embd,
-            "n_layer": c.n_layer,
-            "n_head": c.n_head,
-        },
-        **{"dropout": c.dropout, "tie_word_embeddings": False},
+        "block_size": model.block_size,
+        "n_embd": c.n_embd,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "dropout": c.dropout,
+        "tie_word_embeddings": False,
     }
-    return config, dict(model.state_dict()), {MODELING: code.read_bytes()}
+    return Converted(config, dict(model.state_dict()), {MODELING: code.read_bytes()})
 
 
-CONVERTERS: dict[
-    str, Callable[[nn.Module], tuple[dict[str, Any], dict[str, Tensor], dict[str, Content]]]
-] = {
-    "gpt": _gpt2,
-    "modern": _modern,
-}
+CONVERTERS: dict[str, Callable[[nn.Module], Converted]] = {"gpt": _gpt2, "modern": _modern}

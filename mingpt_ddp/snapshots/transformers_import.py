@@ -1,6 +1,4 @@
-"""Read a directory of transformers: the configuration, weights and tokenizer of a GPT-2, or of an
-export of ours.
-"""
+"""Read a directory of transformers: configuration, weights, tokenizer of a GPT-2 or our export."""
 
 import json
 import re
@@ -15,6 +13,7 @@ from mingpt_ddp.storage.storage import Storage
 
 NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+TENSOR_NAME = re.compile(r"(h\.(?P<block>\d+)\.)?(?P<module>[\w.]+)\.(?P<kind>weight|bias)")
 SIZES = ("n_layer", "n_head", "n_embd")
 BYTE_LEVEL: dict[str, Any] = {
     "type": "ByteLevel",
@@ -44,10 +43,10 @@ def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int
         model |= {key: config[key] for key in SIZES}
         return model, (config["vocab_size"], config["block_size"])
     for key, values in ALLOWED.items():
-        if (value := config.get(key, values[0])) not in values:
-            raise ValueError(
-                f"{key} is {str(value)[:100]}, not {' or '.join(map(str, dict.fromkeys(values)))}"
-            )
+        value = config.get(key, values[0])
+        if value not in values:
+            known = " or ".join(map(str, dict.fromkeys(values)))
+            raise ValueError(f"{key} is {str(value)[:100]}, not {known}")
     width = config["n_embd"]
     if config.get("n_inner") not in (None, 4 * width):
         raise ValueError(f"n_inner is {str(config['n_inner'])[:100]}, not 4 n_embd = {4 * width}")
@@ -82,14 +81,16 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                     "lm_head.weight differs from wte.weight; gpt has one matrix for both"
                 )
             continue
-        match = re.fullmatch(r"(h\.(\d+)\.)?([\w.]+)\.(weight|bias)", name)
-        if match is None or match[3] not in NAMES:
+        match = TENSOR_NAME.fullmatch(name)
+        if match is None or match["module"] not in NAMES:
             raise ValueError(f"{full[:100]} is not a tensor of GPT-2")
         if not tensor.is_floating_point():
             raise ValueError(f"{full[:100]} has whole numbers, not weights")
-        block = "" if match[2] is None else f"blocks.{match[2]}."
-        is_linear = match[3].startswith(("attn.", "mlp.")) and match[4] == "weight"
-        found[f"{block}{NAMES[match[3]]}.{match[4]}"] = (tensor.T if is_linear else tensor).float()
+        block, module, kind = match.group("block", "module", "kind")
+        prefix = "" if block is None else f"blocks.{block}."
+        if kind == "weight" and module.startswith(("attn.", "mlp.")):
+            tensor = tensor.T
+        found[f"{prefix}{NAMES[module]}.{kind}"] = tensor.float()
     return found
 
 
@@ -102,26 +103,9 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
     if "tokenizer.json" in names:
         text = storage.read("tokenizer.json", MAX_STATE_BYTES).decode()
         values = load_json(text.encode())
-        model = values["model"]
-        if model["type"] == "WordLevel":  # an export of ours
-            ids = {i: character for character, i in model["vocab"].items()}
-            if ids.keys() != {*range(len(model["vocab"]))} or any(
-                len(character) != 1 for character in ids.values()
-            ):
-                raise ValueError(
-                    "tokenizer.json has words; characters, bytes and byte-level BPE are known"
-                )
-            return CharTokenizer("".join(ids[i] for i in range(len(ids))))
-        # transformers saves the padding of an export as an added token, though its name is that of
-        # a byte.
-        added = values.get("added_tokens") or []
-        others = [
-            t
-            for t in added
-            if (t["content"], t["id"]) != (PADDING_BYTE, model["vocab"].get(PADDING_BYTE))
-        ]
-        if len(others) < len(added):
-            text = json.dumps({**values, "added_tokens": others})
+        if values["model"]["type"] == "WordLevel":  # an export of ours
+            return _of_characters(values["model"]["vocab"])
+        text = _without_padding(text, values)
     elif {"vocab.json", "merges.txt"} <= {*names}:
         lines = storage.read("merges.txt", MAX_STATE_BYTES).decode().split("\n")
         merges = [line for line in lines if line and not line.startswith("#version")]
@@ -133,4 +117,38 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
     else:
         return None
     tokenizer = BPETokenizer(text)
-    return ByteTokenizer() if tokenizer.tokens == [bytes([i]) for i in range(256)] else tokenizer
+    is_bytes = tokenizer.tokens == [bytes([byte]) for byte in range(256)]
+    return ByteTokenizer() if is_bytes else tokenizer
+
+
+def _of_characters(vocab: dict[str, Any]) -> CharTokenizer:
+    """Return the tokenizer of a vocabulary of single characters.
+
+    Args:
+        vocab: ids by token.
+    """
+    character_of = {i: character for character, i in vocab.items()}
+    has_words = any(len(character) != 1 for character in vocab)
+    if has_words or character_of.keys() != {*range(len(vocab))}:
+        raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
+    return CharTokenizer("".join(character_of[i] for i in range(len(vocab))))
+
+
+def _without_padding(text: str, values: dict[str, Any]) -> str:
+    """Return a tokenizer.json without the added token for padding.
+
+    transformers saves the padding of an export so, though its name is that of a byte.
+
+    Args:
+        values: of the text.
+    """
+    added = values.get("added_tokens") or []
+    if not added:
+        return text
+    byte_id = values["model"]["vocab"].get(PADDING_BYTE)
+    others = [
+        token for token in added if token["content"] != PADDING_BYTE or token["id"] != byte_id
+    ]
+    if len(others) == len(added):
+        return text
+    return json.dumps({**values, "added_tokens": others})

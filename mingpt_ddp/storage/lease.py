@@ -1,9 +1,8 @@
-"""A lease on a URL: one writer at a time in object stores, which lack locks that end with the
-process.
+"""A lease on a URL: one writer at a time in object stores.
 
-The owner writes `owner.json` with its id and a counter, and keeps increasing the counter. A process
-that finds the file polls it: if the counter changes the owner is alive, otherwise the lease is
-stale. No clocks are compared.
+They lack locks that end with the process, as flock does. The owner writes `owner.json` with its id
+and a counter, and keeps increasing the counter. A process that finds the file polls it: if the
+counter changes the owner is alive, otherwise the lease is stale. No clocks are compared.
 """
 
 import json
@@ -30,9 +29,7 @@ MAX_RECORD_BYTES = 1 << 16
 
 
 class Lease:
-    """Exclusive write access below a URL, kept by a heartbeat thread until `release` or the end of
-    the process.
-    """
+    """Exclusive write access below a URL, kept by a heartbeat thread until `release`."""
 
     def __init__(self, storage: RemoteStorage, dead: str | None = None) -> None:
         """Acquire the lease; takes LEASE_TTL_S seconds if an earlier owner may be alive.
@@ -58,9 +55,10 @@ class Lease:
 
     def _acquire(self, dead: str | None) -> None:
         owner = self._read()
-        if owner is None and self.storage.put_if_absent(OWNER, self._record()):
-            return
-        owner = owner or self._read()
+        if owner is None:
+            if self.storage.put_if_absent(OWNER, self._record()):
+                return
+            owner = self._read()
         if owner is not None and owner.get("id") != dead:
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
@@ -93,9 +91,8 @@ class Lease:
     def _record(self) -> bytes:
         owner = f"process {os.getpid()} on {socket.gethostname()}"
         # Of constant length: RemoteStorage asks for the size before it reads so many bytes.
-        return json.dumps(
-            {"id": self.id, "owner": owner, "heartbeat": f"{self._count:015d}"}
-        ).encode()
+        heartbeat = f"{self._count:015d}"
+        return json.dumps({"id": self.id, "owner": owner, "heartbeat": heartbeat}).encode()
 
     def _read(self) -> dict[str, Any] | None:
         """Return the record of the owner: None if there is none, {} if it is damaged."""

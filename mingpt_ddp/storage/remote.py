@@ -1,19 +1,17 @@
-"""Files on any remote fsspec filesystem: a timeout per request, retries, and a deadline per
-operation.
+"""Files on any remote fsspec filesystem: timeouts, retries, and a deadline per operation.
 
-Both limits grow with the bytes transferred. Until its deadline an operation retries transient
-errors (5xx, throttling, resets, timeouts) with random exponential backoff. Permanent errors raise
-immediately: missing file or bucket, bad credentials, no permission. `set_deadline`, for the grace
-period of a preemption, makes requests time out and retry sooner, including those in flight.
+A request has a timeout, an operation with all its retries a deadline. Both grow with the bytes
+transferred. Until its deadline an operation retries transient errors (5xx, throttling, resets,
+timeouts) with random exponential backoff. Permanent errors raise immediately: missing file or
+bucket, bad credentials, no permission. `set_deadline`, for the grace period of a preemption, makes
+requests time out and retry sooner, including those in flight.
 """
 
 import asyncio
-import errno
 import inspect
 import logging
 import math
 import random
-import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,6 +20,15 @@ from typing import Any, TypeVar
 
 import fsspec.asyn
 
+from mingpt_ddp.storage.remote_errors import (
+    NOT_IMPLEMENTED_STATUS,
+    StorageError,
+    describe,
+    equivalent_errno,
+    http_status_and_code,
+    is_transient,
+    redact,
+)
 from mingpt_ddp.storage.storage import Content, Storage
 
 log = logging.getLogger(__name__)
@@ -42,96 +49,15 @@ DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches operations in flight within thi
 PART = 1 << 24
 PARALLEL = 4  # parts in flight, and in memory, at a time
 
-_RETRY_CODES = {
-    "BadDigest",
-    "IncompleteBody",
-    "RequestTimeout",
-    "SlowDown",
-    "Throttling",
-    "XAmzContentSHA256Mismatch",
-}
-_RETRY_STATUS = {408, 409, 425, 429}
-FULL_STATUS = 507
-DENIED_STATUS = (401, 403)
-_PERMANENT_STATUS = {501, FULL_STATUS}  # 501: not implemented
-_PERMANENT = (
-    FileNotFoundError,
-    FileExistsError,
-    PermissionError,
-    IsADirectoryError,
-    NotADirectoryError,
-    ValueError,
-)
+PRECONDITION_FAILED_STATUS = 412
 _jitter = random.SystemRandom()  # does not touch a run's seeded generators
 
 
-class StorageError(OSError):
-    """An operation failed permanently or until its deadline.
-
-    The message is one line without credentials.
-    """
-
-
-def http_status_and_code(error: BaseException) -> tuple[int | None, str | None]:
-    """Return the HTTP status and the store's error code of an exception; None for each that it
-    lacks.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        response = getattr(cause, "response", None)
-        if isinstance(response, dict):
-            return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get(
-                "Error", {}
-            ).get("Code")
-        cause = cause.__cause__
-    numbers = (getattr(error, name, None) for name in ("status", "status_code", "code"))
-    return next((number for number in numbers if isinstance(number, int)), None), None
-
-
-def is_transient(error: Exception, kinds: tuple[type[Exception], ...]) -> bool:
-    """Return whether retrying the request may succeed.
-
-    Without an HTTP status, by the exception's type.
-    """
-    status, code = http_status_and_code(error)
-    if status is None:
-        return isinstance(error, kinds) and not isinstance(error, _PERMANENT)
-    return (
-        status >= 500 or status in _RETRY_STATUS or code in _RETRY_CODES
-    ) and status not in _PERMANENT_STATUS
-
-
-def equivalent_errno(error: Exception) -> int | None:
-    """Return the errno that a local disk would give: of a full store, or one without permission to
-    write.
-    """
-    status = http_status_and_code(error)[0]
-    if status == FULL_STATUS:
-        return errno.ENOSPC
-    if status in DENIED_STATUS or isinstance(error, PermissionError):
-        return errno.EACCES
-    return getattr(error, "errno", None)
-
-
-def redact(text: str) -> str:
-    """Return the text as one line of at most 300 characters, without passwords and signatures of
-    URLs.
-    """
-    text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(text.split()))
-    return re.sub(r"\?[\w%.-]+=[^\s\"']*", "?***", text)[:300]
-
-
-def describe(error: BaseException) -> str:
-    """Return the store's error code, or the exception's name, and its message."""
-    if isinstance(error, (TimeoutError, asyncio.TimeoutError)) and not str(error):
-        return "no response in time"
-    name = http_status_and_code(error)[1] or type(error).__name__
-    return f"{name}: {getattr(error, 'strerror', None) or error}"
-
-
 async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
-    """Return the result of a job, cancelled once time.monotonic() reaches `end()`, which may change
-    meanwhile.
+    """Return the result of a job, cancelled once time.monotonic() reaches `end()`.
+
+    Args:
+        end: asked again while the job runs: it may change.
 
     Raises:
         TimeoutError: it was cancelled.
@@ -150,14 +76,16 @@ async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
 
 def _joined(parts: list[Any], size: int) -> bytes:
     """Return the concatenated parts; raise the first exception that fsspec returned among them."""
-    if errors := [part for part in parts if isinstance(part, Exception)]:
-        raise errors[0]
-    if (length := sum(map(len, parts))) != size:
-        # More of them come from a web server without ranges: it does so again.
-        raise (EOFError if length < size else ValueError)(
-            f"{length} of {size} bytes arrived; use a server with ranges"
-        )
-    return b"".join(parts)
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    content = b"".join(parts)
+    message = f"{len(content)} of {size} bytes arrived; use a server with ranges"
+    if len(content) < size:
+        raise EOFError(message)
+    if len(content) > size:  # from a web server without ranges: it does so again
+        raise ValueError(message)
+    return content
 
 
 class RemoteStorage(Storage):
@@ -177,10 +105,11 @@ class RemoteStorage(Storage):
             asyncio.TimeoutError,
             ClientError,
         )
-        self._grace = (-math.inf, math.inf)  # begin and end by time.monotonic()
+        self._grace_period = (-math.inf, math.inf)  # begin and end, by time.monotonic()
 
     def set_deadline(self, seconds: float) -> None:
-        self._grace = (time.monotonic(), time.monotonic() + seconds)
+        now = time.monotonic()
+        self._grace_period = (now, now + seconds)
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = self._path(name)
@@ -216,21 +145,20 @@ class RemoteStorage(Storage):
         if self.size(name) is not None:
             return False
         method = self.fs._pipe_file if self.fs.async_impl else self.fs.pipe_file
-        exclusive: dict[str, Any] = (
-            {"mode": "create"} if "mode" in inspect.signature(method).parameters else {}
-        )
+        exclusive: dict[str, Any] = {}
+        if "mode" in inspect.signature(method).parameters:
+            exclusive["mode"] = "create"
         try:
             self._request("create", path, "pipe_file", path, data, size=len(data), **exclusive)
         except OSError as error:
-            status = http_status_and_code(error)[0]
-            if status == 501:  # a store without conditional writes
+            status, _ = http_status_and_code(error)
+            if status == NOT_IMPLEMENTED_STATUS:  # a store without conditional writes
                 self.write(name, content)
-            elif isinstance(error, FileExistsError) or status == 412:
-                # It may be this call's own file, if the response was lost: HTTP clients retry a
-                # PUT.
+                return True
+            if isinstance(error, FileExistsError) or status == PRECONDITION_FAILED_STATUS:
+                # HTTP clients retry a PUT: it is this call's own file if the response was lost.
                 return self.read(name) == data
-            else:
-                raise
+            raise
         return True
 
     def size(self, name: str) -> int | None:
@@ -246,9 +174,8 @@ class RemoteStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
         own = self.root.strip("/")
-        return sorted(
-            path.rsplit("/", 1)[-1] for entry in entries if (path := entry.strip("/")) != own
-        )
+        paths = [entry.strip("/") for entry in entries]
+        return sorted(path.rsplit("/", 1)[-1] for path in paths if path != own)
 
     def delete(self, name: str) -> None:
         path = self._path(name)
@@ -268,11 +195,11 @@ class RemoteStorage(Storage):
         seconds: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a filesystem method that transfers `size` bytes; retry transient errors until the
-        deadline.
+        """Call a filesystem method; retry transient errors until the deadline.
 
         Args:
             what, path: for error messages.
+            size: bytes that are transferred.
             seconds: deadline instead of OPERATION_DEADLINE_S.
 
         Raises:
@@ -296,22 +223,24 @@ class RemoteStorage(Storage):
                 self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S
             )
         except Exception as error:
+            _, code = http_status_and_code(error)
             known = isinstance(error, (FileNotFoundError, NotADirectoryError, FileExistsError))
-            if known and http_status_and_code(error)[1] != "NoSuchBucket":
+            if known and code != "NoSuchBucket":
                 raise
             # FSTimeoutError is one
             timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))
             cause = describe(errors[-1] if timed_out and errors else error)
             tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
-            failure = StorageError(
-                redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}") + tried
-            )
+            message = redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}")
+            failure = StorageError(message + tried)
             failure.errno = equivalent_errno(error)
             raise failure from error
 
     async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
-        """Return the result of a call, retried after transient errors, which are appended to
-        `errors`.
+        """Return the result of a call, retried after transient errors.
+
+        Args:
+            errors: to which they are appended.
         """
         backoff = INITIAL_BACKOFF_S
         while True:
@@ -320,17 +249,12 @@ class RemoteStorage(Storage):
             except Exception as error:  # every filesystem has its own exception types
                 if not is_transient(error, self.transient):
                     raise
-                log.log(
-                    logging.DEBUG if errors else logging.INFO,
-                    "retrying: %s",
-                    redact(describe(error)),
-                )
+                level = logging.DEBUG if errors else logging.INFO
+                log.log(level, "retrying: %s", redact(describe(error)))
                 errors.append(error)
+            end = self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE)
             with suppress(TimeoutError):
-                await within(
-                    asyncio.Event().wait(),
-                    self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE),
-                )
+                await within(asyncio.Event().wait(), end)
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -339,20 +263,22 @@ class RemoteStorage(Storage):
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
 
     def _end(self, seconds: float, share: float) -> Callable[[], float]:
-        """Return the end of a wait of `seconds` from now, limited to a `share` of the remaining
-        grace period.
+        """Return the end of a wait of `seconds` from now, or of a share of the grace period.
+
+        The share is of what remains of the grace period now, or when it begins.
         """
         start = time.monotonic()
 
         def end() -> float:
-            begin = max(start, self._grace[0])
-            until = self._grace[1]
-            return min(start + seconds, begin + (until - begin) * share)
+            grace_begin, grace_end = self._grace_period
+            begin = max(start, grace_begin)
+            return min(start + seconds, begin + (grace_end - begin) * share)
 
         return end
 
     def end_of_request(self, size: int) -> Callable[[], float]:
-        """Return when a request of `size` bytes that begins now times out; `set_deadline` may
-        shorten it.
+        """Return when a request of `size` bytes that begins now times out.
+
+        `set_deadline` may shorten it.
         """
         return self._end(REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH, REQUEST_SHARE)

@@ -1,34 +1,28 @@
 """The run directory: name, lock, recorded configurations, result."""
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import itertools
 import json
 import logging
-import os
 import re
-import socket
-import time
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import RunError, StorageUnavailableError
-from mingpt_ddp.storage.lease import Lease, still_running
+from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
 log = logging.getLogger(__name__)
 
-LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 RESULT = "result.json"
-LOCK = ".lock"
 PARTIAL_FILES = (
     ".config*.partial",
     ".result.json.*.partial",
@@ -50,8 +44,6 @@ WRITTEN_INTO = (
     "wandb",
 )
 MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
-NAME_MAX = 255  # bytes of one name
-PATH_MAX = 4096 - 64  # bytes of a path, which leaves room for the names of files in it
 MAX_YAML_DEPTH = 50  # levels of lists and mappings
 YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
@@ -103,8 +95,9 @@ class RunDirectory:
     """A run directory locked by this process; only rank zero creates one."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
-        """Create the directory if needed, lock it with flock, and delete partial files of an owner
-        that was killed.
+        """Create the directory if needed and lock it with flock.
+
+        Delete partial files of an owner that was killed.
 
         Raises:
             RunError: another process has locked it, it is not writable, or it has a symbolic link
@@ -122,49 +115,54 @@ class RunDirectory:
         _delete_files(path, PARTIAL_FILES)
 
     def lock_snapshots(self, storage: Storage) -> None:
-        """Lock a snapshot location, unless it is in the run directory: with flock if it is local,
-        else with a lease.
+        """Lock a snapshot location with flock, or with a lease if it is an object store.
 
-        Delete probes of an owner that was killed.
+        One in the run directory is locked already. Delete probes of an owner that was killed.
 
         Raises:
             RunError: another process has locked it, or it is not writable.
             StorageUnavailableError: the storage does not respond.
         """
-        if storage.local and not (path := Path(storage.root)).is_relative_to(self.path.absolute()):
-            self._locks[path] = acquire_lock(
-                path, wait_s=0, what="the snapshot directory", key="path for snapshots"
-            )
-        elif isinstance(storage, RemoteStorage) and storage.shared:
-            # This process holds the run directory's lock, so the owner recorded here is dead.
-            record = self.path / f".lease-{hashlib.sha256(storage.url.encode()).hexdigest()[:8]}"
-            try:
-                dead = record.read_text() if record.exists() else None
-                self.leases[storage.url] = Lease(storage, dead)
-                atomic_write(record, self.leases[storage.url].id.encode())
-            except OSError as error:
-                raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
         if storage.local:
-            _delete_files(Path(storage.root), PROBES)
+            path = Path(storage.root)
+            if not path.is_relative_to(self.path.absolute()):
+                self._locks[path] = acquire_lock(
+                    path, wait_s=0, what="the snapshot directory", key="path for snapshots"
+                )
+            _delete_files(path, PROBES)
+        elif isinstance(storage, RemoteStorage) and storage.shared:
+            self._acquire_lease(storage)
+
+    def _acquire_lease(self, storage: RemoteStorage) -> None:
+        """Acquire the lease on an object store, and record its id in the run directory."""
+        digest = hashlib.sha256(storage.url.encode()).hexdigest()
+        record = self.path / f".lease-{digest[:8]}"
+        try:
+            # This process holds the run directory's lock, so the owner recorded here is dead.
+            dead = record.read_text() if record.exists() else None
+            lease = Lease(storage, dead)
+            self.leases[storage.url] = lease
+            atomic_write(record, lease.id.encode())
+        except OSError as error:
+            raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
 
     def last_log_time(self) -> float:
-        """Return when the last attempt wrote to its log, in seconds since 1970; 0 if there is no
-        log.
-        """
+        """Return when the last attempt wrote to its log, in seconds since 1970; 0 without a log."""
         try:
             return (self.path / "main.rank0.log").stat().st_mtime
         except OSError:
             return 0.0
 
     def check(self) -> None:
-        """Check that the locked directories are still there: after a deletion another process may
-        lock new ones.
+        """Check that the locked directories are still there.
+
+        After a deletion another process may lock new ones.
 
         Raises:
             RunError: names the one that was deleted or moved.
         """
         for path, lock in self._locks.items():
-            if not _is_in(path, lock):
+            if not is_lock_of(path, lock):
                 raise RunError(
                     f"{path} was deleted or moved during the run, which ends here and writes "
                     "nothing more; run the "
@@ -184,21 +182,26 @@ class RunDirectory:
         hydra_files: dict[str, str],
         files: dict[str, str] | None = None,
     ) -> None:
-        """Write config.yaml at the first start, config.<n>.yaml at a start whose configuration has
-        changed, `files`.
+        """Record the configuration of this start, if it is the first or differs from the last.
+
+        The first is config.yaml, those of later starts are config.<n>.yaml.
+
+        Args:
+            hydra_files: contents of files in .hydra, by name.
+            files: contents of other files, by name.
         """
-        for name, content in [
-            *(files or {}).items(),
-            *((f".hydra/{name}", content) for name, content in hydra_files.items()),
-        ]:
+        for name, content in (files or {}).items():
             _write(self.path / name, content)
+        for name, content in hydra_files.items():
+            _write(self.path / ".hydra" / name, content)
+        content = yaml.safe_dump(config, sort_keys=False)
         previous = recorded_config(self.path)
         if previous is None:
-            _write(self.path / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            _write(self.path / "config.yaml", content)
         elif changes := difference(previous, config):
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
             number = max([1, *_config_numbers(self.path)]) + 1
-            _write(self.path / f"config.{number}.yaml", yaml.safe_dump(config, sort_keys=False))
+            _write(self.path / f"config.{number}.yaml", content)
 
     def clear_result(self) -> None:
         """Delete result.json, because the run continues."""
@@ -240,10 +243,12 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 def _config_numbers(directory: Path) -> list[int]:
     """Return the numbers n of the files config.<n>.yaml, sorted."""
-    numbers = (
-        re.fullmatch(r"config\.(\d+)\.yaml", path.name) for path in directory.glob("config.*.yaml")
-    )
-    return sorted(int(number[1]) for number in numbers if number)
+    numbers = []
+    for path in directory.glob("config.*.yaml"):
+        match = re.fullmatch(r"config\.(\d+)\.yaml", path.name)
+        if match:
+            numbers.append(int(match[1]))
+    return sorted(numbers)
 
 
 def recorded_config(directory: Path) -> dict[str, Any] | None:
@@ -252,11 +257,13 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
     for name in [*names, "config.yaml"]:
         with contextlib.suppress(OSError, ValueError):
             config = load_yaml(read_regular(directory / name, MAX_RECORD_BYTES))
-            if isinstance(config, dict) and all(
-                isinstance(group, dict) for group in config.values()
-            ):
+            if isinstance(config, dict) and _has_only_groups(config):
                 return config
     return None
+
+
+def _has_only_groups(config: dict[str, Any]) -> bool:
+    return all(isinstance(group, dict) for group in config.values())
 
 
 def load_yaml(text: str | bytes) -> Any:
@@ -269,91 +276,15 @@ def load_yaml(text: str | bytes) -> Any:
     try:
         depth = 0
         for event in yaml.parse(text, Loader=YAMLLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(
-                event, yaml.CollectionEndEvent
-            )
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
             if isinstance(event, yaml.AliasEvent) or depth > MAX_YAML_DEPTH:
                 raise ValueError("it has aliases or is nested too deeply")
         return YAMLLoader(text).get_single_data()
     except Exception as error:  # from the scanner, or from the constructor of any type
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-
-
-def acquire_lock(
-    directory: Path,
-    wait_s: float = LOCK_WAIT_S,
-    *,
-    what: str = "the run directory",
-    key: str = "run.root",
-) -> IO[str]:
-    """Create a directory if needed and lock it with flock, until the returned file is closed or the
-    process ends.
-
-    Args:
-        what, key: for messages: what the directory is, and the setting that changes it.
-
-    Raises:
-        RunError: another process has locked it, or it is not writable.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        # O_NOFOLLOW: a symbolic link could lead to any file.
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.fdopen(os.open(directory / LOCK, flags, 0o666), "a+")
-    except OSError as error:
-        raise RunError(
-            f"cannot write to {what} {directory}: {error.strerror}; choose another {key}"
-        ) from error
-    deadline = time.monotonic() + wait_s
-    for attempt in itertools.count():
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                lock.seek(0)
-                raise still_running(directory, lock.read().strip() or "another process") from error
-            if attempt == 10:
-                log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
-            time.sleep(0.1)
-    if not _is_in(directory, lock):  # deleted before it was locked
-        lock.close()
-        return acquire_lock(directory, wait_s, what=what, key=key)
-    with contextlib.suppress(OSError):  # a full disk: a later write reports it
-        os.truncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    return lock
-
-
-def _is_in(directory: Path, lock: IO[str]) -> bool:
-    """Return whether an open file is the lock that other processes find in the directory."""
-    with contextlib.suppress(OSError):
-        return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
-    return False
-
-
-def check_can_lock(
-    directory: Path, *, what: str = "the run directory", key: str = "run.root"
-) -> None:
-    """Refuse a directory that `acquire_lock` could not create or write to, before anything is
-    written.
-
-    Raises:
-        RunError: names it and `key`.
-    """
-    path = directory.absolute()
-    existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
-    longest = max(len(os.fsencode(name)) for name in path.parts)
-    reasons = {
-        errno.ENOTDIR: not existing.is_dir(),
-        errno.EROFS: existing.is_dir() and bool(os.statvfs(existing).f_flag & os.ST_RDONLY),
-        errno.EACCES: not os.access(existing, os.W_OK | os.X_OK),
-        errno.ENAMETOOLONG: longest > NAME_MAX or len(os.fsencode(path)) > PATH_MAX,
-    }
-    if code := next((code for code, is_so in reasons.items() if is_so), None):
-        raise RunError(
-            f"cannot write to {what} {directory}: {os.strerror(code)}; choose another {key}"
-        )
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

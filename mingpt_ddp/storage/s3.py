@@ -26,14 +26,11 @@ class S3Storage(RemoteStorage):
         storage = self
 
         class Session(AIOHTTPSession):
-            """Time out each request: the timeouts of aiohttp and botocore do not cover sending
-            it.
-            """
+            """Time out each request; the timeouts of aiohttp and botocore do not cover sending."""
 
             async def send(self, request: Any) -> Any:
-                end = storage.end_of_request(
-                    int(request.headers.get("Content-Length", remote.PART))
-                )
+                size = int(request.headers.get("Content-Length", remote.PART))
+                end = storage.end_of_request(size)
                 return await within(super().send(request), end)
 
         # Few retries, so that an outage surfaces soon. botocore retries 500, 502 and 504.
@@ -56,8 +53,7 @@ class S3Storage(RemoteStorage):
         try:
             send()
         except FileNotFoundError:
-            # The upload was lost, or completed and its response was lost: upload again in both
-            # cases.
+            # The upload was lost, or it is complete and the response was lost: upload it again.
             send()
         finally:
             if isinstance(sliced, _Parts):
@@ -74,10 +70,10 @@ class S3Storage(RemoteStorage):
         self._abort_uploads(path)
 
     def _abort_uploads(self, path: str) -> None:
-        """Abort unfinished multipart uploads of cancelled attempts or killed processes at or below
-        a path.
+        """Abort unfinished multipart uploads at or below a path.
 
-        Their parts are not listed, but are billed.
+        Cancelled attempts and killed processes leave them. Their parts are not listed, but are
+        billed.
         """
         bucket, key, _ = self.fs.split_path(path)
         request = partial(self._request, "abort uploads of", path, seconds=remote.REQUEST_TIMEOUT_S)

@@ -49,8 +49,9 @@ class Storage:
             return file.read(-1 if limit is None else limit)
 
     def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Read `size` bytes of a file, from `start` on, in chunks, one in memory at a time; zero
-        bytes yield no chunk.
+        """Read `size` bytes of a file, from `start` on, in chunks, one in memory at a time.
+
+        Zero bytes yield no chunk.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -124,8 +125,9 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def atomic_write(path: Path, content: Content) -> None:
-    """Write a local file atomically: readers see the old content or the new, even after a power
-    failure.
+    """Write a local file atomically: readers see the old content or the new.
+
+    This holds after a power failure too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")

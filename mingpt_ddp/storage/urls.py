@@ -8,30 +8,32 @@ from fsspec.implementations.local import LocalFileSystem
 
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError
-from mingpt_ddp.storage.remote import RemoteStorage, describe, redact
+from mingpt_ddp.storage.remote import RemoteStorage
+from mingpt_ddp.storage.remote_errors import describe, redact
 from mingpt_ddp.storage.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
 S3 = ("s3", "s3a")
+READ_ONLY = ("http", "https")
 INSTEAD = "use a directory or an object store"
 
 
 def check_url(url: str, key: str, writable: bool = False) -> None:
-    """Refuse a URL whose protocol is unknown, not installed, needs more than a URL or, if
-    `writable`, is read-only.
+    """Refuse a URL whose protocol is unknown, is not installed or needs more than a URL.
+
+    Args:
+        key: the configuration key of the URL.
+        writable: refuse a protocol that is read-only too.
 
     Raises:
-        ConfigError: names `key`, the configuration key of the URL.
+        ConfigError: names `key`.
     """
-    check(
-        "://" not in url or not url.rstrip("/").endswith(":"), f"{key}={url} has no path; add one"
-    )
+    has_path = "://" not in url or not url.rstrip("/").endswith(":")
+    check(has_path, f"{key}={url} has no path; add one")
     for part in url.split("::"):
         protocol = split_protocol(part)[0] or "file"
-        is_read_only = protocol in ("http", "https")
-        check(
-            not (writable and is_read_only), f"{key}={url}: {protocol}:// is read-only; {INSTEAD}"
-        )
+        fits = not writable or protocol not in READ_ONLY
+        check(fits, f"{key}={url}: {protocol}:// is read-only; {INSTEAD}")
         try:
             fsspec.get_filesystem_class(protocol)
             if "::" not in url:
@@ -55,8 +57,7 @@ def open_storage(url: str, key: str = "URL") -> Storage:
     """
     url = url.rstrip("/") or url
     try:
-        # A separate instance, so that its listings cache is never older than the last request made
-        # here.
+        # A separate instance: its cache of listings is no older than the last request made here.
         fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     except OSError as error:
         raise StorageUnavailableError(redact(f"cannot open {url}: {describe(error)}")) from error
@@ -67,4 +68,6 @@ def open_storage(url: str, key: str = "URL") -> Storage:
         ) from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
-    return (S3Storage if split_protocol(url)[0] in S3 else RemoteStorage)(url, root, fs)
+    if split_protocol(url)[0] in S3:
+        return S3Storage(url, root, fs)
+    return RemoteStorage(url, root, fs)

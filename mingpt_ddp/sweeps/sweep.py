@@ -36,7 +36,8 @@ from mingpt_ddp.metrics.objective import (
     loss_unit,
     objective_of,
 )
-from mingpt_ddp.storage.run_dir import acquire_lock, run_directory, with_run_name
+from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.storage.run_dir import run_directory, with_run_name
 from mingpt_ddp.sweeps import search
 from mingpt_ddp.sweeps.jobs import look_up
 

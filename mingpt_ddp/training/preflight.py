@@ -21,7 +21,8 @@ from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import check_can_lock, run_directory, run_name
+from mingpt_ddp.storage.lock import check_can_lock
+from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.train_state import TrainState, restore
 from mingpt_ddp.training.train_step import TrainStep

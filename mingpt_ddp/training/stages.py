@@ -23,8 +23,8 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_dir import (
-    LOCK_WAIT_S,
     RunDirectory,
     difference,
     recorded_config,

@@ -197,8 +197,9 @@ def test_a_header_longer_than_its_file(at):
 def test_any_header_is_read_or_refused(content):
     data = struct.pack("<Q", len(content)) + content
     try:
-        for dtype, shape, offset in read_header(data, len(data)).values():
-            assert offset + torch.empty(shape, dtype=dtype, device="meta").nbytes <= len(data)
+        for entry in read_header(data, len(data)).values():
+            tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            assert entry.offset + tensor.nbytes <= len(data)
     except ValueError:
         pass
 

@@ -22,11 +22,10 @@ from launching import ROOT
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage import run_dir
+from mingpt_ddp.storage import lock as lock_module
+from mingpt_ddp.storage.lock import LOCK, check_can_lock
 from mingpt_ddp.storage.run_dir import (
-    LOCK,
     RunDirectory,
-    check_can_lock,
     difference,
     next_free_name,
     read_result,
@@ -349,7 +348,7 @@ def test_a_lost_directory_of_snapshots(tmp_path):
 
 
 def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path, monkeypatch):
-    flock, deleted = run_dir.fcntl.flock, []
+    flock, deleted = lock_module.fcntl.flock, []
 
     def deleted_meanwhile(lock, operation):
         if not deleted:
@@ -357,7 +356,7 @@ def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path, mo
         deleted.append(True)
         flock(lock, operation)
 
-    monkeypatch.setattr(run_dir.fcntl, "flock", deleted_meanwhile)
+    monkeypatch.setattr(lock_module.fcntl, "flock", deleted_meanwhile)
     owner = RunDirectory(tmp_path / "run")
     owner.check()
     assert len(deleted) == 2

@@ -1,0 +1,228 @@
+"""Decode texts and encode them into a cache directory: `tokens.bin`, and `meta.json` beside it.
+
+Texts are read in bounded memory: to count their characters, to train a BPE tokenizer on the
+training parts, and to encode them. The directory is created atomically.
+"""
+
+import codecs
+import gzip
+import json
+import math
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.data.bpe import train_bpe
+from mingpt_ddp.data.dataset import EncodedText, split_bounds
+from mingpt_ddp.data.text_cache import digest_of, file_sha256
+from mingpt_ddp.data.texts import (
+    CHUNK_BYTES,
+    GZIP,
+    OpenBytes,
+    expanded_limit,
+    expands_too_far,
+    opener,
+)
+from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer
+from mingpt_ddp.data.tokenizer_base import code_points
+from mingpt_ddp.errors import DataError
+from mingpt_ddp.storage.storage import atomic_write, sync_directory
+
+
+@dataclass(frozen=True)
+class Source:
+    """A text to encode."""
+
+    config: DataConfig  # data.path is this text
+    open: OpenBytes
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """The characters begin .. end - 1 of a text."""
+
+    source: Source
+    begin: int
+    end: int
+
+
+def splits_texts(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
+    """Return whether each text is divided before it is encoded: not if it is one, of characters."""
+    name = tokenizer.name if tokenizer else config.tokenizer
+    return name != CharTokenizer.name or config.sources is not None
+
+
+def encode(
+    sources: list[Source],
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    directory: Path,
+    sha256: str,
+) -> EncodedText:
+    """Write the tokens and their description to `directory`, atomically.
+
+    All training parts come first, then the other splits.
+    """
+    lengths, distinct = _count(sources)
+    divided = splits_texts(config, tokenizer)
+    splits = [[Part(sources[0], 0, lengths[0])]]
+    if divided:
+        splits = _divide(sources, lengths, config)
+    if tokenizer is None:
+        if len(distinct) < 2:
+            raise DataError(
+                f"data.path={sources[0].config.path} has one distinct character; there is "
+                "nothing to learn"
+            )
+        tokenizer = _make_tokenizer(config, distinct, splits[0])
+    # the smallest unsigned type that holds every token
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    with tempfile.TemporaryDirectory(
+        prefix=".partial-", dir=directory.parent, ignore_cleanup_errors=True
+    ) as name:
+        tokens = Path(name) / "tokens.bin"
+        sizes = _write_tokens(tokens, splits, tokenizer, dtype)
+        for source in sources:
+            if file_sha256(source.open) != source.sha256:
+                raise DataError(
+                    f"data.path={source.config.path} changed while being read; run again"
+                )
+        encoded = EncodedText(
+            directory=str(directory),
+            sha256=sha256,
+            length=sum(map(sum, sizes)),
+            tokenizer=tokenizer.state(),
+            dtype=str(dtype),
+            tokens_sha256=file_sha256(opener(tokens)),
+            parts=sizes if divided else [],
+        )
+        meta = asdict(encoded)
+        del meta["directory"]
+        content = {"text": meta, "digest": digest_of(meta)}
+        atomic_write(Path(name) / "meta.json", json.dumps(content).encode())
+        shutil.rmtree(directory, ignore_errors=True)  # a damaged one
+        os.replace(name, directory)
+        sync_directory(directory.parent)
+    return encoded
+
+
+def _make_tokenizer(config: DataConfig, distinct: str, training: list[Part]) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names, learnt from the training parts.
+
+    Args:
+        distinct: the characters of the texts.
+    """
+    if config.tokenizer == "char":
+        return CharTokenizer(distinct)
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    texts = chain.from_iterable(map(_read, training))
+    return train_bpe(texts, config.vocab_size)
+
+
+def _write_tokens(
+    path: Path, splits: list[list[Part]], tokenizer: Tokenizer, dtype: np.dtype[Any]
+) -> list[list[int]]:
+    """Write the tokens of all parts, one after the other; return how many, by split and text."""
+    sizes = []
+    with open(path, "wb") as file:
+        for split in splits:
+            of_split = []
+            for part in split:
+                begin = file.tell()
+                for tokens in tokenizer.encode_stream(_read(part)):
+                    file.write(tokens.astype(dtype, copy=False).tobytes())
+                of_split.append((file.tell() - begin) // dtype.itemsize)
+            sizes.append(of_split)
+        file.flush()
+        os.fsync(file.fileno())
+    return sizes
+
+
+def _decode(source: Source) -> Iterator[str]:
+    """Yield the text, decompressed and without a byte order mark, in pieces.
+
+    Raises:
+        DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    path = source.config.path
+    position = 0
+    at_start = True
+    with source.open() as raw:
+        stream: Any = raw
+        limit = math.inf
+        if raw.peek(2)[:2] == GZIP:  # which is invalid UTF-8
+            stream = gzip.GzipFile(fileobj=raw)
+            size = os.fstat(raw.fileno()).st_size
+            limit = expanded_limit(size, source.config.max_expansion)
+        while True:
+            try:
+                chunk = stream.read(CHUNK_BYTES)
+                position += len(chunk)
+                if position > limit:
+                    raise expands_too_far(path, int(limit))
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                # what the decoder was given ends where the chunk ends
+                at = position - len(error.object) + error.start
+                raise DataError(
+                    f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv"
+                ) from error
+            except (OSError, EOFError, zlib.error) as error:
+                raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
+            if at_start and text:
+                text = text.removeprefix("\ufeff")
+                at_start = False
+            yield text
+            if not chunk:
+                return
+
+
+def _read(part: Part) -> Iterator[str]:
+    """Yield a part of a text, in pieces."""
+    if part.end <= part.begin:
+        return
+    position = 0
+    for text in _decode(part.source):
+        piece = text[max(0, part.begin - position) : max(0, part.end - position)]
+        if piece:
+            yield piece
+        position += len(text)
+        if position >= part.end:
+            return
+
+
+def _count(sources: list[Source]) -> tuple[list[int], str]:
+    """Return the number of characters of each text, and the distinct ones in code-point order."""
+    seen = np.zeros(CODE_POINTS, dtype=bool)
+    lengths = []
+    for source in sources:
+        length = 0
+        for text in _decode(source):
+            seen[code_points(text)] = True
+            length += len(text)
+        if length == 0:
+            raise DataError(f"data.path={source.config.path} is empty")
+        lengths.append(length)
+    return lengths, "".join(map(chr, np.flatnonzero(seen)))
+
+
+def _divide(sources: list[Source], lengths: list[int], config: DataConfig) -> list[list[Part]]:
+    """Return the training, the validation and the test part of each text."""
+    splits: list[list[Part]] = [[], [], []]
+    for source, length in zip(sources, lengths, strict=True):
+        bounds = pairwise(split_bounds(length, config))
+        for split, (begin, end) in zip(splits, bounds, strict=True):
+            split.append(Part(source, begin, end))
+    return splits

@@ -1,0 +1,113 @@
+"""A lock on a local directory: flock on a file in it, which ends with the process that holds it."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage.lease import still_running
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
+POLL_S = 0.1
+NAME_MAX = 255  # bytes of one name
+PATH_MAX = 4096 - 64  # bytes of a path, which leaves room for the names of files in it
+
+
+def acquire_lock(
+    directory: Path,
+    wait_s: float = LOCK_WAIT_S,
+    *,
+    what: str = "the run directory",
+    key: str = "run.root",
+) -> IO[str]:
+    """Create a directory if needed and lock it with flock.
+
+    The lock ends when the returned file is closed, or with the process.
+
+    Args:
+        what, key: for messages: what the directory is, and the setting that changes it.
+
+    Raises:
+        RunError: another process has locked it, or it is not writable.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # O_NOFOLLOW: a symbolic link could lead to any file.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        lock = os.fdopen(os.open(directory / LOCK, flags, 0o666), "a+")
+    except OSError as error:
+        raise RunError(
+            f"cannot write to {what} {directory}: {error.strerror}; choose another {key}"
+        ) from error
+    deadline = time.monotonic() + wait_s
+    for attempt in itertools.count():
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                owner = lock.read().strip() or "another process"
+                raise still_running(directory, owner) from error
+            if attempt == 10:
+                log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
+            time.sleep(POLL_S)
+    if not is_lock_of(directory, lock):  # deleted before it was locked
+        lock.close()
+        return acquire_lock(directory, wait_s, what=what, key=key)
+    with contextlib.suppress(OSError):  # a full disk: a later write reports it
+        os.truncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return lock
+
+
+def is_lock_of(directory: Path, lock: IO[str]) -> bool:
+    """Return whether an open file is the lock that other processes find in the directory."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
+    return False
+
+
+def check_can_lock(
+    directory: Path, *, what: str = "the run directory", key: str = "run.root"
+) -> None:
+    """Refuse a directory that `acquire_lock` could not create or write to; write nothing.
+
+    Raises:
+        RunError: names it and `key`.
+    """
+    path = directory.absolute()
+    existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    code = _reason_not_writable(path, existing)
+    if code is not None:
+        raise RunError(
+            f"cannot write to {what} {directory}: {os.strerror(code)}; choose another {key}"
+        )
+
+
+def _reason_not_writable(path: Path, existing: Path) -> int | None:
+    """Return the errno that creating a file in `path` would give; None: it can be created.
+
+    Args:
+        existing: the path, or the deepest directory above that exists.
+    """
+    if not existing.is_dir():
+        return errno.ENOTDIR
+    if os.statvfs(existing).f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return errno.EACCES
+    longest_name = max(len(os.fsencode(name)) for name in path.parts)
+    if longest_name > NAME_MAX or len(os.fsencode(path)) > PATH_MAX:
+        return errno.ENAMETOOLONG
+    return None
