@@ -35,7 +35,8 @@ from pydantic import Field
 
 from mingpt_ddp.cli.arguments import echo, run_command
 from mingpt_ddp.config.fields import PositiveInt
-from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
+from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process

@@ -16,14 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mingpt_ddp.config.components import (
-    DataConfig,
-    DatasetConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TaskConfig,
-)
+from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
