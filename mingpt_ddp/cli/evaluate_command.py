@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mingpt_ddp.tasks.task import Task
+    from mingpt_ddp.training.evaluator import Evaluator
 
 OF_TOKENS = ("tokenizer", "vocab_size", "block_size")  # keys of data
 AVERAGED = ("language_model", "classification")  # tasks whose models give probabilities
@@ -89,7 +90,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
-    from mingpt_ddp.inference.ensemble import Ensemble, why_not_averaged
+    from mingpt_ddp.inference.ensemble import why_not_averaged
     from mingpt_ddp.snapshots.load import load
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluator import Evaluator
@@ -123,23 +124,41 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         for url, snapshot in snapshots.items():
             model = _build(tasks[url], configs[url], snapshot.model)
             models[url] = model.to(runtime.device)
-        shared = Evaluator(task, runtime)
-        found = {}
-        for url, model in models.items():
-            evaluator = shared if tasks[url] is task else Evaluator(tasks[url], runtime)
-            found[url] = evaluator.run(model, config.split) or {}
-        if not found[first]:
-            raise DataError(f"the data of {first} has no {config.split} split")
-        metrics: dict[str, Any] = found[first]
         if reason:
-            runs = [{"snapshot": url, **each} for url, each in found.items()]
-            metrics = {"not_averaged": reason, "runs": runs}
-        elif others:
-            runs = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
-            average = shared.run(Ensemble([*models.values()]), config.split) or {}
-            metrics = {**average, "runs": runs}
+            evaluators = {url: Evaluator(each, runtime) for url, each in tasks.items()}
+        else:
+            evaluators = dict.fromkeys(tasks, Evaluator(task, runtime))
+        metrics = _measure(models, evaluators, config.split, reason)
     runtime.close()
     return metrics
+
+
+def _measure(
+    models: "dict[str, nn.Module]",
+    evaluators: "dict[str, Evaluator]",
+    split: str,
+    reason: str | None,
+) -> dict[str, Any]:
+    """Return the metrics of one model, or of several and of the mean of their probabilities.
+
+    Args:
+        models, evaluators: by URL.
+        reason: why several models have no mean; None if they have one.
+    """
+    from mingpt_ddp.inference.ensemble import Ensemble
+
+    found = {url: evaluators[url].run(model, split) or {} for url, model in models.items()}
+    first = next(iter(models))
+    if not found[first]:
+        raise DataError(f"the data of {first} has no {split} split")
+    if reason:
+        runs = [{"snapshot": url, **each} for url, each in found.items()]
+        return {"not_averaged": reason, "runs": runs}
+    if len(models) == 1:
+        return found[first]
+    losses = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
+    average = evaluators[first].run(Ensemble([*models.values()]), split) or {}
+    return {**average, "runs": losses}
 
 
 def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
